@@ -306,7 +306,7 @@ func TestMistakesAreNamed(t *testing.T) {
 		"starts it itself":                        own,
 		"a function is required":                  nobody,
 		"without NUL":                             unprintable,
-		"a priority is 1 (first) to 4 (last)":     urgent,
+		"priority must be 1 to 4":                 urgent,
 		"decode the input of flow echo as string": mistyped,
 		"use Call":                                inside,
 		"register before Run":                     late,

@@ -98,8 +98,8 @@ func TestStartLostInACrashNeverExisted(t *testing.T) {
 	assert.Equal(t, executions.Completed, getExecution(t, pool, durable.ID).Status)
 }
 
-// awaitSyncReplication returns when a commit of this server waits for a standby. Sessions see the setting earlier than the
-// checkpointer. Commits wait only after the checkpointer has read it.
+// awaitSyncReplication returns when a commit of this server waits for a standby. Sessions see the setting earlier than
+// the checkpointer. Commits wait only after the checkpointer has read it.
 func awaitSyncReplication(t *testing.T, url string) {
 	t.Helper()
 	watch, err := pgx.Connect(t.Context(), url)
@@ -143,7 +143,7 @@ func TestCompletionMakesStartDurable(t *testing.T) {
 	t.Parallel()
 	server := pgtest.Own(t)
 	pool := pgtest.Pool(t, server.URL(), postgres.Options{MaxConns: 8})
-	p := newEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
+	p := newEngine(t, pool, flowMap(noop),
 		func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
 	if _, err := p.RunSync(t.Context(), spec); err != nil { // begins the lease
@@ -267,7 +267,8 @@ func testCheckpointBatch(t *testing.T, withVariables bool, want string) {
 			select claim || fingerprint || failed || output from agent_checkpoints where execution_id = @id and step = @step`,
 			postgres.Strict{"id": ids[i], "step": steps[i]})
 		x := getExecution(t, pool, ids[i])
-		if shown := string(x.Variables) == `{"x": 2}`; record != "1printfalse3" || shown != (withVariables && name == "shown") {
+		shown := string(x.Variables) == `{"x": 2}`
+		if record != "1printfalse3" || shown != (withVariables && name == "shown") {
 			t.Errorf("%s: record %s, variables %s", name, record, x.Variables)
 		}
 	}
@@ -592,8 +593,8 @@ const (
 	third  = "01939999-99ff-7000-8000-000000000003"
 )
 
-// batchLayouts are batches. Field at is the position of the execution with the consequence: alone, between executions that
-// began with it, or apart from them.
+// batchLayouts are batches. Field at is the position of the execution with the consequence: alone, between executions
+// that began with it, or apart from them.
 var batchLayouts = map[string]struct {
 	ids []string
 	at  int

@@ -165,7 +165,8 @@ func TestCallIntentIsRecordedBeforeEffect(t *testing.T) {
 		  and c.execution_id = @id`,
 		postgres.Strict{"id": got.ID})
 	if !same || countOpenActivities(t, pool) != 0 {
-		t.Errorf("end of the row and checkpoint in one commit: %v; rows listed as open: %d", same, countOpenActivities(t, pool))
+		t.Errorf("end of the row and checkpoint in one commit: %v; rows listed as open: %d",
+			same, countOpenActivities(t, pool))
 	}
 }
 
@@ -226,7 +227,10 @@ func runInterruptedCall(t *testing.T, idempotent bool) (executions.Execution, []
 func TestIdempotentCallIsRetriedWithSameKey(t *testing.T) {
 	t.Parallel()
 	got, log, keys := runInterruptedCall(t, true)
-	want := []activityRow{{"bank", "pay", "call", "unknown", "interrupted", ""}, {"bank", "pay", "call", "success", "", `"second"`}}
+	want := []activityRow{
+		{"bank", "pay", "call", "unknown", "interrupted", ""},
+		{"bank", "pay", "call", "success", "", `"second"`},
+	}
 	assert.NoDiff(t, want, log)
 	assert.Truef(t, len(keys) == 2 && keys[0] == keys[1] && string(got.Result) == `"second"`,
 		"keys %q, result %s", keys, got.Result)
@@ -290,7 +294,10 @@ func TestPhaseKeepsItsRowOverACrash(t *testing.T) {
 	expireLease(t, pool, id)
 	startEngine(t, pool, flows)
 	awaitStatus(t, pool, id, executions.Completed)
-	want := []activityRow{{"plan", "plan", "phase", "success", "", `"planned"`}, {"ask", "plan/ask", "call", "success", "", "1"}}
+	want := []activityRow{
+		{"plan", "plan", "phase", "success", "", `"planned"`},
+		{"ask", "plan/ask", "call", "success", "", "1"},
+	}
 	assert.NoDiff(t, want, activityRows(t, pool, id))
 	assert.Equal(t, first, pgtest.Value[string](t, pool,
 		`select parent_id::text from agent_activity where skill_name = 'ask'`))
@@ -624,7 +631,8 @@ func TestPanickingResultFailsStep(t *testing.T) {
 			return resultOf(panickingJSON{}, nil)
 		},
 		"result of a step": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return resultOf(executions.Step(ctx, "a", func(context.Context) (panickingJSON, error) { return panickingJSON{}, nil }))
+			return resultOf(executions.Step(ctx, "a",
+				func(context.Context) (panickingJSON, error) { return panickingJSON{}, nil }))
 		},
 		"result of a transaction": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 			return resultOf(executions.StepTx(ctx, "a",
@@ -970,7 +978,8 @@ func TestInnerStepKeysHavePrefix(t *testing.T) {
 	if err := json.Unmarshal(got.Result, &keys); err != nil || !strings.HasPrefix(keys, "pha/se/in/ner lo/op@0/in/ner ") {
 		t.Errorf("keys of the steps: %s, %v", got.Result, err)
 	}
-	pgtest.Equal(t, pool, "pha/before se/gate pha/se/in/ner pha/se lo/op", `select string_agg(step, ' ' order by created_at) from agent_checkpoints`)
+	pgtest.Equal(t, pool, "pha/before se/gate pha/se/in/ner pha/se lo/op",
+		`select string_agg(step, ' ' order by created_at) from agent_checkpoints`)
 	replay, err := p.Replay(t.Context(), id)
 	assert.Truef(t, err == nil && replay.Equal, "the replay: %+v, %v", replay.Divergence, err)
 }

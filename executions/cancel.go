@@ -69,8 +69,8 @@ func queueCancel(ctx context.Context, b *pgx.Batch, id, by, reason string, statu
 		func(row pgx.Row) error { return row.Scan(status) })
 }
 
-// cancelUntilEnded calls tryCancel until the execution ends, for at most cancelTimeout. If another transaction locks the
-// execution, it requests the cancel and notifies the process that runs the execution.
+// cancelUntilEnded calls tryCancel until the execution ends, for at most cancelTimeout. If another transaction locks
+// the execution, it requests the cancel and notifies the process that runs the execution.
 func cancelUntilEnded(
 	ctx context.Context, db postgres.DB, id, by, reason string, notify func(), tryCancel func() (Status, error),
 ) (Status, error) {

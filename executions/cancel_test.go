@@ -107,7 +107,8 @@ func TestCancelStopsRunningStep(t *testing.T) {
 			assert.NoDiff(t, want, activityRows(t, pool, id))
 			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) || countOpenActivities(t, pool) != 0 ||
 				countCompletions(t, pool, id) != 1 {
-				t.Errorf("%d open rows, %d AGENT_COMPLETED, lane held: %v", countOpenActivities(t, pool), countCompletions(t, pool, id),
+				t.Errorf("%d open rows, %d AGENT_COMPLETED, lane held: %v",
+					countOpenActivities(t, pool), countCompletions(t, pool, id),
 					pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`))
 			}
 			checkpoints, err := executions.Checkpoints(t.Context(), pool, id)
@@ -143,8 +144,8 @@ func TestCompletionReleasesLanesAndClosesActivity(t *testing.T) {
 			}))
 			id := p.startFlow(t, "flow")
 			awaitStatus(t, pool, id, status)
-			assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('thread:7')`) && countOpenActivities(t, pool) == 0,
-				"the lane is held, or a row is open")
+			held := pgtest.Value[bool](t, pool, `select is_agent_lock_held('thread:7')`)
+			assert.True(t, !held && countOpenActivities(t, pool) == 0, "the lane is held, or a row is open")
 			log := activityRows(t, pool, id)
 			assert.Truef(t, len(log) == 1 && log[0].Status == "unknown" && log[0].Class == string(status), "activity %v", log)
 			pgtest.Equal(t, pool, "1", `
@@ -261,8 +262,8 @@ func TestLaneWaitEndsWhenLaneIsFree(t *testing.T) {
 	}
 }
 
-// txFlow is a flow whose step runs in a transaction. It writes a row, signals entered and blocks until its context ends.
-// A deaf one blocks until leave is closed.
+// txFlow is a flow whose step runs in a transaction. It writes a row, signals entered and blocks until its context
+// ends. A deaf one blocks until leave is closed.
 func txFlow(entered chan struct{}, leave <-chan struct{}, deaf bool) map[string]executions.Func {
 	return flowMap(func(ctx context.Context) (executions.Result, error) {
 		return resultOf(executions.StepTx(ctx, "step", func(ctx context.Context, tx pgx.Tx) (int, error) {
@@ -556,7 +557,7 @@ func countLockWaiters(t *testing.T, pool *pgxpool.Pool) int {
 func TestOtherPoolIsReplacedByEnginePool(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	p := startEngine(t, pool, flowMap(noop))
 	other, err := postgres.Reserve(t.Context(), pool, 1)
 	require.NoError(t, err)
 	defer other.Close()
@@ -577,7 +578,7 @@ func TestWithLockTimeoutBoundsLockWait(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	engines := map[string]*testEngine{
-		"works": startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil })),
+		"works": startEngine(t, pool, flowMap(noop)),
 		"calls": newEngine(t, pool, nil),
 	}
 	tx := openTx(t, pool, `
@@ -600,7 +601,7 @@ func TestWithLockTimeoutBoundsLockWait(t *testing.T) {
 func TestUncommittedDedupeKeyDelaysNoOtherStart(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
+	p := startEngine(t, pool, flowMap(noop),
 		func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	begin := func(round string) time.Duration {
 		return measureP99(t, 12, 60, func(caller, i int) error {

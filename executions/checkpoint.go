@@ -95,8 +95,8 @@ func (e *Engine) checkpointBatch(ctx context.Context, writes []checkpointWrite) 
 	return results, nil
 }
 
-// uuidArray encodes each id in sixteen bytes, which is cheaper to send and parse. If an id is not a UUID, it returns the
-// ids as text, and the database rejects them.
+// uuidArray encodes each id in sixteen bytes, which is cheaper to send and parse. If an id is not a UUID, it returns
+// the ids as text, and the database rejects them.
 func uuidArray(ids []string) any {
 	uuids := make(pgtype.FlatArray[pgtype.UUID], len(ids))
 	for i, id := range ids {
@@ -211,8 +211,8 @@ func (r *run) flushDeferred(ctx context.Context) error {
 	return r.flushDeferredLocked(ctx)
 }
 
-// takeDeferred removes and returns the deferred checkpoint; nil for none. The caller writes it. takeDeferred waits for a
-// write in flight.
+// takeDeferred removes and returns the deferred checkpoint; nil for none. The caller writes it. takeDeferred waits for
+// a write in flight.
 func (r *run) takeDeferred() *deferredCheckpoint {
 	r.recordMu.Lock()
 	defer r.recordMu.Unlock()
@@ -224,9 +224,9 @@ func (r *run) takeDeferred() *deferredCheckpoint {
 	return deferred
 }
 
-// writeWithDeferred writes in one transaction with the deferred checkpoint. Other branches may build on that step, so
-// they wait meanwhile. If the write fails, writeWithDeferred writes the checkpoint alone. unrecorded is the error of
-// that second write, which has stopped the run.
+// writeWithDeferred makes a write in one transaction with the deferred checkpoint. Other branches may depend on that
+// step, so they wait meanwhile. If the transaction fails, writeWithDeferred writes the checkpoint and then queue in
+// separate transactions. recordErr is the error of the checkpoint's own write, which has stopped the run.
 func (r *run) writeWithDeferred(ctx context.Context, queue func(b *pgx.Batch)) (recordErr, err error) {
 	r.recordMu.Lock()
 	deferred := r.deferred
@@ -367,8 +367,8 @@ func (r *run) pendingVariables() json.RawMessage {
 	return r.variables
 }
 
-// reserveVariables reserves the variables for one of several concurrent writes. It returns nil when another write has
-// reserved them. The writer calls returnVariables afterwards.
+// reserveVariables returns the pending variables for one of several concurrent writes. It returns nil if another write
+// has reserved them. The caller calls releaseVariables after its write.
 func (r *run) reserveVariables() json.RawMessage {
 	text := r.pendingVariables()
 	r.mu.Lock()
@@ -413,9 +413,9 @@ func (r *run) queueVariables(b *pgx.Batch, text json.RawMessage) {
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "variables": text})
 }
 
-// queueVariablesUnlessLocked is queueVariables for a transaction that may hold lanes. The lock order is executions before
-// lanes, so a transaction that locks the row may wait for those lanes. If the row is locked, text becomes nil, and the
-// next write stores the variables.
+// queueVariablesUnlessLocked is queueVariables for a transaction that may hold lanes. The lock order is executions
+// before lanes, so a transaction that locks the row may wait for those lanes. If the row is locked, text becomes nil,
+// and the next write stores the variables.
 func (r *run) queueVariablesUnlessLocked(b *pgx.Batch, text *json.RawMessage) {
 	if *text == nil {
 		return

@@ -41,8 +41,8 @@ type ChildResult struct {
 	TimedOut    bool            `json:"timed_out"` // the wait timed out: the child continues with lanes of its own
 }
 
-// identity is the Input of the step that starts the child. It omits the timeout, so new code may change the timeout of a
-// running execution. The child's input is canonical, because a recorded value may have its members in another order.
+// identity is the Input of the step that starts the child. It omits the timeout, so new code may change the timeout of
+// a running execution. The child's input is canonical, because a recorded value may have its members in another order.
 func (c Child) identity() (any, error) {
 	input, _, err := encode(c.Input)
 	if err == nil {

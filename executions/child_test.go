@@ -372,7 +372,8 @@ func TestParentBecomesReadyWithoutEngine(t *testing.T) {
 		require.True(t, parent.park("child", "agent", child.id) == nil, "it has ended already")
 		pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`,
 			postgres.Strict{"id": child.id, "claim": child.claim})
-		assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_unpublished_completions where execution_id = @id`,
+		assert.Equal(t, 1, pgtest.Value[int](t, pool,
+			`select count(*) from agent_unpublished_completions where execution_id = @id`,
 			postgres.Strict{"id": child.id}), name)
 		assert.Equal(t, executions.Waiting, parent.status(), name)
 		tell(child.id)

@@ -57,8 +57,8 @@ func (e *Engine) ClaimRuns(ctx context.Context, p ClaimParams) ([]RunLock, error
 	}
 }
 
-// recordIdle records that a worker waits for executions, for the Engine Room. It also deletes rows that expired more than
-// an hour ago.
+// recordIdle records that a worker waits for executions, for the Engine Room. It also deletes rows that expired more
+// than an hour ago.
 func recordIdle(ctx context.Context, db postgres.DB, p ClaimParams) error {
 	_, err := db.Exec(ctx, `
 		with expired as (
@@ -110,27 +110,30 @@ func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (locks []RunLo
 	return locks, nil
 }
 
-// claimableRuns returns the ids of the executions to lock: first those whose lock the owner holds but does not know, then
-// ready ones. It takes the advisory lock of lock_agent_execution, so it skips executions that another transaction is
-// locking.
+// claimableRuns returns the ids of the executions to lock: first those whose lock the owner holds but does not know,
+// then ready ones. It takes the advisory lock of lock_agent_execution, so it skips executions that another transaction
+// is locking.
 func claimableRuns(ctx context.Context, tx pgx.Tx, p ClaimParams) ([]string, error) {
 	rows, err := tx.Query(ctx, `
 		(select w.execution_id::text
 		   from agent_workers w join agent_executions x on x.id = w.execution_id and x.claimed_by = w.id
 		  where w.kind = 'outside' and w.owner = @owner and w.expires_at > clock_timestamp()
 		    and w.lock_id <> all (@known::text[]) and x.flow = any (@flows::text[])
-		  limit @most)
+		  limit @max)
 		union all
 		(select x.id::text
-		   from (select r.id from unnest(@flows::text[]) f (flow) cross join lateral (
-		           select e.id, e.priority from agent_executions e
-		            where e.flow = f.flow and e.is_external and e.status in ('pending', 'running') and e.claimed_by is null
-		            order by e.priority, e.id limit @look) r
+		   from (select r.id
+		           from unnest(@flows::text[]) f (flow)
+		          cross join lateral (
+		                select e.id, e.priority from agent_executions e
+		                 where e.flow = f.flow and e.is_external and e.status in ('pending', 'running')
+		                   and e.claimed_by is null
+		                 order by e.priority, e.id limit @scan_limit) r
 		          order by r.priority, r.id) x
 		  where pg_try_advisory_xact_lock(hashtextextended('run lock ' || x.id, 0))
-		  limit @most)
-		limit @most`, postgres.Strict{
-		"owner": p.Owner, "known": p.Known, "flows": p.Flows, "most": p.Max, "look": p.Max + MaxClaim,
+		  limit @max)
+		limit @max`, postgres.Strict{
+		"owner": p.Owner, "known": p.Known, "flows": p.Flows, "max": p.Max, "scan_limit": p.Max + MaxClaim,
 	})
 	return postgres.Collect(rows, err, "find executions to claim", pgx.RowTo[string])
 }

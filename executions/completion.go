@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// completion is the end of a run, in the form for the database.
+// completion has the column values of the end of a run.
 type completion struct {
 	id           string
 	claim        int64
@@ -26,20 +26,20 @@ type completion struct {
 	result       json.RawMessage
 	errorMessage *string
 	failedStep   *string
-	variables    json.RawMessage  // nil when the row has them
+	variables    json.RawMessage  // nil if the row has them already
 	claimed      *Execution       // the claimed execution if a caller wants the final row; nil otherwise
-	lastStep     *checkpointWrite // deferred checkpoint of the last step; nil for none
+	lastStep     *checkpointWrite // the deferred checkpoint of the last step; nil for none
 }
 
 // completionResult is the result of a written completion.
 type completionResult struct {
 	releasedLanes []releasedLane
-	awaited       bool       // another execution waits for this one
-	row           *Execution // the final row if a caller wants it
+	awaited       bool       // whether another execution waits for this one
+	row           *Execution // the final row if a caller wants it; nil otherwise
 }
 
-// complete writes the end of the execution and its deferred checkpoint. Lanes, open activity rows and AGENT_COMPLETED
-// follow in the same transaction. If the database rejects the result, the execution ends as failed.
+// complete writes the end of the execution and its deferred checkpoint. The same transaction releases the lanes, closes
+// the open activity rows and emits AGENT_COMPLETED. If the database rejects the result, the execution ends as failed.
 func (r *run) complete(
 	ctx context.Context, last *deferredCheckpoint, status Status, result Result, failure error,
 ) error {
@@ -115,7 +115,8 @@ func (e *Engine) tryDeliverCompletion(ctx context.Context, id string) error {
 	return err
 }
 
-// resolveStaleCompletion distinguishes a rejected or late completion from one whose answer was lost.
+// resolveStaleCompletion handles a completion that was rejected or had no response. It reads the row: an earlier
+// attempt may have been committed although its response was lost.
 func (r *run) resolveStaleCompletion(ctx context.Context, status Status, result Result, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
@@ -135,7 +136,7 @@ func (r *run) resolveStaleCompletion(ctx context.Context, status Status, result 
 	return nil
 }
 
-// failedStepOf returns the step whose error ended the run. It is the step of the error, or the last step that failed
+// failedStepOf returns the step whose error ended the run: the step of a StepError, or else the last step that failed
 // or timed out without a later success.
 func (r *run) failedStepOf(failure error) string {
 	if step, ok := errors.AsType[*StepError](failure); ok && step.Step != "" {
@@ -146,14 +147,13 @@ func (r *run) failedStepOf(failure error) string {
 	return r.failedStep
 }
 
-// writeCompletion writes the terminal row and the deferred checkpoint, and retries for one lease.
+// writeCompletion writes the completion and the deferred checkpoint. It retries for one lease.
 func (r *run) writeCompletion(
 	ctx context.Context, last *checkpointWrite, status Status, summary string, value json.RawMessage, failure error,
 ) (done completionResult, err error) {
 	c := completion{
-		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.pendingVariables(),
-		claimed:  r.claimedForCaller(),
-		lastStep: last,
+		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value,
+		variables: r.pendingVariables(), claimed: r.claimedForCaller(), lastStep: last,
 	}
 	if failure != nil {
 		c.errorMessage, c.failedStep = new(postgres.Text(failure.Error())), null(r.failedStepOf(failure))
@@ -164,7 +164,7 @@ func (r *run) writeCompletion(
 		defer cancel()
 		return write(bounded, c)
 	}
-	if r.exec.ThreadID != nil { // it likely holds the thread's lane, which a batch leaves out
+	if r.exec.ThreadID != nil { // the run likely holds the thread's lane, and a batch skips executions that hold lanes
 		done, err = single(r.completeInTx)
 	} else {
 		done, err = r.e.batchers.completions.Do(ctx, c, func() (completionResult, error) { return single(r.completeOne) })
@@ -175,8 +175,8 @@ func (r *run) writeCompletion(
 	return done, err
 }
 
-// completeOne writes a single completion as a batch of one. If the batch leaves the completion out, completeOne writes
-// it in its own transaction.
+// completeOne writes a single completion as a batch of one. If the batch skips the completion, completeOne writes it in
+// its own transaction.
 func (r *run) completeOne(ctx context.Context, c completion) (completionResult, error) {
 	results, err := r.e.completeBatch(ctx, []completion{c})
 	if err != nil || results[0].Skipped {
@@ -185,12 +185,12 @@ func (r *run) completeOne(ctx context.Context, c completion) (completionResult, 
 	return results[0].Value, nil
 }
 
-// completeInTx writes a completion with all its consequences, such as released lanes, in one transaction.
+// completeInTx writes a completion and its side effects, such as released lanes, in one transaction.
 func (r *run) completeInTx(ctx context.Context, c completion) (done completionResult, err error) {
 	err = r.withVariables(ctx, c.variables, func(text json.RawMessage) error {
 		return r.e.write(ctx, func(b *pgx.Batch) {
 			queueLockTimeout(b)
-			if c.lastStep != nil { // lock the row before its fence takes a weaker lock
+			if c.lastStep != nil { // lock the row before the fence of the checkpoint takes a weaker lock
 				b.Queue(`select from agent_executions where id = @id and claim = @claim for update`,
 					postgres.Strict{"id": c.id, "claim": c.claim})
 				c.lastStep.queue(b)
@@ -202,8 +202,9 @@ func (r *run) completeInTx(ctx context.Context, c completion) (done completionRe
 	return done, err
 }
 
-// queueCompletion queues a completion and the queries for after the commit: released lanes, waiting executions and the
-// row. A new wait also locks the row first, so either the completion finds the wait or the wait finds the completion.
+// queueCompletion queues a completion and reads the released lanes, whether an execution waits for this one, and the
+// final row. A new wait locks the row first too, so either the completion finds the wait or the wait finds the
+// completion.
 func queueCompletion(b *pgx.Batch, c completion, done *completionResult) {
 	b.Queue(`select lanekeeper.complete_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`,
 		postgres.Strict{
@@ -211,8 +212,8 @@ func queueCompletion(b *pgx.Batch, c completion, done *completionResult) {
 			"result": c.result, "error": c.errorMessage, "step": c.failedStep,
 		})
 	queueReleasedLanes(b, c.id, &done.releasedLanes)
-	b.Queue(`select exists (select from agent_unpublished_completions where execution_id = @id)`, postgres.Strict{"id": c.id}).
-		QueryRow(func(row pgx.Row) error { return row.Scan(&done.awaited) })
+	b.Queue(`select exists (select from agent_unpublished_completions where execution_id = @id)`,
+		postgres.Strict{"id": c.id}).QueryRow(func(row pgx.Row) error { return row.Scan(&done.awaited) })
 	if c.claimed != nil {
 		b.Queue(`select `+columns+` from agent_executions where id = @id`, postgres.Strict{"id": c.id}).Query(
 			func(rows pgx.Rows) error {
@@ -223,9 +224,11 @@ func queueCompletion(b *pgx.Batch, c completion, done *completionResult) {
 	}
 }
 
-// completeBatch writes completions in one commit, each with its last step and under its own claim. It leaves out
-// executions with lanes and those without a live claim.
-func (e *Engine) completeBatch(ctx context.Context, completions []completion) ([]batch.Result[completionResult], error) {
+// completeBatch writes completions in one commit, each with its last step and under its own claim. It skips executions
+// that hold lanes and executions without a live claim.
+func (e *Engine) completeBatch(
+	ctx context.Context, completions []completion,
+) ([]batch.Result[completionResult], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(completions)
@@ -249,8 +252,9 @@ func (e *Engine) completeBatch(ctx context.Context, completions []completion) ([
 	var row completedRow
 	dest := []any{&position, &row.updated, &row.completed, &row.result, &row.variables, &row.inherits, &row.version}
 	_, err = pgx.ForEachRow(rows, dest, func() error {
-		results[position-1] = batch.Result[completionResult]{Value: completionResult{row: row.execution(completions[position-1])}}
-		row.result, row.variables = nil, nil // the next row allocates its own
+		done := completionResult{row: row.execution(completions[position-1])}
+		results[position-1] = batch.Result[completionResult]{Value: done}
+		row.result, row.variables = nil, nil // so the next row does not overwrite them
 		return nil
 	})
 	if err != nil {
@@ -259,7 +263,7 @@ func (e *Engine) completeBatch(ctx context.Context, completions []completion) ([
 	return results, nil
 }
 
-// completionParams is a completion as complete_agent_executions reads it.
+// completionParams is the JSON form of a completion that complete_agent_executions reads.
 type completionParams struct {
 	Status      Status          `json:"status"`
 	Summary     string          `json:"summary,omitempty"`
@@ -286,7 +290,7 @@ func (c *completion) params() completionParams {
 	return p
 }
 
-// completedRow has the columns of a completed execution that only the database knows.
+// completedRow has the columns of a completed execution that the database sets.
 type completedRow struct {
 	updated, completed time.Time
 	result, variables  json.RawMessage
@@ -294,7 +298,7 @@ type completedRow struct {
 	version            *int
 }
 
-// execution returns the final row as a query would; nil without a caller that wants it.
+// execution returns the final row, as a query would read it. It returns nil if no caller wants the row.
 func (c completedRow) execution(end completion) *Execution {
 	if end.claimed == nil {
 		return nil
@@ -316,7 +320,7 @@ func (r *run) claimedForCaller() *Execution {
 	return &r.exec
 }
 
-// nullableJSON is JSON as an element of an array parameter; nil for none.
+// nullableJSON returns JSON as an element of an array parameter; nil becomes SQL's null.
 func nullableJSON(text json.RawMessage) *string {
 	if text == nil {
 		return nil
@@ -339,35 +343,36 @@ func resultType(s Status) string {
 	return string(s)
 }
 
-// endedExecution is an execution that a transaction ended, the number of released lanes, and the claim that held them.
+// endedExecution is an execution that a transaction ended.
 type endedExecution struct {
 	ID, TraceID   string
 	Status        Status
 	ReleasedLanes int
-	Claim         int64
+	Claim         int64 // the claim that held the lanes
 }
 
-// queueEnded queries the executions that the batch's transaction ended by a cancel or a sweep, because no run reports
-// those ends. Inside the batch the query needs no further round trip. A sweep ends executions in subtransactions. So a
-// visible row of an in-progress transaction belongs to the sweep.
+// queueEnded queries the executions that the batch's transaction ended by a cancel or a sweep, because no run logs
+// those ends. A sweep ends executions in subtransactions, so a visible row of a transaction in progress belongs to this
+// transaction.
 func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 	b.Queue(`
 		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0),
-		       x.claim - 1 - (select count(*) from agent_claims_lost l  -- its end made the claim void, as did a loss before
-		         where l.execution_id = x.id and l.claim = x.claim - 2)
-		  from agent_events v join agent_executions x on x.id = lanekeeper.agent_uuid(v.key)
+		       -- The end incremented the claim, and so did a loss of the claim just before it.
+		       x.claim - 1 - (select count(*) from agent_claims_lost l
+		                       where l.execution_id = x.id and l.claim = x.claim - 2)
+		  from agent_events v
+		  join agent_executions x on x.id = lanekeeper.agent_uuid(v.key)
 		 where v.id >= lanekeeper.agent_uuid7_floor(transaction_timestamp()) and v.event = 'AGENT_COMPLETED'
 		   and case when v.xmin::text::bigint >= mod(pg_current_xact_id_if_assigned()::text::bigint, 4294967296)
-		            then pg_xact_status((div(pg_current_xact_id_if_assigned()::text::numeric,
-		              4294967296) * 4294967296 + v.xmin::text::bigint)::text::xid8)
-		                 = 'in progress' end
+		            then pg_xact_status((div(pg_current_xact_id_if_assigned()::text::numeric, 4294967296) * 4294967296
+		                                 + v.xmin::text::bigint)::text::xid8) = 'in progress' end
 		 order by v.id`).Query(func(rows pgx.Rows) (err error) {
 		*dest, err = pgx.CollectRows(rows, pgx.RowToStructByPos[endedExecution])
 		return err
 	})
 }
 
-// logEnded logs the end of executions as their runs would.
+// logEnded logs the end of executions with the lines that a run logs.
 func (e *Engine) logEnded(ctx context.Context, ended []endedExecution) {
 	for _, x := range ended {
 		attrs := executionAttrs(x.TraceID, x.ID)
@@ -384,18 +389,19 @@ func (e *Engine) logEnded(ctx context.Context, ended []endedExecution) {
 type releasedLane struct {
 	Lane      string
 	Token     int64
-	Successor string // the waiter that holds it now; "" for none
+	Successor string // the waiter that holds the lane now; "" for none
 }
 
-// queueReleasedLanes queries the lanes that the end of an execution released. The event of the end has the number of
-// these lanes, and their rows are the latest.
+// queueReleasedLanes queries the lanes that the end of an execution released. AGENT_COMPLETED has their number n, and
+// the n latest holds are those of the released lanes.
 func queueReleasedLanes(b *pgx.Batch, id string, dest *[]releasedLane) {
 	b.Queue(`
-		select h.lane, h.fencing_token as token, h.successor from (
-		  select * from agent_lane_holds o where o.execution_id = @id and o.ended in ('ended', 'given back')
-		   order by o.held_until desc
-		   limit coalesce((select (v.data ->> 'locks_released')::int from agent_events v
-		     where v.external_id = 'completed ' || @id::text), 0)) h
+		select h.lane, h.fencing_token as token, h.successor
+		  from (select * from agent_lane_holds o
+		         where o.execution_id = @id and o.ended in ('ended', 'given back')
+		         order by o.held_until desc
+		         limit coalesce((select (v.data ->> 'locks_released')::int from agent_events v
+		                          where v.external_id = 'completed ' || @id::text), 0)) h
 		 order by h.lane`, postgres.Strict{"id": id}).Query(func(rows pgx.Rows) (err error) {
 		*dest, err = pgx.CollectRows(rows, pgx.RowToStructByName[releasedLane])
 		return err

@@ -27,8 +27,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// Func is a durable function. Each claim calls it from the top. The function's context ends when the process loses the
-// claim or a cancel ends the execution.
+// Func is a durable function. Each claim calls it from the beginning. Its context ends when the process loses the claim
+// or a cancel ends the execution.
 type Func func(ctx context.Context, input json.RawMessage) (Result, error)
 
 // Result is the result of a durable function: a summary for people and a value for programs.
@@ -40,7 +40,7 @@ type Result struct {
 // Options configure an Engine. Zero values are the defaults.
 type Options struct {
 	Keeper   *lanes.Keeper      // required
-	Listener *postgres.Listener // shortens waits; may be nil
+	Listener *postgres.Listener // replaces polling by notifications; may be nil
 	Logger   *slog.Logger
 	Workers  int // concurrent executions per queue; default 16
 	// LeaseTTL is the lifetime of a worker's lease without renewal; default 30 s, in whole seconds, at most a day.
@@ -48,12 +48,12 @@ type Options struct {
 	LeaseTTL time.Duration
 	// SweepEvery is the interval between sweeps for lost claims and notifications; default 5 s, at least 100 ms.
 	SweepEvery time.Duration
-	// StopTimeout bounds how long running steps may finish during a shutdown; default 20 s.
+	// StopTimeout bounds the time for running steps to finish during a shutdown; default 20 s.
 	StopTimeout time.Duration
-	// PollOnly runs River without LISTEN. Behind a pooler without Direct, the engine sets it.
+	// PollOnly runs River without LISTEN. The engine sets it behind a pooler if Direct is nil.
 	PollOnly bool
-	Direct   *pgxpool.Pool // connects to the server itself, for LISTEN behind a pooler; may be nil
-	// Lease renews the worker's lease over connections that executions do not use; may be nil.
+	Direct   *pgxpool.Pool // connects to the server without the pooler, for LISTEN; may be nil
+	// Lease is a pool for renewals of the worker's lease, so executions cannot use up its connections; may be nil.
 	Lease    *pgxpool.Pool
 	Observer Observer // may be nil
 }
@@ -71,28 +71,28 @@ type Engine struct {
 	// fallback finds flows that are not in flows; may be nil.
 	fallback   func(ctx context.Context, flow string) (Func, error)
 	unforkable map[string]string // reason by flow
-	// unknownFlows are the names of the flows that a warning has reported as unknown here.
+	// unknownFlows has the names of flows that a warning has reported as unknown in this process.
 	unknownFlows sync.Map
 
 	running       atomic.Bool
-	registerMu    sync.Mutex // held during the registration of a lease, so there is only one
+	registerMu    sync.Mutex // held during the registration of a lease, so the process registers one at a time
 	mu            sync.Mutex
 	lease         *workerLease
 	runs          map[string]*run
 	draining      bool
 	sweepRequests chan struct{} // wakes the sweeper
-	timerChanged  chan struct{} // a timer is due sooner than known
+	timerChanged  chan struct{} // wakes the sweeper to compute its pause again
 	pools         map[string]*workerPool
 	nextDue       dueTimes
 	stuckLimiter  stuckWarnings
 	batchers      batchers
 	statuses      *poller[StatusChange] // of watched executions
-	claimable     *poller[int]          // the ready executions of flows that external workers wait for
-	paused        atomic.Bool           // as far as this process knows
+	claimable     *poller[int]          // number of ready executions by flow, for waiting external workers
+	paused        atomic.Bool           // the last state that this process read
 
 	txSlots       chan struct{} // bounds open transactions
-	retrySlot     chan struct{} // bounds blocked writes that are retried, to one
-	firstTrySlots chan struct{} // bounds first attempts of keyed writes, to half of the connections
+	retrySlot     chan struct{} // bounds concurrent retries of blocked writes to one
+	firstTrySlots chan struct{} // bounds first attempts of keyed writes to half of the connections
 	keyQueue      postgres.KeyQueue
 }
 
@@ -129,7 +129,7 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	e.batchers = newBatchers(e)
 	e.statuses = newPoller(e.log, e.readStatus)
 	e.claimable = newPoller(e.log, e.readClaimable)
-	e.claimable.limit = func(ready int) int { return ready } // one worker for each
+	e.claimable.limit = func(ready int) int { return ready } // one worker for each ready execution
 	var err error
 	if e.river, err = newRiverClient(pool, e); err != nil {
 		return nil, err
@@ -137,8 +137,8 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	return e, nil
 }
 
-// Register names a durable function. Register before Run: Run announces this process's flows to other processes. It
-// returns an error for an empty or registered name.
+// Register registers a durable function under a name. Call it before Run, which announces the flows of this process to
+// other processes. It returns an error for an empty or registered name.
 func (e *Engine) Register(flow string, fn Func) error {
 	if flow == "" || fn == nil {
 		return errors.New("register flow: a name and a function are required")
@@ -155,8 +155,8 @@ func (e *Engine) Register(flow string, fn Func) error {
 	return nil
 }
 
-// Fallback finds the functions of unregistered flows, such as flows stored as data. find returns nil for an unknown
-// flow. Its error releases the execution for another attempt. Call it before Run.
+// Fallback sets a function that finds unregistered flows, such as flows stored as data. find returns nil for an unknown
+// flow. If find returns an error, the engine releases the execution for another attempt. Call Fallback before Run.
 func (e *Engine) Fallback(find func(ctx context.Context, flow string) (Func, error)) {
 	e.fallback = find
 }
@@ -164,23 +164,23 @@ func (e *Engine) Fallback(find func(ctx context.Context, flow string) (Func, err
 // Running reports whether Run was called and has not returned.
 func (e *Engine) Running() bool { return e.running.Load() }
 
-// HasFlow reports whether a flow is registered, here or in another live process, or the fallback finds it.
+// HasFlow reports whether a flow is registered in this or another live process, or the fallback finds it.
 func (e *Engine) HasFlow(ctx context.Context, flow string) (bool, error) {
 	fn, err := e.flow(ctx, flow)
 	if fn != nil || err != nil {
 		return fn != nil, err
 	}
-	var elsewhere bool
+	var registered bool
 	err = e.pool.QueryRow(ctx, `
 		select exists (select from agent_workers w where w.go_flows @> array[@flow] and w.expires_at > clock_timestamp())`,
-		postgres.Strict{"flow": flow}).Scan(&elsewhere)
+		postgres.Strict{"flow": flow}).Scan(&registered)
 	if err != nil {
 		return false, fmt.Errorf("find flow %s: %w", flow, err)
 	}
-	return elsewhere, nil
+	return registered, nil
 }
 
-// Flows returns the registered flows of this and all other live processes, sorted, without those of the fallback.
+// Flows returns the registered flows of all live processes, sorted. It omits flows of the fallback.
 func (e *Engine) Flows(ctx context.Context) ([]string, error) {
 	rows, err := e.pool.Query(ctx, `
 		select name from unnest(@mine::text[]) name
@@ -192,14 +192,14 @@ func (e *Engine) Flows(ctx context.Context) ([]string, error) {
 	return names, err
 }
 
-// registeredFlows returns the flows that are registered here.
+// registeredFlows returns the flows that are registered in this process.
 func (e *Engine) registeredFlows() []string {
 	e.flowsMu.RLock()
 	defer e.flowsMu.RUnlock()
 	return slices.AppendSeq(make([]string, 0, len(e.flows)), maps.Keys(e.flows))
 }
 
-// flow returns the function of a flow; nil when it is unknown here.
+// flow returns the function of a flow; nil if this process does not know the flow.
 func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
 	e.flowsMu.RLock()
 	fn := e.flows[name]
@@ -210,9 +210,9 @@ func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
 	return e.fallback(ctx, name)
 }
 
-// Run works until ctx ends, then shuts down and returns nil. During a shutdown the engine claims nothing more, lets
-// running steps finish within StopTimeout, and releases unfinished executions. Run survives a database outage. It
-// returns an error when the engine runs already or was shut down.
+// Run claims and runs executions until ctx ends, then shuts down and returns nil. During a shutdown the engine claims
+// no more executions, lets running steps finish within StopTimeout, and releases unfinished executions. Run survives a
+// database outage. It returns an error if the engine runs already or was shut down.
 func (e *Engine) Run(ctx context.Context) error {
 	if e.stopping() || e.running.Swap(true) {
 		return errors.New("run engine: it runs already or was shut down; make another with New")
@@ -229,7 +229,7 @@ func (e *Engine) Run(ctx context.Context) error {
 	case err != nil:
 		return err
 	}
-	// River and the lease outlive ctx for as long as the shutdown takes.
+	// River and the lease continue after the end of ctx, until the shutdown is complete.
 	runCtx, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	switch err := e.retryStartup(ctx, func() error { return e.river.Start(runCtx) }); {
@@ -265,8 +265,7 @@ func ctxDone(ctx context.Context) bool {
 	}
 }
 
-// retryStartup calls start until it succeeds, while the database is unavailable. A failed start leaves nothing
-// running.
+// retryStartup calls start, and retries while the database is unavailable. A failed start must leave nothing running.
 func (e *Engine) retryStartup(ctx context.Context, start func() error) error {
 	for {
 		err := start()
@@ -299,7 +298,7 @@ func (e *Engine) KeepAlive(ctx context.Context) error {
 	return err
 }
 
-// drain refuses new steps and lets running ones finish.
+// drain refuses new steps, waits for running steps up to StopTimeout, and ends the lease.
 func (e *Engine) drain(ctx context.Context, pollers *sync.WaitGroup) {
 	e.mu.Lock()
 	e.draining = true
@@ -333,7 +332,7 @@ func (e *Engine) notifyPeers(ctx context.Context) {
 	}
 }
 
-// waitForRuns waits for the runs to end, and stops them when soft ends.
+// waitForRuns waits for the runs to end. When soft ends, it stops the remaining runs.
 func (e *Engine) waitForRuns(ctx, soft context.Context) {
 	if e.waitIdle(soft) {
 		return
@@ -344,7 +343,7 @@ func (e *Engine) waitForRuns(ctx, soft context.Context) {
 	e.waitIdle(hard)
 }
 
-// waitIdle waits until this process runs no execution; false when ctx ended first.
+// waitIdle waits until this process runs no execution. It returns false if ctx ends first.
 func (e *Engine) waitIdle(ctx context.Context) bool {
 	for {
 		e.mu.Lock()
@@ -388,7 +387,7 @@ func (e *Engine) Live() error {
 // requestSweep wakes the sweeper.
 func (e *Engine) requestSweep() { signal(e.sweepRequests) }
 
-// processName identifies this process for people.
+// processName returns the host name and pid of this process, for people.
 func processName() string {
 	host, err := os.Hostname()
 	if err != nil {
@@ -399,7 +398,7 @@ func processName() string {
 
 // Observer receives the events of this process's executions, for metrics. Its methods must return at once.
 type Observer interface {
-	// RunStarted and RunFinished frame a run: one claim on which this process works.
+	// RunStarted and RunFinished report the start and the end of a run: one claim that this process works on.
 	RunStarted(x Execution)
 	RunFinished(x Execution)
 	// ClaimLost reports that another process took the claim.

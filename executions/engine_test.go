@@ -129,9 +129,9 @@ func TestRunWithEndedContextReturns(t *testing.T) {
 
 func TestRunTwiceFails(t *testing.T) {
 	t.Parallel()
-	p := startEngine(t, pgtest.DB(t), flowMap(func(context.Context) (executions.Result, error) { return resultOf(1, nil) }))
+	p := startEngine(t, pgtest.DB(t), flowMap(noop))
 	awaitStatus(t, p.pool, p.startFlow(t, "flow"), executions.Completed)
-	assert.Error(t, p.Run(t.Context()), "a second Run beside the first")
+	assert.Error(t, p.Run(t.Context()), "a second Run during the first")
 	awaitStatus(t, p.pool, p.startFlow(t, "flow"), executions.Completed)
 	p.stop()
 	assert.Error(t, p.Run(t.Context()), "a Run after the shutdown returned no error")
@@ -177,7 +177,8 @@ func TestShutdownFinishesStepAndReleasesRun(t *testing.T) {
 				if err != nil {
 					return executions.Result{}, err
 				}
-				return resultOf(executions.Step(ctx, "second", func(context.Context) (int, error) { return int(seconds.Add(1)), nil }))
+				return resultOf(executions.Step(ctx, "second",
+					func(context.Context) (int, error) { return int(seconds.Add(1)), nil }))
 			}))
 			ran := func() {}
 			if now {
@@ -506,7 +507,7 @@ func TestSweepReleasesClaimsOfUnknownWorker(t *testing.T) {
 	id := insertPending(t, pool)
 	mustClaim(t, pool, id, newWorker(t, pool))
 	pgtest.Exec(t, pool, `delete from agent_workers`)
-	startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	startEngine(t, pool, flowMap(noop))
 	awaitStatus(t, pool, id, executions.Completed)
 }
 
@@ -514,7 +515,7 @@ func TestSweepReleasesClaimsOfUnknownWorker(t *testing.T) {
 func TestOrphanedClaimIsReleased(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	p := startEngine(t, pool, flowMap(noop))
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	id := pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim, started_at)
@@ -526,7 +527,7 @@ func TestOrphanedClaimIsReleased(t *testing.T) {
 func TestEngineOptionsHaveMinimums(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
+	p := startEngine(t, pool, flowMap(noop),
 		func(o *executions.Options) { o.LeaseTTL, o.SweepEvery = time.Millisecond, time.Nanosecond })
 	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Error(t, p.Register("flow", nil), "a flow without a function was registered")

@@ -22,7 +22,7 @@ type event struct {
 	source    string // see eventSource
 }
 
-// lockName names the key that another transaction may hold: the event's id, or the wait that it ends.
+// lockName describes the key that another transaction may hold: the id of the event, or the wait that the event ends.
 func (ev event) lockName() string {
 	if ev.id == nil {
 		return fmt.Sprintf("the wait for %s %.300q", ev.name, ev.key)
@@ -30,27 +30,13 @@ func (ev event) lockName() string {
 	return fmt.Sprintf("event id %.300q", *ev.id)
 }
 
-// deliverLocal delivers an event in a process that runs executions. The same statement claims the resumed executions
-// while this process has free workers and no queued execution comes first. So one round trip lies between an event and
-// the waiting code. The statement queues all other resumed executions.
-func (e *Engine) deliverLocal(ctx context.Context, ev event) (Delivered, error) {
-	deliverOne := func(ctx context.Context) (Delivered, error) {
-		result, err := e.deliverBatch(ctx, []event{ev})
-		if err != nil {
-			return Delivered{}, err
-		}
-		return result[0].Value, nil
-	}
-	single := func() (result Delivered, err error) {
-		err = e.retryKey(ctx, ev.lockName(), func(ctx context.Context) (err error) {
-			result, err = deliverOne(ctx)
-			return err
-		})
-		return result, err
-	}
-	// A replay must not join a batch. An event with a source sets it for its own statement.
-	var result Delivered
-	err := e.serializeKey(ctx, ev.lockName(), func() (err error) {
+// deliverLocal delivers an event in a process that runs executions. The same statement claims the resumed executions if
+// this process has free workers and no queued execution comes first, so the flow continues after one round trip. All
+// other resumed executions are queued.
+func (e *Engine) deliverLocal(ctx context.Context, ev event) (result Delivered, err error) {
+	single := func() (Delivered, error) { return e.deliverSingle(ctx, ev) }
+	err = e.serializeKey(ctx, ev.lockName(), func() (err error) {
+		// A replay must not join a batch. The source of an event is a setting of its own statement.
 		if postgres.IsSealed(ctx) || ev.source != "" {
 			result, err = single()
 		} else {
@@ -61,11 +47,23 @@ func (e *Engine) deliverLocal(ctx context.Context, ev event) (Delivered, error) 
 	return result, err
 }
 
-// slotTimeout bounds how long workers stay reserved for resumed executions. A lock blocks a slower statement, and other
-// executions need the workers.
+// deliverSingle delivers one event in a statement of its own, and retries while another transaction blocks it.
+func (e *Engine) deliverSingle(ctx context.Context, ev event) (result Delivered, err error) {
+	err = e.retryKey(ctx, ev.lockName(), func(ctx context.Context) error {
+		results, err := e.deliverBatch(ctx, []event{ev})
+		if err == nil {
+			result = results[0].Value
+		}
+		return err
+	})
+	return result, err
+}
+
+// slotTimeout bounds how long workers stay reserved for resumed executions. A statement that takes longer waits for a
+// lock, and other executions need the workers meanwhile.
 const slotTimeout = 100 * time.Millisecond
 
-// slots are workers of each queue that are reserved for resumed executions.
+// slots are workers that are reserved for executions which a statement claims.
 type slots struct {
 	e                       *Engine
 	background, interactive int // number of reserved workers
@@ -76,6 +74,7 @@ type slots struct {
 	timer    *time.Timer
 }
 
+// reserveSlots reserves up to n free workers of each queue, for at most slotTimeout.
 func (e *Engine) reserveSlots(n int) *slots {
 	s := &slots{e: e, background: e.pools[Background].reserve(n), interactive: e.pools[Interactive].reserve(n)}
 	s.unused = map[string]int{Background: s.background, Interactive: s.interactive}
@@ -85,11 +84,12 @@ func (e *Engine) reserveSlots(n int) *slots {
 	return s
 }
 
+// start runs a claimed execution in one of the slots.
 func (s *slots) start(x claimedExecution, worker string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	pool := s.e.pools[x.Queue]
-	if s.released { // there may be one worker too many for a while
+	if s.released { // the pool may exceed its size for a while
 		pool.startUnreserved(pool.runContext(), x, worker)
 		return
 	}
@@ -111,7 +111,7 @@ func (s *slots) release() {
 	}
 }
 
-// deliverBatch delivers events in one transaction. In a batch of several, it leaves out events that would wait for a
+// deliverBatch delivers events in one transaction. In a batch of several events, it skips those that would wait for a
 // lock.
 func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Result[Delivered], error) {
 	if len(events) > 1 {
@@ -132,7 +132,7 @@ func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Resu
 	defer rows.Close()
 	results := batch.AllSkipped[Delivered](len(events))
 	var claimed []claimedExecution
-	queued := map[string]int{} // executions that stay in each queue
+	queued := map[string]int{} // number of resumed but unclaimed executions by queue
 	for rows.Next() {
 		var position int
 		var eventID, executionID, queue *string
@@ -160,27 +160,26 @@ func (e *Engine) deliverBatch(ctx context.Context, events []event) ([]batch.Resu
 	for _, x := range claimed {
 		reserved.start(x, worker)
 	}
-	for queue, position := range queued {
-		e.notifyReady(queue, position)
+	for queue, n := range queued {
+		e.notifyReady(queue, n)
 	}
 	return results, nil
 }
 
-// queryEvents runs the statement: for one event, which waits for locks, or for several.
+// queryEvents runs the statement that delivers events. For a single event, the statement waits for locks.
 func (e *Engine) queryEvents(ctx context.Context, events []event, worker string, reserved *slots) (pgx.Rows, error) {
 	skip := append(e.pools[Background].skippedFlows(), e.pools[Interactive].skippedFlows()...)
 	if len(events) == 1 {
 		ev := events[0]
 		return e.pool.Query(ctx, `
-		select `+deliveredColumns+`
-		  from (select `+deliveredRow+`
+			select `+deliveredColumns+`
+			  from (select `+deliveredRow+`
 			          from (select set_config('lock_timeout', @lock_timeout, true) as lock_timeout,
-			            set_config('lanekeeper.raised_by', @raiser, true) offset 0) s
-			         cross join lateral lanekeeper.deliver_agent_event(case when s.lock_timeout <> '' then @event end, @key, @data,
-			           @id, @worker,
-			                    array_remove(array[case when @background > 0 then 'background' end, case
-			                      when @interactive > 0 then 'interactive' end], null),
-			                    @skip) d) x`,
+			                       set_config('lanekeeper.raised_by', @raiser, true) offset 0) s
+			         cross join lateral lanekeeper.deliver_agent_event(
+			               case when s.lock_timeout <> '' then @event end, @key, @data, @id, @worker,
+			               array_remove(array[case when @background > 0 then 'background' end,
+			                                  case when @interactive > 0 then 'interactive' end], null), @skip) d) x`,
 			postgres.Strict{
 				"event": ev.name, "key": ev.key, "data": ev.data, "id": ev.id, "raiser": ev.source, "worker": worker,
 				"background": reserved.background, "interactive": reserved.interactive, "skip": skip, "lock_timeout": lockTimeout,
@@ -194,19 +193,19 @@ func (e *Engine) queryEvents(ctx context.Context, events []event, worker string,
 	return e.pool.Query(ctx, `
 		select `+deliveredColumns+`
 		  from (select `+deliveredRow+`
-		          from lanekeeper.deliver_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker, @background,
-		            @interactive, @skip) d) x`,
+		          from lanekeeper.deliver_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker,
+		                                               @background, @interactive, @skip) d) x`,
 		postgres.Strict{
 			"events": names, "keys": keys, "data": data, "ids": ids, "worker": worker, "background": reserved.background,
 			"interactive": reserved.interactive, "skip": skip,
 		})
 }
 
-// deliveredColumns are the columns of a delivery, of rows x made of deliveredRow.
+// deliveredRow expands a row d of the SQL functions that deliver events. deliveredColumns selects from such rows.
 const (
 	deliveredColumns = columns + `, ` + checkpointColumns + `, n, event_id::text, execution_id::text, woken_queue`
-	deliveredRow     = `(d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n, d.event_id, d.execution_id,
-		d.queue as woken_queue`
+	deliveredRow     = `(d.execution).*, d.held, d.steps, d.claims, d.prints, d.failed, d.outputs, d.times, d.n,
+		d.event_id, d.execution_id, d.queue as woken_queue`
 )
 
 // Delivered is the result of an event.
@@ -216,10 +215,12 @@ type Delivered struct {
 }
 
 // Deliver records an event and ends every wait for it. If no execution waits for the event, the database keeps it for
-// the first wait. id makes repeated deliveries count once. If db is a pool, Deliver uses the engine's own pool. In a
-// process that runs executions, one statement delivers the event and claims the resumed executions while workers are
-// free. Concurrent events share the commit. WithLockTimeout bounds the wait for an open transaction that holds the id
-// or the wait. In a caller's transaction, the commit notifies workers.
+// the first wait. Several deliveries with the same id count once.
+//
+// If db is a pool, Deliver uses the engine's own pool. In a process that runs executions, one statement delivers the
+// event and claims the resumed executions while workers are free, and concurrent events share a commit. WithLockTimeout
+// bounds the wait for an open transaction that holds the id or the wait. In a caller's transaction, the commit notifies
+// workers.
 func (e *Engine) Deliver(
 	ctx context.Context, db postgres.Beginner, name, key string, data json.RawMessage, id string,
 ) (Delivered, error) {
@@ -263,7 +264,7 @@ func (e *Engine) deliverTx(ctx context.Context, tx pgx.Tx, ev event) (Delivered,
 	return result, e.insertWakeups(ctx, tx, wakeups)
 }
 
-// eventSource names the source of an event, for why(): the execution or trace of ctx; empty for external events.
+// eventSource returns the source of an event for why(): the execution or trace of ctx. It is empty for external events.
 func eventSource(ctx context.Context) string {
 	span, inTrace := trace.From(ctx)
 	switch {
@@ -275,16 +276,19 @@ func eventSource(ctx context.Context) string {
 	return "trace " + string(span.TraceID)
 }
 
-// deliver runs the statement and returns the wake-ups of the resumed executions. The planner expects a thousand rows
-// of the function; the limit prevents a full scan.
-func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (result Delivered, wakeups []wakeup, err error) {
+// deliver delivers an event and returns the wake-ups of the resumed executions. The planner expects a thousand rows of
+// the SQL function, so the query has a limit that prevents a full scan.
+func deliver(
+	ctx context.Context, db postgres.DB, args postgres.Strict,
+) (result Delivered, wakeups []wakeup, err error) {
 	rows, err := db.Query(ctx, `
-		with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
+		with source as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
 		select d.event_id::text, d.execution_id::text, x.wake, x.queue, x.priority
-		  from by cross join lateral lanekeeper.deliver_agent_event(@event, @key, @data, case when by.raiser is not null
-		    then @id::text end) d
-		  left join lateral (select n.wake, n.queue, n.priority from agent_executions n where n.id = d.execution_id limit 1) x
-		    on true`, args)
+		  from source s
+		 cross join lateral lanekeeper.deliver_agent_event(
+		       @event, @key, @data, case when s.raiser is not null then @id::text end) d
+		  left join lateral (select e.wake, e.queue, e.priority from agent_executions e
+		                      where e.id = d.execution_id limit 1) x on true`, args)
 	if err != nil {
 		return Delivered{}, nil, err
 	}

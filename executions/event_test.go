@@ -185,9 +185,8 @@ func TestDuplicateEventResumesOnce(t *testing.T) {
 		again := deliverBatch(t, pool, me, 9, by, "two=id")
 		assert.Truef(t, len(again) == 1 && again[0].ExecutionID == nil &&
 			postgres.Deref(again[0].EventID) == postgres.Deref(first[0].EventID), "the repetition: %+v of %+v", again, first)
-		if a, b := getExecution(t, pool, one).Status, getExecution(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
-			t.Errorf("they are %s and %s", a, b)
-		}
+		assert.Equal(t, executions.Running, getExecution(t, pool, one).Status)
+		assert.Equal(t, executions.Waiting, getExecution(t, pool, two).Status)
 		assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
 		deliverBatch(t, pool, me, 9, by, "kept")
 		assert.Equal(t, 1, pgtest.Value[int](t, pool,

@@ -1,38 +1,38 @@
-// Package executions runs durable functions: runs that survive the death of their process.
+// Package executions runs durable functions. An execution of such a function survives the crash of its process.
 //
 // An execution is a row with a state: pending → running → waiting | completed | failed | timeout | cancelled. A worker
 // claims the row and calls the Go function that is registered under the row's flow. The function does its work in
-// steps, and each finished step is a checkpoint. After a crash another worker claims the row and calls the function
-// from the top. Recorded steps return their checkpoints, so the function continues where it stopped. A flow is ordinary
-// code with one rule: anything that may differ between runs (time, ids, randomness, the world) happens inside a step.
-// See docs/executions.md and docs/code-changes.md.
+// steps, and each finished step has a checkpoint. After a crash another worker claims the row and calls the function
+// from the beginning. Recorded steps return their checkpoints, so the function continues where it stopped. A flow is
+// ordinary code with one rule: code whose result may differ between runs (time, ids, random numbers, other systems)
+// belongs inside a step. See docs/executions.md and docs/code-changes.md.
 //
 // The four kinds of steps:
 //
-//   - Step: a function whose result or error is recorded. It may run again if the process dies before the record.
-//   - Call: a Step with an effect on the world. An activity row records the intent before the call. After a crash an
-//     idempotent call is repeated under its idempotency key. Any other call ends `unknown` and is never repeated
-//     silently.
-//   - Phase: a Step that groups others under one activity row, which survives crashes.
+//   - Step: a function whose result or error is recorded. It may run again if the process dies before the checkpoint.
+//   - Call: a Step with an effect on another system. An activity row records the intent before the call. After a
+//     crash an idempotent call is repeated under its idempotency key. Any other call ends `unknown` and is not
+//     repeated.
+//   - Phase: a Step that groups other steps under one activity row, which survives crashes.
 //   - StepTx: a Step whose effect is in this database. Fence, effect and checkpoint are one transaction.
 //
-// Wait suspends the execution: the row becomes waiting and the function unwinds with ErrParked. No process is needed
-// until an event, the timer or a cancel ends the wait. A caller of such a function must return that error. Every
-// later step of the run fails, so code that ignores the error does no harm.
+// Wait suspends the execution: the row becomes waiting, Wait returns ErrParked, and the flow must return that error.
+// The execution then occupies no process until an event, the timer or a cancel ends the wait. If the flow ignores the
+// error, every later step of the run fails, so the run has no further effect.
 //
 // External workers, in any language, run the flows "external" and "external:NAME". A worker locks an execution,
 // records its steps and unlocks it (LockRun, RenewLocks, CheckpointRun, UnlockRun; over HTTP see
 // docs/outside-workers.md). Its lock is a claim like any other, with a lease of its own.
 //
-// Safety: a claim has a number that only grows, and every durable write carries it. The database refuses a write under
-// an old number (SQLSTATE LK001, ErrStale here). So a process that was paused past its lease changes nothing when it
-// wakes. The activity log records the rejected writes. Claims live as long as their worker's lease: 30 seconds, renewed
-// every 10.
+// Safety: each claim has a number greater than all earlier claims, and every durable write has the number of its claim.
+// The database rejects a write under an old number (SQLSTATE LK001, ErrStale here). So a process that was paused past
+// its lease changes nothing when it continues. The activity log records the rejected writes. A claim lasts as long as
+// its worker's lease: 30 seconds, renewed every 10.
 //
-// The row is the only source of truth about readiness. A process that makes an execution ready polls the queue after
-// its commit. One statement claims as many executions as it has free workers, within the limits (Admission). With too
-// few free workers it notifies other processes. In a caller's transaction River carries the notification. Every
-// process also polls every 5 seconds after a sweep, which covers lost notifications.
+// Only the row decides whether an execution is ready. A process that makes an execution ready polls the queue after its
+// commit. One statement claims as many executions as the process has free workers, within the limits (Admission). With
+// too few free workers, the process notifies other processes. In a caller's transaction, a River job carries the
+// notification. Every process also polls every 5 seconds after a sweep, so a lost notification only causes a delay.
 package executions
 
 import (
@@ -52,7 +52,7 @@ import (
 
 // Errors that callers distinguish.
 var (
-	// ErrParked unwinds a durable function that waits. Return it.
+	// ErrParked reports that the execution waits. The flow must return it.
 	ErrParked = errors.New("execution parked: it continues when its wait ends")
 	// ErrStale reports a write under a claim that is no longer live.
 	ErrStale = activity.ErrStale
@@ -60,14 +60,14 @@ var (
 	ErrLost = errors.New("claim lost: the worker's lease ended")
 	// ErrCancelled is the cause of a run context that ended because of a cancel.
 	ErrCancelled = errors.New("execution cancelled")
-	// ErrChanged reports code that changed under a running execution.
+	// ErrChanged reports a checkpoint that does not fit the present code of its flow.
 	ErrChanged = errors.New("the code changed under a running execution")
 	// ErrNotFound reports an id without an execution.
 	ErrNotFound = errors.New("no such execution")
 	// ErrNotInExecution reports a step outside a running execution.
 	ErrNotInExecution = errors.New("not inside an execution: pass the context of the flow to its steps")
 
-	// ErrDraining is the cause of a released run while its process shuts down.
+	// ErrDraining is the cause of a run context that ended because the process shuts down.
 	ErrDraining = errors.New("the process shuts down: another process continues the execution")
 )
 
@@ -120,9 +120,9 @@ type Execution struct {
 	CancelledBy   *string         `json:"cancelled_by"`
 	CancelReason  *string         `json:"cancel_reason"`
 	DedupeKey     *string         `json:"dedupe_key"`
-	OnLost        string          `json:"on_lost"`          // the effect of a lost worker; see Spec.OnLost
-	MaxAttempts   int             `json:"max_attempts"`     // workers lost without a checkpoint between them
-	Progress      int             `json:"progress_seconds"` // 0 is no limit
+	OnLost        string          `json:"on_lost"`          // see Spec.OnLost
+	MaxAttempts   int             `json:"max_attempts"`     // see Spec.MaxAttempts
+	Progress      int             `json:"progress_seconds"` // see Spec.ProgressSeconds
 	Inherits      bool            `json:"inherits"`         // may borrow the lanes of its waiting parent
 	ForkedFrom    *string         `json:"forked_from"`      // source of the copied steps before ForkedStep
 	ForkedStep    *string         `json:"forked_step"`
@@ -146,9 +146,10 @@ func (x *Execution) span() trace.Span {
 const columns = `id::text, trace_id, surface, agent, flow, parent_id::text, thread_id, queue, priority, status,
 	claimed_by::text, claim, input, variables, waiting_for, waiting_key, waiting_until, waiting_data, wait_number, attempt,
 	result_type, result_summary, result, error_message, failed_step, cancelled_by, cancel_reason, dedupe_key, on_lost,
-	max_attempts, progress_seconds, inherits, forked_from::text, forked_step, flow_version, created_at, started_at, updated_at, completed_at`
+	max_attempts, progress_seconds, inherits, forked_from::text, forked_step, flow_version, created_at, started_at,
+	updated_at, completed_at`
 
-// Get reads one execution. It returns ErrNotFound when there is none.
+// Get reads one execution. It returns ErrNotFound for an unknown id.
 func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	rows, err := db.Query(ctx, `select `+columns+` from agent_executions where id = @id`, postgres.Strict{"id": id})
 	if err != nil {
@@ -166,11 +167,12 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 	return x, nil
 }
 
-// notFoundError returns ErrNotFound. Its text names retention when a pass has removed executions and this id is old
-// enough.
+// notFoundError returns ErrNotFound. If retention has removed executions and this id is old enough, the text says that
+// retention may have removed it.
 func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 	rows, err := db.Query(ctx, `
-		select coalesce(': it keeps what has ended for ' || r.keep, '') from agent_retention r
+		select coalesce(': it keeps ended executions for ' || r.keep, '')
+		  from agent_retention r
 		  join agent_retention_passes p on p.kind = r.kind
 		 where r.kind = 'executions' and p.removed > 0
 		   and (r.keep is null or @id::uuid < lanekeeper.agent_uuid7_floor(clock_timestamp() - r.keep))`,
@@ -182,15 +184,15 @@ func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 	return fmt.Errorf("execution %s: %w; retention may have removed it%s", id, ErrNotFound, detail)
 }
 
-// Filter narrows a listing. Zero values do not narrow. Limit defaults to 50 and is at most 1000. The listing
-// continues after the id in Before, newest first.
+// Filter selects executions of a listing. An execution must match all fields that are not zero.
 type Filter struct {
-	Status, Surface, Flow, Agent, Before string
-	TraceIDs                             []trace.ID // from [trace.ParseAny]
-	Label                                string     // as for [ParseLabel]; among the newest 10,000 with the value
-	Statuses                             []string   // any of them; with Status, which is one more condition
-	Since, Until                         time.Time  // of the creation; Until is excluded
-	Limit                                int
+	Status, Surface, Flow, Agent string
+	Before                       string     // id: the listing continues with older executions
+	TraceIDs                     []trace.ID // one of them; see [trace.ParseAny]
+	Label                        string     // see [ParseLabel]; searches the newest 10,000 executions with the value
+	Statuses                     []string   // one of them
+	Since, Until                 time.Time  // bounds of the creation time; Until is exclusive
+	Limit                        int        // default 50, at most 1000
 }
 
 // List reads executions, newest first.
@@ -206,15 +208,17 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 		          where l.value = @value and (@name = '' or l.name = @name)
 		            and (@before = '' or l.execution_id < nullif(@before, '')::uuid)
 		          order by l.execution_id desc limit 10000)))
-		   and (@status = '' or status = @status) and (@statuses::text[] is null or status = any (@statuses))
+		   and (@status = '' or status = @status)
+		   and (@statuses::text[] is null or status = any (@statuses))
 		   and (@surface = '' or surface = @surface)
-		   and (@flow = '' or flow = @flow) and (@agent = '' or agent = @agent)
+		   and (@flow = '' or flow = @flow)
+		   and (@agent = '' or agent = @agent)
 		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
 		   and (@before = '' or id < nullif(@before, '')::uuid)
 		   and (@since::timestamptz is null or id >= lanekeeper.agent_uuid7_floor(@since))
 		   and (@until::timestamptz is null or id < lanekeeper.agent_uuid7_floor(@until))
-		 order by agent_executions.id desc limit @limit`, // id alone would be the text
-		pgx.QueryExecModeCacheDescribe, // planned for its values: a plan for any values scans the table
+		 order by agent_executions.id desc limit @limit`, // an unqualified id would be the text column of the result
+		pgx.QueryExecModeCacheDescribe, // a custom plan: a generic plan would scan the table
 		postgres.Strict{
 			"since": timeBound(f.Since), "until": timeBound(f.Until),
 			"status": f.Status, "statuses": f.Statuses,
@@ -224,7 +228,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 	return postgres.Collect(rows, err, "list executions", pgx.RowToStructByPos[Execution])
 }
 
-// timeBound is a bound on ids for SQL: null for none. No id is older than the epoch.
+// timeBound returns a bound on creation times as an SQL parameter; null for the zero time. It is not before the epoch,
+// because ids have no earlier times.
 func timeBound(t time.Time) any {
 	if t.IsZero() {
 		return nil
@@ -291,15 +296,16 @@ func (w WaitingRow) Redacted(ctx context.Context) WaitingRow {
 	return w
 }
 
-// ListWaiting reads at most 500 waiting executions, the nearest deadline first. kind selects one kind of wait. stuck
-// selects executions with a passed deadline and without an update for an hour.
+// ListWaiting reads at most 500 waiting executions in the order of their deadlines. kind selects one kind of wait.
+// stuck selects executions whose deadline has passed and that had no update for an hour.
 func ListWaiting(ctx context.Context, db postgres.DB, kind string, stuck bool, limit int) ([]WaitingRow, error) {
 	rows, err := db.Query(ctx, `
 		select w.id::text, w.trace_id, w.surface, w.agent, w.flow, coalesce(w.waiting_for, ''), coalesce(w.waiting_key, ''),
 		       w.waiting_until, w.waiting_data, extract(epoch from w.waiting_time)::float8,
 		       (select x.thread_id from agent_executions x where x.id = w.id)
 		  from agent_executions_waiting w
-		 where (@kind = '' or w.waiting_for = @kind) and (not @stuck or w.id in (select s.id from agent_executions_stuck s))
+		 where (@kind = '' or w.waiting_for = @kind)
+		   and (not @stuck or w.id in (select s.id from agent_executions_stuck s))
 		 order by w.waiting_until, w.id limit @limit`,
 		postgres.Strict{"kind": kind, "stuck": stuck, "limit": min(max(limit, 1), 500)})
 	return postgres.Collect(rows, err, "list waiting executions", pgx.RowToStructByPos[WaitingRow])
@@ -310,7 +316,7 @@ type Relative struct {
 	ID     string `json:"id"`
 	Flow   string `json:"flow"`
 	Status Status `json:"status"`
-	// From is the first step that the fork runs again; empty for children and for forks that keep every step.
+	// From is the first step that the fork runs again. It is empty for children and for forks that keep every step.
 	From string `json:"from"`
 	Fork bool   `json:"fork"`
 }
@@ -320,7 +326,8 @@ func Relatives(ctx context.Context, db postgres.DB, id string) ([]Relative, erro
 	rows, err := db.Query(ctx, `
 		select id::text, flow, status, coalesce(forked_step, ''), coalesce(forked_from = @id::uuid, false)
 		  from agent_executions
-		 where parent_id = @id::uuid or forked_from = @id::uuid order by id limit 500`, postgres.Strict{"id": id})
+		 where parent_id = @id::uuid or forked_from = @id::uuid
+		 order by id limit 500`, postgres.Strict{"id": id})
 	return postgres.Collect(rows, err, fmt.Sprintf("list children of execution %s", id), pgx.RowToStructByPos[Relative])
 }
 
@@ -328,7 +335,7 @@ func Relatives(ctx context.Context, db postgres.DB, id string) ([]Relative, erro
 const maxRedactedBytes = 64 << 10
 
 // Redacted returns the execution without secrets and without the conversation texts that ctx hides. It cuts each value
-// at 64 KiB. Show this form only. The row keeps its values, because a replay needs them.
+// at 64 KiB. Show users only this form. The row keeps the original values, because a replay needs them.
 func (x Execution) Redacted(ctx context.Context) Execution {
 	hide := x.hidesTexts(ctx)
 	for _, value := range []*json.RawMessage{&x.Input, &x.Variables, &x.WaitingData, &x.Result} {
@@ -369,8 +376,8 @@ func redactValue(value json.RawMessage) json.RawMessage {
 	return redact.JSON(value, maxRedactedBytes)
 }
 
-// IsControl reports an error that interrupts a run (parked, stopped, released) and is no result of the run's work.
-// Durable code returns such an error unchanged.
+// IsControl reports whether an error interrupts a run (because it waits, was stopped or was released) and is not a
+// result of its work. A flow must return such an error unchanged.
 func IsControl(err error) bool {
 	for _, control := range []error{ErrParked, ErrLost, ErrStale, ErrCancelled, ErrDraining, context.Canceled} {
 		if errors.Is(err, control) {

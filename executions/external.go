@@ -24,19 +24,19 @@ const External = "external"
 // IsExternal reports whether external workers run a flow.
 func IsExternal(flow string) bool { return flow == External || strings.HasPrefix(flow, External+":") }
 
-// reservedFlows are the flows that only the program itself starts.
+// reservedFlows are the flows that only the agent itself starts, sorted.
 var reservedFlows = []string{
 	"automation", "chat", "chat_relay", "chat_summary", "delegate", "eval", "heartbeat", "mcp.call", "operate",
 	"skill_call", "webhook",
 }
 
-// Reserved lists the flows that only the program itself starts, sorted. No other program may register them.
+// Reserved lists the flows that only the agent itself starts, sorted. An embedding program must not register them.
 func Reserved() []string { return slices.Clone(reservedFlows) }
 
-// IsReserved reports whether only the program itself starts a flow.
+// IsReserved reports whether only the agent itself starts a flow.
 func IsReserved(flow string) bool { return slices.Contains(reservedFlows, ReservedName(flow)) }
 
-// ReservedName is the flow without the id of an eval's trial: "eval" for "eval:1f0c".
+// ReservedName returns a flow without the id of an eval's trial: "eval" for "eval:1f0c".
 func ReservedName(flow string) string {
 	if strings.HasPrefix(flow, "eval:") {
 		return "eval"
@@ -44,30 +44,30 @@ func ReservedName(flow string) string {
 	return flow
 }
 
-// The errors of run locks. Each comes as a *RunError.
+// Errors of run locks. The functions return them wrapped in a *RunError.
 var (
 	// ErrHeld reports an execution that another worker's live lock holds.
 	ErrHeld = errors.New("the run is locked by another worker")
-	// ErrVoid reports a lock that does not, or no longer, belong to the execution.
+	// ErrVoid reports a lock that never belonged, or no longer belongs, to the execution.
 	ErrVoid = errors.New("the lock is void")
 	// ErrOutputConflict reports a step that was recorded with another output.
 	ErrOutputConflict = errors.New("the step was recorded with another output")
-	// ErrNotExternal reports an execution of this program's own processes.
+	// ErrNotExternal reports an execution that the agent's own processes run.
 	ErrNotExternal = errors.New("the run is not for external workers")
 	// ErrNotReady reports a waiting execution.
 	ErrNotReady = errors.New("the run waits")
 	// ErrEnded reports an ended execution.
 	ErrEnded = errors.New("the run has ended")
-	// ErrMalformed reports an invalid argument; the text names it.
+	// ErrMalformed reports an invalid argument. The text names the argument.
 	ErrMalformed = errors.New("not valid")
 )
 
-// RunError explains a refused lock operation; errors.Is matches one of the errors above.
+// RunError explains a rejected lock operation. errors.Is matches one of the errors above.
 type RunError struct {
 	Err     error
-	TraceID string // of the execution; empty where unknown
-	Holder  string // owner of the live lock; empty for none
-	Detail  string // the state, and advice
+	TraceID string // the execution's trace; empty if unknown
+	Holder  string // the owner of the live lock; empty for none
+	Detail  string // the state of the execution, with advice
 }
 
 func (e *RunError) Error() string {
@@ -79,7 +79,7 @@ func (e *RunError) Error() string {
 
 func (e *RunError) Unwrap() error { return e.Err }
 
-// RunLock is the right to run an execution externally, with its state.
+// RunLock is an external worker's lock on an execution, with the state of the execution.
 type RunLock struct {
 	LockID      string // a secret: it authorizes writes of the execution
 	ExpiresAt   time.Time
@@ -100,7 +100,7 @@ func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duratio
 	err := postgres.InTx(ctx, e.pool, func(tx pgx.Tx) (err error) {
 		lock, refusal, err = lockRun(ctx, tx, id, owner, ttl)
 		if err != nil || !errors.Is(refusal, ErrEnded) {
-			return err // a refusal commits too: the expired lock is settled
+			return err // a refusal commits too, because the function may have settled an expired lock
 		}
 		b := &pgx.Batch{}
 		queueEnded(b, &ended)
@@ -123,8 +123,9 @@ func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duratio
 	if lock.Execution.Claim == 1 {
 		message = "execution started"
 	}
-	e.log.InfoContext(ctx, message, append(executionAttrs(lock.Execution.TraceID, id), "flow", lock.Execution.Flow, //nolint:sloglint // one of two constants
-		"claim", lock.Execution.Claim, "checkpoints", len(lock.Checkpoints), "owner", owner)...)
+	attrs := append(executionAttrs(lock.Execution.TraceID, id), "flow", lock.Execution.Flow,
+		"claim", lock.Execution.Claim, "checkpoints", len(lock.Checkpoints), "owner", owner)
+	e.log.InfoContext(ctx, message, attrs...) //nolint:sloglint // one of two constants
 	return lock, nil
 }
 
@@ -152,7 +153,7 @@ func lockRun(ctx context.Context, tx pgx.Tx, id, owner string, ttl time.Duration
 	return lock, nil, err
 }
 
-// lockRefusal explains a refused lock.
+// lockRefusal returns the error for a refused lock.
 func lockRefusal(ctx context.Context, reason string, x Execution, holder *string, expiresAt *time.Time) error {
 	x = x.Redacted(ctx)
 	refusal := &RunError{TraceID: x.TraceID}
@@ -194,14 +195,14 @@ type LockRenewal struct {
 	LockID          string
 	ExecutionID     *string // nil for a deleted lock
 	TraceID         *string
-	Live            bool // renewed, or CancelRequested; otherwise void
+	Live            bool // whether the lock was renewed or CancelRequested is true; otherwise the lock is void
 	ExpiresAt       *time.Time
 	Status          *Status
-	CancelRequested bool // the execution was cancelled: stop the work. Reported once, because the cancel ended the lock
+	CancelRequested bool // the execution was cancelled; reported once, because the cancel ended the lock
 }
 
-// RenewLocks renews locks, each by its own ttl, and answers in their order. It neither waits for nor delays a
-// checkpoint in flight.
+// RenewLocks renews locks, each by its own ttl, and returns the results in the same order. It neither waits for nor
+// delays a checkpoint in flight.
 func (e *Engine) RenewLocks(ctx context.Context, lockIDs []string) ([]LockRenewal, error) {
 	return e.renewLocks(ctx, lockIDs, nil)
 }
@@ -236,7 +237,7 @@ func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]Lo
 	return renewals, nil
 }
 
-// CheckpointRun records a step under a lock. recorded is false when the step has this output already, equal as jsonb.
+// CheckpointRun records a step under a lock. recorded is false if the step has an equal output already.
 // Errors: ErrNotFound, ErrVoid with the reason, ErrOutputConflict, ErrMalformed.
 func (e *Engine) CheckpointRun(
 	ctx context.Context, id, lockID, step string, output json.RawMessage,
@@ -247,8 +248,8 @@ func (e *Engine) CheckpointRun(
 	var outcome string
 	var storedTraceID *string
 	err = e.pool.QueryRow(ctx, `
-		select checkpoint_agent_execution(@id, @lock, @step, @output), (select trace_id from agent_executions
-		  where id = @id)`,
+		select checkpoint_agent_execution(@id, @lock, @step, @output),
+		       (select trace_id from agent_executions where id = @id)`,
 		postgres.Strict{"id": id, "lock": lockID, "step": step, "output": output}).Scan(&outcome, &storedTraceID)
 	if storedTraceID != nil {
 		traceID = *storedTraceID
@@ -270,7 +271,7 @@ func (e *Engine) CheckpointRun(
 	return traceID, outcome == "created", nil
 }
 
-// rejectVoidLock explains a void lock, and records the rejected write.
+// rejectVoidLock returns the error for a void lock and records the rejected write.
 func (e *Engine) rejectVoidLock(ctx context.Context, id, lockID, write, step string, output json.RawMessage) error {
 	refusal := e.voidLockError(ctx, id)
 	if voidErr, ok := errors.AsType[*RunError](refusal); ok && errors.Is(voidErr, ErrVoid) {
@@ -279,8 +280,8 @@ func (e *Engine) rejectVoidLock(ctx context.Context, id, lockID, write, step str
 	return refusal
 }
 
-// recordStale records a rejected write of an external worker in the activity log. The first few writes per lock have a
-// row each, and the last row counts the rest. So a stale worker cannot fill the log.
+// recordStale records a rejected write of an external worker in the activity log. The first writes under a lock get one
+// row each, and the last row counts all further writes. So a stale worker cannot fill the log.
 func (e *Engine) recordStale(ctx context.Context, traceID, id, lockID, write, step string, output json.RawMessage) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
@@ -297,7 +298,7 @@ func (e *Engine) recordStale(ctx context.Context, traceID, id, lockID, write, st
 	e.log.WarnContext(ctx, "stale write rejected", append(executionAttrs(traceID, id), "write", write, "step", step)...)
 }
 
-// voidLockError explains why a lock is void.
+// voidLockError returns the error for a void lock, with the state of the execution.
 func (e *Engine) voidLockError(ctx context.Context, id string) error {
 	x, err := Get(ctx, e.pool, id)
 	if err != nil {
@@ -307,9 +308,11 @@ func (e *Engine) voidLockError(ctx context.Context, id string) error {
 	refusal := &RunError{Err: ErrVoid, TraceID: x.TraceID}
 	var owner string
 	err = e.pool.QueryRow(ctx, `
-		select coalesce((select w.owner from agent_workers w join agent_executions x on x.claimed_by = w.id
-		                  where x.id = @id and w.expires_at > clock_timestamp()),
-		                    '')`, postgres.Strict{"id": id}).Scan(&owner)
+		select coalesce((select w.owner
+		                   from agent_workers w
+		                   join agent_executions x on x.claimed_by = w.id
+		                  where x.id = @id and w.expires_at > clock_timestamp()), '')`,
+		postgres.Strict{"id": id}).Scan(&owner)
 	if err != nil {
 		return fmt.Errorf("read holder of execution %s: %w", id, err)
 	}
@@ -328,12 +331,13 @@ func (e *Engine) voidLockError(ctx context.Context, id string) error {
 	return refusal
 }
 
-// executionAttrs are the log attributes of every line about an execution.
+// executionAttrs returns the log attributes of every line about an execution.
 func executionAttrs(traceID, id string) []any {
 	return []any{slog.String("trace_id", traceID), slog.String("execution_id", id)}
 }
 
-// invalidArgument turns a rejected argument into ErrMalformed, with the database's message.
+// invalidArgument converts the database's error for an invalid argument to ErrMalformed. It returns other errors
+// unchanged.
 func invalidArgument(err error) error {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok || !slices.Contains([]string{"22023", "22P02", "22P05", "22003"}, pgErr.Code) {
@@ -345,19 +349,18 @@ func invalidArgument(err error) error {
 // UnlockParams describe how an external worker releases a lock.
 type UnlockParams struct {
 	Status  Status // Completed, Failed or Waiting
-	Summary string // of the result
+	Summary string // summary of the result
 	Result  json.RawMessage
 	Error   string // reason of the failure
-	// With Waiting: one of the eight kinds of Limits (response, agent, document, signature, test, event, delay,
-	// approval) and the timeout. 0 is the default of the kind.
+	// For is the kind of wait if Status is Waiting: response, agent, document, signature, test, event, delay or approval.
 	For     string
-	Key     string // empty for a delay
-	Timeout time.Duration
+	Key     string        // empty for a delay
+	Timeout time.Duration // 0 means the default of the kind; see Limits
 }
 
-// UnlockRun releases a lock: the execution ends, or waits. After the wait any worker can lock it again. The outcome
-// of the wait is a checkpoint named "wait KIND N", where N counts the execution's waits. The returned status is
-// Running when the awaited event had happened already.
+// UnlockRun releases a lock. The execution then ends or waits. After a wait any worker can lock it again. The outcome
+// of the wait is a checkpoint named "wait KIND N", where N counts the waits of the execution. The returned status is
+// Running if the awaited event had happened already.
 //
 // Errors: ErrNotFound, ErrVoid with the reason, ErrMalformed.
 func (e *Engine) UnlockRun(
@@ -376,11 +379,10 @@ func (e *Engine) UnlockRun(
 	}
 	err = e.pool.QueryRow(ctx, `
 		select unlock_agent_execution(@id, @lock, @status, @summary, @error, @kind, @key,
-		  make_interval(secs => @timeout::float8), @result),
+		                              make_interval(secs => @timeout::float8), @result),
 		       (select trace_id from agent_executions where id = @id)`, postgres.Strict{
 		"id": id, "lock": lockID, "status": string(p.Status), "summary": p.Summary, "error": errorMessage,
-		"kind": null(p.For), "key": null(p.Key),
-		"timeout": timeout, "result": result,
+		"kind": null(p.For), "key": null(p.Key), "timeout": timeout, "result": result,
 	}).Scan(&status, &traceID)
 	switch {
 	case postgres.IsCode(err, "LK001"):
@@ -392,7 +394,7 @@ func (e *Engine) UnlockRun(
 	return status, traceID, nil
 }
 
-// logUnlocked logs the result of an unlock, and resumes waiting executions.
+// logUnlocked logs the result of an unlock. If the execution ended, it resumes the executions that wait for its end.
 func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Status, p UnlockParams) {
 	attrs := executionAttrs(traceID, id)
 	switch {
@@ -408,8 +410,10 @@ func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Sta
 		var released int
 		var claim int64
 		err := e.pool.QueryRow(ctx, `
-			select coalesce((v.data ->> 'locks_released')::int, 0), x.claim from agent_events v
-			  join agent_executions x on x.id = @id::uuid where v.external_id = 'completed ' || @id::text`,
+			select coalesce((v.data ->> 'locks_released')::int, 0), x.claim
+			  from agent_events v
+			  join agent_executions x on x.id = @id::uuid
+			 where v.external_id = 'completed ' || @id::text`,
 			postgres.Strict{"id": id}).Scan(&released, &claim)
 		if err != nil {
 			e.log.WarnContext(ctx, "number of released lanes not read", append(attrs, "error", err)...)

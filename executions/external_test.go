@@ -93,9 +93,9 @@ func TestRunLockLifecycle(t *testing.T) {
 	})
 	assert.Truef(t, err == nil && status == executions.Completed && traceID == first.Execution.TraceID,
 		"unlock: %s %s %v", status, traceID, err)
-	if x := getExecution(t, p.pool, id); x.ResultSummary != "done" || string(x.Result) != "[1]" || countExternalWorkers(t, p.pool) != 0 {
-		t.Errorf("ended as %+v with %d locks left", x, countExternalWorkers(t, p.pool))
-	}
+	x := getExecution(t, p.pool, id)
+	assert.Truef(t, x.ResultSummary == "done" && string(x.Result) == "[1]", "ended as %+v", x)
+	assert.Equal(t, 0, countExternalWorkers(t, p.pool))
 	p.wantVoid(t, id, first.LockID, "the run has ended: completed")
 	_, err = p.LockRun(t.Context(), id, "worker 1", time.Minute)
 	assert.ErrorIs(t, err, executions.ErrEnded, "lock after the end")
@@ -104,7 +104,7 @@ func TestRunLockLifecycle(t *testing.T) {
 func TestLockRunRejectsInvalidRequests(t *testing.T) {
 	t.Parallel()
 	p := newEngine(t, pgtest.DB(t),
-		flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+		flowMap(noop))
 	id := p.startExternal(t)
 	const nobody = "018f0000-0000-7000-8000-000000000000"
 	for name, c := range map[string]struct {
@@ -249,10 +249,10 @@ func TestSweepAppliesOnLostAndMaxAttempts(t *testing.T) {
 	expireLease(t, p.pool, fails)
 	expireLease(t, p.pool, goesOn)
 	sweep(t, p.pool)
-	if x := getExecution(t, p.pool, fails); x.Status != executions.Failed || *x.ErrorMessage != "the worker's lease expired" {
-		t.Errorf("it is %+v", x)
-	}
-	x := getExecution(t, p.pool, goesOn)
+	x := getExecution(t, p.pool, fails)
+	assert.Truef(t, x.Status == executions.Failed && *x.ErrorMessage == "the worker's lease expired",
+		"the execution with OnLost fail is %+v", x)
+	x = getExecution(t, p.pool, goesOn)
 	if x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 || countExternalWorkers(t, p.pool) != 0 {
 		t.Errorf("after the handover the execution is %+v, %d locks", x, countExternalWorkers(t, p.pool))
 	}
@@ -261,9 +261,9 @@ func TestSweepAppliesOnLostAndMaxAttempts(t *testing.T) {
 		expireLease(t, p.pool, goesOn)
 		sweep(t, p.pool)
 	}
-	if x := getExecution(t, p.pool, goesOn); x.Status != executions.Failed || !strings.Contains(*x.ErrorMessage, "3 workers") {
-		t.Errorf("after three handovers the execution is %+v", x)
-	}
+	x = getExecution(t, p.pool, goesOn)
+	assert.Truef(t, x.Status == executions.Failed && strings.Contains(*x.ErrorMessage, "3 workers"),
+		"after three handovers the execution is %+v", x)
 }
 
 func TestProgressTimeoutVoidsLock(t *testing.T) {
@@ -284,9 +284,9 @@ func TestProgressTimeoutVoidsLock(t *testing.T) {
 	sweep(t, p.pool)
 	x := getExecution(t, p.pool, works)
 	assert.Truef(t, x.Status == executions.Running && x.ClaimedBy != nil, "an execution with recorded steps is %+v", x)
-	if x := getExecution(t, p.pool, fails); x.Status != executions.Failed || !strings.Contains(*x.ErrorMessage, "no progress") {
-		t.Errorf("an execution with OnLost fail is %+v", x)
-	}
+	x = getExecution(t, p.pool, fails)
+	assert.Truef(t, x.Status == executions.Failed && strings.Contains(*x.ErrorMessage, "no progress"),
+		"an execution with OnLost fail is %+v", x)
 	if x := getExecution(t, p.pool, goesOn); x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 {
 		t.Errorf("an execution with OnLost hand_on is %+v", x)
 	}
@@ -386,7 +386,8 @@ func TestLockRunReturnsWaitOutcome(t *testing.T) {
 	_, err = p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "early", nil, "")
 	require.NoError(t, err)
 	status := wait(executions.UnlockParams{For: "event", Key: "early"})
-	assert.Truef(t, status == executions.Running && countExternalWorkers(t, p.pool) == 0, "for what had come it is %s", status)
+	assert.Equal(t, executions.Running, status, "after an unlock for an earlier event")
+	assert.Equal(t, 0, countExternalWorkers(t, p.pool))
 	for i, r := range []executions.UnlockParams{
 		{For: "response"},
 		{For: "agent", Key: p.startExternal(t)},

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// ErrNoFork reports an execution that cannot be forked. The message has the reason and an alternative.
+// ErrNoFork reports an execution that cannot be forked. The error's text gives the reason and an alternative.
 var ErrNoFork = errors.New("it cannot be forked")
 
 // ErrNoStep reports a fork from a step without a checkpoint.
@@ -28,8 +28,8 @@ var ErrNotFailed = errors.New("only a failed, timed out or cancelled execution c
 // ForkSpec describes a fork.
 type ForkSpec struct {
 	ID string
-	// From is the key of the first step to run again: a recorded step, a phase or loop under way, a scope, or a waiting
-	// step. Empty keeps every checkpoint.
+	// From is the key of the first step to run again: a recorded step, an unfinished phase or loop, a scope, or a waiting
+	// step. If From is empty, the fork keeps every checkpoint.
 	From string
 	// Input replaces the input; nil keeps it.
 	Input json.RawMessage
@@ -37,8 +37,8 @@ type ForkSpec struct {
 	Latest bool
 }
 
-// Unforkable makes forks of a flow fail with ErrNoFork and a reason, which names an alternative. Use Unforkable for
-// flows whose owner allows one execution. Call it before Run.
+// Unforkable makes forks of a flow fail with ErrNoFork and a reason, which should name an alternative. Use it for flows
+// that may have only one execution for each subject, such as a chat turn. Call it before Run.
 func (e *Engine) Unforkable(flow, reason string) {
 	if e.unforkable == nil {
 		e.unforkable = map[string]string{}
@@ -46,22 +46,22 @@ func (e *Engine) Unforkable(flow, reason string) {
 	e.unforkable[flow] = reason
 }
 
-// WhyUnforkable returns the reasons of Unforkable, by flow. Call it during Run, and do not change the map.
+// WhyUnforkable returns the reasons that were given to Unforkable, by flow. Do not change the map.
 func (e *Engine) WhyUnforkable() map[string]string { return e.unforkable }
 
 // Fork starts a new execution with its own trace. The fork copies the checkpoints before a step and runs the rest
 // again. Steps, calls, children, messages and requests from that step on are its own. Fork does not change the original
-// execution, and neither execution notifies the parent of the fork.
+// execution. A fork has no parent.
 //
-// Checkpoints before a step are those recorded earlier than the step. For a phase, loop or scope under way, the first
-// inner step counts. The fork drops the inner steps of the named step. It drops approvals of calls that the original
-// never made, and a request to people without a later step. It acquires its lanes again, and sends in the thread under
-// its own claim. A fork from a wait waits again. A delay starts over, and other waits need a new event. A wait for a
-// child waits for the original's child if the fork keeps the start of that child.
+// Checkpoints before a step are those recorded earlier than the step. For an unfinished phase, loop or scope, its first
+// inner step decides. The fork drops the inner steps of the named step, approvals of calls that the original never
+// made, and a request to people without a later step. It acquires its own lanes, and sends messages under its own
+// claim. A fork from a wait waits again: a delay starts over, and other waits need a new event. A wait for a child
+// waits for the original's child if the fork keeps the start of that child.
 //
-// If a checkpoint's recorded input (see Input) contradicts s.Input, Fork fails with ErrChanged and the step's name. If
-// the flow fails between steps with s.Input, Fork fails with ErrNoFork. If the replay misses a failure, the new
-// execution fails. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
+// Fork replays the copied checkpoints with s.Input. If a checkpoint has another recorded input (see Input), Fork fails
+// with ErrChanged and the name of the step. If the flow fails between steps, Fork fails with ErrNoFork. A failure that
+// the replay does not reach fails the new execution instead. Further errors: ErrNotFound, ErrNoStep, ErrNoFork.
 func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Execution, error) {
 	x, err := Get(ctx, db, s.ID)
 	if err != nil {
@@ -95,22 +95,22 @@ func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Ex
 //go:embed fork_steps.sql
 var forkStepsSQL string
 
-// fork inserts the execution with its checkpoints and wakes a worker. Its claim starts at 1, so the first real claim
-// loads the checkpoints. The lock keeps retention from pruning the original meanwhile.
+// fork inserts the execution with its checkpoints and wakes a worker. The row starts with claim 1, so its first claim
+// has number 2 and loads the checkpoints. The row lock prevents retention from deleting the original meanwhile.
 func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, error) {
 	var id string
 	var oldVersion, version *int
 	err := tx.QueryRow(ctx, `
-		with was as materialized (
+		with original as materialized (
 		  select x.*, coalesce((select f.version from agent_flows f where @latest and f.name = x.flow and f.current),
 		                       x.flow_version) as version
 		    from agent_executions x where x.id = @id for key share of x)
 		insert into agent_executions (trace_id, surface, agent, flow, flow_version, thread_id, queue, priority, status,
 		       claim, input, on_lost, max_attempts, progress_seconds, forked_from, forked_step)
-		select @trace_id, 'flow', w.agent, w.flow, w.version, w.thread_id, 'background', w.priority, 'pending',
-		       1, coalesce(@input, w.input), w.on_lost, w.max_attempts, w.progress_seconds, w.id, @from
-		  from was w
-		returning id::text, flow_version, (select w.flow_version from was w)`, postgres.Strict{
+		select @trace_id, 'flow', o.agent, o.flow, o.version, o.thread_id, 'background', o.priority, 'pending',
+		       1, coalesce(@input, o.input), o.on_lost, o.max_attempts, o.progress_seconds, o.id, @from
+		  from original o
+		returning id::text, flow_version, (select o.flow_version from original o)`, postgres.Strict{
 		"id": s.ID, "from": null(s.From), "input": s.Input, "trace_id": string(trace.New(trace.Flow)), "latest": s.Latest,
 	}).Scan(&id, &version, &oldVersion)
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -124,11 +124,11 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 		copied as (
 		  insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output, created_at)
 		  select @fork, s.step, 1, s.fingerprint, s.failed,
-		         case when s.step = 'flow version' and @was::int is not null and not s.failed then to_jsonb(@version::int)
-		              else s.output end, s.created_at
+		         case when s.step = 'flow version' and @old_version::int is not null and not s.failed
+		              then to_jsonb(@version::int) else s.output end, s.created_at
 		    from steps s where s.step is not null)
 		select count(*) from steps`, postgres.Strict{
-		"id": s.ID, "from": null(s.From), "fork": id, "was": oldVersion, "version": version,
+		"id": s.ID, "from": null(s.From), "fork": id, "old_version": oldVersion, "version": version,
 	}).Scan(&stepCount)
 	switch {
 	case err != nil:
@@ -143,6 +143,7 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 	return forked, e.insertWakeups(ctx, tx, []wakeup{{forked.ID, 0, forked.Queue, forked.Priority}})
 }
 
+// forkSteps reads the checkpoints that a fork copies. It returns ErrNoStep for an unknown step.
 func forkSteps(ctx context.Context, tx pgx.Tx, s ForkSpec) ([]Checkpoint, error) {
 	rows, err := tx.Query(ctx, forkStepsSQL, postgres.Strict{"id": s.ID, "from": null(s.From)})
 	if err != nil {
@@ -168,8 +169,8 @@ func forkSteps(ctx context.Context, tx pgx.Tx, s ForkSpec) ([]Checkpoint, error)
 	return checkpoints, rows.Err()
 }
 
-// checkInput replays the flow with the new input and the fork's checkpoints. It returns an error for a checkpoint that
-// belongs to another input. If the replay misses a failure, the new execution fails.
+// checkInput replays the flow with the new input and the checkpoints of the fork. It returns an error if a checkpoint
+// belongs to another input, or if the flow fails between steps.
 func (e *Engine) checkInput(ctx context.Context, tx pgx.Tx, x Execution, s ForkSpec) error {
 	if fn, err := e.flow(ctx, x.Flow); err != nil || fn == nil {
 		return err
@@ -199,18 +200,18 @@ func (e *Engine) checkInput(ctx context.Context, tx pgx.Tx, x Execution, s ForkS
 	return nil
 }
 
-// inputConflict is an ErrChanged where the input changed, not the code.
+// inputConflict is an ErrChanged that a new input caused, not new code.
 type inputConflict struct{ message string }
 
 func (c *inputConflict) Error() string        { return c.message }
 func (c *inputConflict) Is(target error) bool { return target == ErrChanged }
 
-// useCurrentVersion gives an execution the current version of its flow, as fork does.
+// useCurrentVersion sets the current version of the flow in an execution and its checkpoints, as fork does.
 func useCurrentVersion(ctx context.Context, tx pgx.Tx, x *Execution, checkpoints []Checkpoint) error {
 	var version int
 	err := tx.QueryRow(ctx,
-		`select coalesce((select f.version from agent_flows f where f.name = @flow and f.current), @was)`,
-		postgres.Strict{"flow": x.Flow, "was": *x.FlowVersion}).Scan(&version)
+		`select coalesce((select f.version from agent_flows f where f.name = @flow and f.current), @old_version)`,
+		postgres.Strict{"flow": x.Flow, "old_version": *x.FlowVersion}).Scan(&version)
 	if err != nil {
 		return fmt.Errorf("read current version of flow %s: %w", x.Flow, err)
 	}
@@ -244,7 +245,7 @@ func (e *Engine) Retry(ctx context.Context, db postgres.Beginner, id string) (Ex
 	return forked, from, err
 }
 
-// retryStep chooses the first step of a retry; empty to continue after all checkpoints.
+// retryStep returns the first step that a retry runs again. It is empty if the retry continues after all checkpoints.
 func retryStep(x Execution, checkpoints []Checkpoint) string {
 	if x.Status == Cancelled || failedByWorkers(x) || len(checkpoints) == 0 {
 		return ""
@@ -269,7 +270,7 @@ func retryStep(x Execution, checkpoints []Checkpoint) string {
 			}
 		}
 	}
-	// The step of a checkpoint that contradicts the code did not fail.
+	// The execution failed with ErrChanged: the step did not fail, but its checkpoint contradicts the code.
 	if x.FailedStep != nil && x.ErrorMessage != nil && strings.Contains(*x.ErrorMessage, ErrChanged.Error()) &&
 		hasCheckpoint(*x.FailedStep) {
 		return *x.FailedStep
@@ -281,9 +282,9 @@ func retryStep(x Execution, checkpoints []Checkpoint) string {
 	return last.Step
 }
 
-// findFailedStep finds the earliest failed checkpoint, within a prefix, whose message is part of an error. For a group,
-// it finds the inner step. It removes each found message from the error, so equal messages count as often as they
-// occur.
+// findFailedStep finds the earliest failed checkpoint with a key prefix whose message is part of an error message. For
+// a step with inner steps, it finds the inner step. It removes each found message from the error message, so each
+// occurrence of a message matches one checkpoint.
 func findFailedStep(message, within string, checkpoints []Checkpoint) (step string) {
 	rest, found := message, ""
 	for _, c := range slices.Backward(checkpoints) {

@@ -553,7 +553,8 @@ func TestForkOfExternalExecution(t *testing.T) {
 	fork, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "two"})
 	require.NoError(t, err)
 	checkpoints, err := executions.Checkpoints(t.Context(), pool, fork.ID)
-	assert.Truef(t, err == nil && len(checkpoints) == 1 && checkpoints[0].Step == "one", "records %v, %v", checkpoints, err)
+	assert.Truef(t, err == nil && len(checkpoints) == 1 && checkpoints[0].Step == "one",
+		"checkpoints %v, %v", checkpoints, err)
 	assert.Equal(t, "running", pgtest.Value[string](t, pool, `select status from lock_agent_execution(@id, 'another')`,
 		postgres.Strict{"id": fork.ID}))
 }

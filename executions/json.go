@@ -13,8 +13,8 @@ import (
 	"unicode/utf8"
 )
 
-// encode returns the JSON to store. jsonb stores neither U+0000 nor half a surrogate pair, and text needs valid UTF-8.
-// encode replaces all of these by U+FFFD. altered says that the stored value differs from v, as for raw JSON in v.
+// encode returns the JSON of v to store. jsonb rejects U+0000 and lone surrogates, and text must be valid UTF-8, so
+// encode replaces these by U+FFFD. altered reports whether the stored value may differ from v, as with raw JSON in v.
 func encode(v any) (text json.RawMessage, altered bool, err error) {
 	text, altered, err = sanitize(v)
 	if err != nil || !containsRawJSON(reflect.TypeOf(v)) {
@@ -24,7 +24,7 @@ func encode(v any) (text json.RawMessage, altered bool, err error) {
 	return text, true, err
 }
 
-// sanitize returns JSON that jsonb accepts.
+// sanitize returns the JSON of v with the replacements of encode.
 func sanitize(v any) (text json.RawMessage, altered bool, err error) {
 	if text, err = safeMarshal(v); err != nil {
 		return nil, false, err
@@ -32,7 +32,7 @@ func sanitize(v any) (text json.RawMessage, altered bool, err error) {
 	if unsigned := stripNegativeZero(text); len(unsigned) < len(text) {
 		text, altered = unsigned, true
 	}
-	if !utf8.Valid(text) { // in a json.RawMessage
+	if !utf8.Valid(text) { // a json.RawMessage may have invalid UTF-8
 		text, altered = bytes.ToValidUTF8(text, []byte("\ufffd")), true
 	}
 	if !bytes.Contains(text, []byte(`\u`)) {
@@ -45,13 +45,13 @@ func sanitize(v any) (text json.RawMessage, altered bool, err error) {
 	d.UseNumber()
 	var tree any
 	if err := d.Decode(&tree); err != nil {
-		return nil, false, fmt.Errorf("read own JSON: %w", err)
+		return nil, false, fmt.Errorf("decode encoded JSON: %w", err)
 	}
 	text, err = json.Marshal(replaceNUL(tree))
 	return text, true, err
 }
 
-// safeMarshal encodes a value of the code; a panic of its methods becomes an error.
+// safeMarshal is json.Marshal that returns a panic of the value's methods as an error.
 func safeMarshal(v any) (text []byte, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -87,6 +87,7 @@ func startsWithZero(text []byte) bool {
 	return len(rest) < len(text) && (len(rest) == 0 || rest[0] < '1' || rest[0] > '9')
 }
 
+// replaceNUL replaces U+0000 in all strings of a decoded JSON value.
 func replaceNUL(tree any) any {
 	switch v := tree.(type) {
 	case string:
@@ -113,9 +114,9 @@ func decode[T any](text []byte) (value T, err error) {
 	return value, nil
 }
 
-// containsRawJSON reports a type with a json.RawMessage or json.Number in it. parents are the enclosing types. Such a
-// value keeps the original JSON text, but the database rewrites that text. So encode converts the value to the
-// database's form, and the first run gets the same value as a replay.
+// containsRawJSON reports whether a type contains json.RawMessage or json.Number. parents are the enclosing types. Such
+// a value keeps the original JSON text, but jsonb rewrites that text. So encode converts the text to the form of jsonb,
+// and the first run gets the same value as a replay.
 func containsRawJSON(t reflect.Type, parents ...reflect.Type) bool {
 	if t == nil || slices.Contains(parents, t) {
 		return false
@@ -138,14 +139,14 @@ func containsRawJSON(t reflect.Type, parents ...reflect.Type) bool {
 	return false
 }
 
-// jsonbText formats JSON as jsonb does: members by length and then by bytes, numbers without exponents, and its own
-// spacing.
+// jsonbText formats JSON as jsonb does: with members sorted by length and then by bytes, numbers without exponents, and
+// a space after each comma and colon.
 func jsonbText(text json.RawMessage) (json.RawMessage, error) {
 	d := json.NewDecoder(bytes.NewReader(text))
 	d.UseNumber()
 	var tree any
 	if err := d.Decode(&tree); err != nil {
-		return nil, fmt.Errorf("read own JSON: %w", err)
+		return nil, fmt.Errorf("decode encoded JSON: %w", err)
 	}
 	return appendJSONB(nil, tree), nil
 }
@@ -180,6 +181,7 @@ func appendJSONB(b []byte, tree any) []byte {
 	return append(b, "null"...)
 }
 
+// appendComma appends a separator before every element but the first.
 func appendComma(b []byte, i int) []byte {
 	if i > 0 {
 		return append(b, ", "...)
@@ -203,7 +205,7 @@ func appendString(b []byte, s string) []byte {
 	return append(b, '"')
 }
 
-// maxExponent bounds the digits of an expanded number. The database rejects most larger ones.
+// maxExponent bounds the exponents that expandNumber expands. jsonb rejects most numbers with larger ones.
 const maxExponent = 1000
 
 // expandNumber returns a number without an exponent, and zero without a sign.

@@ -16,7 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// Labels name the subject of an execution, such as order: A-1001. They find the execution at any age.
+// Labels name the subject of an execution, such as order: A-1001. A listing finds an execution of any age by its
+// labels.
 type Labels map[string]string
 
 // MaxLabels bounds the labels of an execution, and maxLabelValue the characters of a value.
@@ -25,7 +26,7 @@ const (
 	maxLabelValue = 200
 )
 
-// ErrLabels reports labels that are not valid.
+// ErrLabels reports invalid labels.
 var ErrLabels = errors.New("labels not valid")
 
 var (
@@ -57,13 +58,13 @@ func CheckLabelName(name string) error {
 	return nil
 }
 
-// SetLabels sets labels of the running execution, as a step. It replaces labels of the same name and keeps all other
-// labels.
+// SetLabels sets labels of the running execution, as a step. It replaces labels with the same names and keeps all
+// others.
 func SetLabels(ctx context.Context, step string, labels Labels) error {
 	return labelStep(ctx, step, labels, true)
 }
 
-// SetDefaultLabels is [SetLabels] for defaults: labels of the start override them.
+// SetDefaultLabels is [SetLabels] that keeps labels which the execution has already.
 func SetDefaultLabels(ctx context.Context, step string, labels Labels) error {
 	return labelStep(ctx, step, labels, false)
 }
@@ -109,7 +110,7 @@ func setLabels(ctx context.Context, tx pgx.Tx, id string, labels Labels, replace
 	return nil
 }
 
-// Redacted returns the labels without secrets. Show this form only.
+// Redacted returns the labels without secrets. Show users only this form.
 func (l Labels) Redacted() Labels {
 	redacted := Labels{}
 	for name, value := range l {
@@ -128,11 +129,12 @@ func LabelValue(text string) string {
 	return strings.TrimSpace(strings.ToValidUTF8(text, ""))
 }
 
-// LabelsOf reads the labels of executions, by their id.
+// LabelsOf reads the labels of executions. It returns them by execution id.
 func LabelsOf(ctx context.Context, db postgres.DB, ids []string) (map[string]Labels, error) {
 	labels := map[string]Labels{}
 	rows, err := db.Query(ctx, `
-		select execution_id::text, name, value from agent_execution_labels where execution_id = any (@ids::text[]::uuid[])`,
+		select execution_id::text, name, value
+		  from agent_execution_labels where execution_id = any (@ids::text[]::uuid[])`,
 		postgres.Strict{"ids": ids})
 	if err == nil {
 		var id, name, value string
@@ -150,8 +152,8 @@ func LabelsOf(ctx context.Context, db postgres.DB, ids []string) (map[string]Lab
 	return labels, nil
 }
 
-// ParseLabel splits a filter by label: name=value, or a value alone. The whole text is a value if its first part is no
-// valid name, or if no text follows the sign.
+// ParseLabel parses a filter by label: name=value, or a value alone. If the text before "=" is not a valid name, or no
+// text follows "=", the whole text is the value.
 func ParseLabel(text string) (name, value string) {
 	if before, after, ok := strings.Cut(text, "="); ok && after != "" && labelName.MatchString(before) {
 		return before, after

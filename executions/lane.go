@@ -13,25 +13,25 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Hold is a lane that an execution holds. It belongs to the execution, not to the process. A wait keeps it, a new
-// claim takes it over with a new token, and the end releases it. A released run (shutdown, pause) keeps only a
-// thread's lane. Any other lane is free until the execution continues and acquires it again.
+// Hold is a lane that an execution holds. It belongs to the execution, not to the process: a wait keeps it, a new claim
+// takes it over with a new token, and the end of the execution releases it. When a run is released (shutdown, pause),
+// the execution keeps only the lane of a thread. Any other lane is free until the execution acquires it again.
 type Hold struct {
 	run   *run
 	lease *lanes.Lease
 	ctx   context.Context
 }
 
-// Lane acquires a lane for the execution of ctx, or returns the execution's present hold. It returns lanes.ErrBusy when
-// another owner holds the lane. Lane is not a step: every run acquires its lanes again.
+// Lane acquires a lane for the execution of ctx, or returns the execution's present hold. It returns lanes.ErrBusy if
+// another owner holds the lane.
 //
-// So a run also acquires and releases the lanes of its recorded steps. If a flow acquires one lane twice, a resumed run
-// loses the lane at the Release of the first hold. If a flow acquires several lanes in turn, a resumed run may hold a
-// later lane and wait for an earlier one. Acquire a lane once, and hold it until all protected work is done.
+// Lane is not a step, so a resumed run also acquires and releases the lanes around its recorded steps. If a flow
+// acquires one lane twice, a resumed run loses the lane at the first Release. If a flow acquires several lanes in turn,
+// a resumed run may hold a later lane while it waits for an earlier one. So acquire each lane once, and hold it until
+// all protected work is done.
 //
-// An awaited child (Trigger with Wait) borrows a lane of its parent, or of an ancestor that waits too. The lane
-// returns when the child releases it or ends. A child may call Lane before its parent waits: then Lane blocks for at
-// most a minute.
+// An awaited child (Trigger with Wait) borrows a lane of its parent, or of a waiting ancestor. The lane returns when
+// the child releases it or ends. If a child calls Lane before its parent waits, Lane blocks for at most a minute.
 func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error) {
 	deadline := time.Now().Add(lendTimeout)
 	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
@@ -46,17 +46,17 @@ func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error)
 }
 
 const (
-	lendTimeout  = time.Minute // a parent whose process died resumes within this time
+	lendTimeout  = time.Minute // enough for another process to resume a parent whose process died
 	minLendPause = 2 * time.Millisecond
 	maxLendPause = time.Second
 )
 
-// LaneWait is Lane with a queue: it waits for the lane until the timeout, then returns lanes.ErrBusy. It blocks the
-// goroutine, so use it where a person waits. Other runs wait durably with LaneFree.
+// LaneWait is Lane that queues for a busy lane. After the timeout it returns lanes.ErrBusy. It blocks the goroutine, so
+// use it only in flows for which a person waits. Other flows wait durably with LaneFree.
 func LaneWait(ctx context.Context, name string, timeout time.Duration, opts ...lanes.Option) (*Hold, error) {
 	deadline := time.Now().Add(timeout)
 	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
-		// The lease's context derives from this one, so it must outlive the wait.
+		// The lease's context derives from waitCtx, so waitCtx must not end with the timeout.
 		waitCtx, cancel := context.WithCancelCause(detached)
 		defer context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })()
 		remaining := max(time.Until(deadline), time.Millisecond)
@@ -92,7 +92,7 @@ func acquireLane(
 	})
 	switch {
 	case ctx.Err() != nil:
-		return nil, context.Cause(ctx) // the lane belongs to the execution and ends with it
+		return nil, context.Cause(ctx) // an acquired lane belongs to the execution, whose end releases it
 	case err != nil:
 		return nil, fmt.Errorf("acquire lane: %w", err)
 	}
@@ -108,15 +108,15 @@ func acquireLane(
 	return &Hold{run: r, lease: lease, ctx: trace.WithLane(holdCtx, name)}, nil
 }
 
-// withGrace returns a context that ends some time after ctx. So a stopped run still receives the answer to its
-// statement. Otherwise an acquired lane would stay held.
+// withGrace returns a context that ends some time after ctx. So a stopped run still receives the response to its
+// statement. Without the response, an acquired lane would remain held.
 func withGrace(ctx context.Context, grace time.Duration) context.Context {
 	graceCtx, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	context.AfterFunc(ctx, func() { time.AfterFunc(grace, func() { cancel(context.Cause(ctx)) }) })
 	return graceCtx
 }
 
-// LaneHeld reports whether an owner holds a lane; false while lanes are off. LaneHeld is not a step.
+// LaneHeld reports whether an owner holds a lane. It returns false while lanes are disabled. LaneHeld is not a step.
 func LaneHeld(ctx context.Context, name string) (bool, error) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -125,11 +125,11 @@ func LaneHeld(ctx context.Context, name string) (bool, error) {
 	return r.e.keeper.Held(ctx, name)
 }
 
-// Context ends with cause lanes.ErrLost when the lane is lost. Run protected work under it. After the loss the run
-// starts no step, under any context, until it releases this hold or acquires the lane again.
+// Context returns the context for work that the lane protects. It ends with cause lanes.ErrLost when the lane is lost.
+// After a loss the run starts no step, under any context, until it releases the hold or acquires the lane again.
 func (h *Hold) Context() context.Context { return h.ctx }
 
-// Token is the fencing token; 0 in a replay, which holds no lane.
+// Token returns the fencing token. It is 0 in a replay, which holds no lanes.
 func (h *Hold) Token() int64 {
 	if h.lease == nil {
 		return 0
@@ -149,9 +149,8 @@ func (h *Hold) Fence(ctx context.Context, tx postgres.DB) error {
 // leaseLost reports whether a lease was lost.
 func leaseLost(l *lanes.Lease) bool { return errors.Is(context.Cause(l.Context()), lanes.ErrLost) }
 
-// Release releases the lane before the execution ends. After a wait or a stop Release does nothing. The hold belongs to
-// the execution then, and a deferred Release must not free the lane. Release retries transient errors like
-// [RetryTransient].
+// Release releases the lane before the execution ends. After a wait or a stop it does nothing, because the execution
+// keeps the lane and a deferred Release must not release it. Release retries transient errors like [RetryTransient].
 func (h *Hold) Release(ctx context.Context) error {
 	if h.lease == nil || h.run.stopCause() != nil {
 		return nil //nolint:nilerr // the hold belongs to the execution now

@@ -13,21 +13,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// pauseChannel is the notification channel of pauses and resumptions.
+// pauseChannel is the notification channel for pauses and resumes.
 const pauseChannel = "agent_pause"
 
 // pausedCode is the SQLSTATE of a claim that a pause refuses.
 const pausedCode = "LK003"
 
-// ErrPaused reports autonomous work that does not start or continue while the agent is paused. Every *PausedError
-// matches it.
+// ErrPaused reports work that does not start or continue because the agent is paused. Every *PausedError matches it.
 var ErrPaused = errors.New("autonomous work is paused")
 
 // Pause is the state of the pause of autonomous work.
 //
 // During a pause only executions of attended surfaces are claimed (see Attended). The engine releases running
 // executions before their next step, as at a shutdown. Schedules record their ticks as skipped, and external workers
-// get no new locks. New work stays in the queue. The state is a row, so it survives every process.
+// get no new locks. New work stays in the queue. The state is a row of agent_pauses, so it survives restarts.
 type Pause struct {
 	Paused   bool       `json:"paused"`
 	PausedAt *time.Time `json:"paused_at"` // nil unless paused
@@ -36,7 +35,7 @@ type Pause struct {
 	TraceID  string     `json:"trace_id"` // of the activity that recorded the pause
 }
 
-// String is the pause as a sentence without a full stop.
+// String returns the pause as a sentence without a full stop.
 func (p Pause) String() string {
 	if p.PausedAt == nil {
 		return ErrPaused.Error()
@@ -44,7 +43,7 @@ func (p Pause) String() string {
 	return ErrPaused.Error() + " " + p.since()
 }
 
-// since is the end of that sentence.
+// since returns the end of that sentence: since when, by whom and why.
 func (p Pause) since() string {
 	if p.PausedAt == nil {
 		return "at this moment"
@@ -52,7 +51,7 @@ func (p Pause) since() string {
 	return fmt.Sprintf("since %s UTC by %s: %s", p.PausedAt.UTC().Format(time.DateTime), p.PausedBy, p.Reason)
 }
 
-// PausedError names the pause that refused the work. The engine handles it like a shutdown: it releases the run.
+// PausedError has the pause that prevented the work. The engine handles it like a shutdown: it releases the run.
 type PausedError struct{ Pause Pause }
 
 func (e *PausedError) Error() string { return e.Pause.String() + "; run agent resume to end the pause" }
@@ -60,16 +59,16 @@ func (e *PausedError) Error() string { return e.Pause.String() + "; run agent re
 // Is matches ErrPaused. It also matches ErrDraining, which makes the engine release the run.
 func (e *PausedError) Is(target error) bool { return target == ErrPaused || target == ErrDraining }
 
-// PauseChange is the result of a pause or a resumption. Changed is false when the state was the same before.
+// PauseChange is the result of PauseAll or ResumeAll. Changed is false if the state was the same before.
 type PauseChange struct {
 	Pause
 	Changed    bool       `json:"changed"`
 	ResumedAt  *time.Time `json:"resumed_at"`
-	ActivityID string     `json:"activity_id"` // empty without a change
+	ActivityID string     `json:"activity_id"` // empty if Changed is false
 }
 
-// Attended reports a surface whose executions have a waiting person: a pause does not affect it. The database has the
-// same rule (agent_executions_begins).
+// Attended reports whether a person waits for the executions of a surface. A pause does not affect such executions. The
+// database has the same rule (agent_executions_begins).
 func Attended(surface trace.Surface) bool { return surface == trace.Operate || surface == trace.Chat }
 
 // CurrentPause reads the state of the pause.
@@ -87,8 +86,8 @@ func CurrentPause(ctx context.Context, db postgres.DB) (Pause, error) {
 }
 
 // PauseAll pauses autonomous work in all processes until ResumeAll, and records an activity. After PauseAll returns, no
-// claim succeeds. Running executions stop before their next step: within moments after a notification, otherwise within
-// SweepEvery. Of two concurrent calls, one makes the pause.
+// claim succeeds. Running executions stop before their next step: after a notification at once, otherwise within
+// SweepEvery. Of concurrent calls, one changes the state.
 func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	change := PauseChange{Pause: Pause{Paused: true}}
 	b := &pgx.Batch{}
@@ -97,7 +96,8 @@ func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChan
 		select changed, paused_at, paused_by, reason, trace_id, coalesce(activity_id::text, '')
 		  from pause_agent(@reason, @by)`,
 		postgres.Strict{"reason": reason, "by": by}).QueryRow(func(row pgx.Row) error {
-		return row.Scan(&change.Changed, &change.PausedAt, &change.PausedBy, &change.Reason, &change.TraceID, &change.ActivityID)
+		return row.Scan(&change.Changed, &change.PausedAt, &change.PausedBy, &change.Reason, &change.TraceID,
+			&change.ActivityID)
 	})
 	if err := db.SendBatch(ctx, b).Close(); err != nil {
 		return PauseChange{}, fmt.Errorf("pause the agent: %w", invalidArgument(err))
@@ -105,8 +105,8 @@ func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChan
 	return change, nil
 }
 
-// ResumeAll ends the pause; workers claim ready executions at once. The result describes the ended pause, with the
-// trace of its end. reason may be empty.
+// ResumeAll ends the pause, and workers claim ready executions at once. The result describes the ended pause, with the
+// trace of the activity that ended it. reason may be empty.
 func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	var change PauseChange
 	b := &pgx.Batch{}
@@ -115,8 +115,8 @@ func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseCha
 		select changed, paused_at, paused_by, reason, resumed_at, trace_id, coalesce(activity_id::text, '')
 		  from resume_agent(@by, @reason)`,
 		postgres.Strict{"reason": reason, "by": by}).QueryRow(func(row pgx.Row) error {
-		return row.Scan(&change.Changed, &change.PausedAt, &change.PausedBy, &change.Reason, &change.ResumedAt, &change.TraceID,
-			&change.ActivityID)
+		return row.Scan(&change.Changed, &change.PausedAt, &change.PausedBy, &change.Reason, &change.ResumedAt,
+			&change.TraceID, &change.ActivityID)
 	})
 	if err := db.SendBatch(ctx, b).Close(); err != nil {
 		return PauseChange{}, fmt.Errorf("resume the agent: %w", invalidArgument(err))
@@ -124,8 +124,8 @@ func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseCha
 	return change, nil
 }
 
-// RecordSkipped records work that a pause prevents as a skipped activity. It returns the activity's own trace. s gives
-// flow, surface, agent and input.
+// RecordSkipped records work that a pause prevents as an activity with status skipped. It returns the trace of the
+// activity. s has the flow, surface, agent and input of the work.
 func RecordSkipped(ctx context.Context, db postgres.DB, s Spec, p Pause) (trace.ID, error) {
 	id := trace.New(s.Surface)
 	_, err := activity.Note(ctx, db, activity.Entry{
@@ -137,7 +137,8 @@ func RecordSkipped(ctx context.Context, db postgres.DB, s Spec, p Pause) (trace.
 	return id, nil
 }
 
-// skipTick moves a schedule past a tick during a pause. It records the tick, and no execution makes up for it later.
+// skipTick advances a schedule past a tick during a pause. It records the tick as skipped, and no later execution makes
+// up for it.
 func skipTick(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time, p Pause) error {
 	next, err := s.next(ctx, tx)
 	if err != nil {
@@ -150,13 +151,13 @@ func skipTick(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time, p Pause
 	if err != nil {
 		return err
 	}
-	_, err = tx.Exec(ctx, `update agent_schedules set next_run_at = @next, updated_at = clock_timestamp()
-		where name = @name`,
+	_, err = tx.Exec(ctx, `
+		update agent_schedules set next_run_at = @next, updated_at = clock_timestamp() where name = @name`,
 		postgres.Strict{"next": next, "name": s.Name})
 	return err
 }
 
-// explainPaused replaces the error of a claim that a pause refused.
+// explainPaused replaces the error of a claim that a pause rejected by a *PausedError.
 func explainPaused(ctx context.Context, db postgres.DB, err error) error {
 	if !postgres.IsCode(err, pausedCode) {
 		return err
@@ -165,14 +166,14 @@ func explainPaused(ctx context.Context, db postgres.DB, err error) error {
 	if readErr != nil {
 		return readErr
 	}
-	p.Paused = true // it was paused at the refusal of the claim
+	p.Paused = true // the agent was paused when the database rejected the claim
 	return &PausedError{p}
 }
 
-// Paused reports whether this process knows of a pause. It may lag behind CurrentPause by moments.
+// Paused reports whether this process knows of a pause. It may lag behind CurrentPause.
 func (e *Engine) Paused() bool { return e.paused.Load() }
 
-// watchPause reads the state of the pause after each notification, and once per SweepEvery.
+// watchPause reads the state of the pause after each notification and at each SweepEvery.
 func (e *Engine) watchPause(ctx context.Context) {
 	var notifications <-chan string
 	if e.opts.Listener != nil {
@@ -209,8 +210,8 @@ func (e *Engine) refreshPause(ctx context.Context) {
 	}
 }
 
-// checkPaused returns an error when a pause forbids the next step. The process's state may be old, so the database
-// decides.
+// checkPaused returns an error if a pause prevents the next step. The state that the process knows may be outdated, so
+// checkPaused reads the database.
 func (r *run) checkPaused(ctx context.Context) error {
 	if r.replay != nil || Attended(trace.Surface(r.exec.Surface)) || !r.e.paused.Load() {
 		return nil

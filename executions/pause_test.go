@@ -358,7 +358,7 @@ func TestTickDuringPauseIsRecordedAsSkipped(t *testing.T) {
 func TestRunSyncFailsDuringPause(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := newEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	p := newEngine(t, pool, flowMap(noop))
 	pauseAll(t, pool)
 	_, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Heartbeat})
 	var refused *executions.PausedError

@@ -19,10 +19,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// recordedResult returns the checkpoint of a step, if there is one. Before a new step starts, it checks for a
-// shutdown and a pause.
-func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (bool, T, error) {
-	var value T
+// recordedResult returns the recorded result of a step if the step has a checkpoint. Otherwise it checks whether a
+// shutdown, a pause or the end of ctx prevents the step. done is false if the step is to run.
+func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (done bool, value T, err error) {
 	if r.replay != nil {
 		if err := r.replay.reach(ctx, r, s); err != nil {
 			return true, value, err
@@ -32,7 +31,7 @@ func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (bool, T, er
 	checkpoint, ok := r.checkpoints[s.key]
 	r.mu.Unlock()
 	if !ok {
-		if s.entry == nil || r.replay != nil { // otherwise openActivity writes the deferred checkpoint
+		if s.entry == nil || r.replay != nil { // for other steps, openActivity writes the deferred checkpoint
 			if err := r.flushDeferred(ctx); err != nil {
 				return true, value, err
 			}
@@ -70,8 +69,8 @@ func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (bool, T, er
 	return true, value, nil
 }
 
-// recordExpired records a step that cannot start because the code ended its context. After a stop from outside, the run
-// records nothing: a later run may start the step in time.
+// recordExpired records the error of a step that cannot start because the flow ended its context. If the run was
+// stopped, recordExpired records nothing, because a later run may start the step in time.
 func recordExpired[T any](ctx context.Context, r *run, s stepSpec) (T, error) {
 	var zero T
 	if r.endedExternally(ctx) {
@@ -80,8 +79,8 @@ func recordExpired[T any](ctx context.Context, r *run, s stepSpec) (T, error) {
 	return recordResult(context.WithoutCancel(ctx), r, s, nil, zero, asStepError(s.key, ctx.Err()))
 }
 
-// Changed ends the run because a step's checkpoint belongs to another input, and returns the error. Use it in a step
-// that depends on more than its [Input].
+// Changed fails the execution because a step's checkpoint belongs to another input, and returns the error. Use it for a
+// step that depends on more than its [Input].
 func Changed(ctx context.Context, step string) error {
 	err := fmt.Errorf("step %s has a record for another input: %w", step, ErrChanged)
 	if r, _ := runFrom(ctx); r != nil {
@@ -90,14 +89,14 @@ func Changed(ctx context.Context, step string) error {
 	return err
 }
 
-// failChanged ends a run whose checkpoint contradicts its code. The flow cannot handle this error.
+// failChanged stops a run because a checkpoint contradicts its code. The execution fails even if the flow ignores err.
 func (r *run) failChanged(step string, err error) error {
 	r.setFailedStep(step)
 	r.stop(err)
 	return err
 }
 
-// openActivity writes the intent of a step with an activity row.
+// openActivity records the intent of a step that has an activity row.
 func (r *run) openActivity(ctx context.Context, s stepSpec, effect *Effect) error {
 	if s.entry == nil {
 		return nil
@@ -121,8 +120,8 @@ func (r *run) openActivity(ctx context.Context, s stepSpec, effect *Effect) erro
 	return r.handleWriteError(ctx, s, err, activity.Outcome{Status: activity.Running})
 }
 
-// untilRunEnds returns ctx without the timeouts and cancels of the code. A write that those interrupt would have an
-// unknown outcome.
+// untilRunEnds returns a context that ends with the run, without the timeouts and cancels of the flow. A write that
+// those interrupt would have an unknown outcome.
 func (r *run) untilRunEnds(ctx context.Context) (context.Context, func()) {
 	if ctx.Done() == r.ctx.Done() {
 		return ctx, func() {}
@@ -151,14 +150,13 @@ func recordResult[T any](
 	}
 	if r.canDefer(s, effect, output) {
 		err = r.deferCheckpoint(ctx, &deferredCheckpoint{
-			step: s, effect: effect, value: value,
-			output: output, failure: failure,
+			step: s, effect: effect, value: value, output: output, failure: failure,
 		})
 	} else {
 		err = r.flushAndRecord(ctx, s, effect, value, output, failure)
 	}
 	switch code := postgres.Code(err); {
-	// a number, or a size, beyond jsonb
+	// jsonb cannot store a number or a value of this size
 	case failure == nil && (strings.HasPrefix(code, "22") || strings.HasPrefix(code, "54")):
 		return recordResult(ctx, r, s, effect, zero,
 			&StepError{Step: s.key, Class: "result", Message: "the result cannot be stored: " + err.Error()})
@@ -174,7 +172,7 @@ func recordResult[T any](
 	return value, err
 }
 
-// flushAndRecord writes the result of a step after the deferred checkpoint.
+// flushAndRecord writes the deferred checkpoint and then the result of a step.
 func (r *run) flushAndRecord(
 	ctx context.Context, s stepSpec, effect *Effect, value any, output json.RawMessage, failure *StepError,
 ) error {
@@ -184,8 +182,8 @@ func (r *run) flushAndRecord(
 	return r.recordStep(ctx, s, effect, value, output, failure)
 }
 
-// recordStep writes the checkpoint of a step and closes its activity row in one commit. It also runs after a stop:
-// the database knows whether the claim is still live.
+// recordStep writes the checkpoint of a step and closes its activity row in one commit. It also writes after a stop,
+// because only the database knows whether the claim is still live.
 func (r *run) recordStep(
 	ctx context.Context, s stepSpec, effect *Effect, value any, output json.RawMessage, failure *StepError,
 ) error {
@@ -208,7 +206,7 @@ func (r *run) recordStep(
 	switch {
 	case err == nil:
 	case !time.Now().Before(deadline) && transient(writeErr) && !errors.Is(err, ErrStale):
-		// The database was unavailable for a whole lease. That is no result of the step: the run ends, and the worker
+		// The database was unavailable for a whole lease, which is not a result of the step. The run ends, and the worker
 		// releases its orphaned claim.
 		r.e.log.ErrorContext(ctx, "result not recorded", "step", s.key, "error", writeErr)
 		if ctx.Err() != nil { // the renewal of the lease failed too
@@ -233,7 +231,7 @@ func (r *run) recordStep(
 	return nil
 }
 
-// writeResult commits a result, with retries until a deadline. A step without an activity row shares a batch.
+// writeResult commits a result, with retries until a deadline. A step without an activity row is written in a batch.
 func (r *run) writeResult(
 	ctx context.Context, deadline time.Time, s stepSpec, effect *Effect, out activity.Outcome,
 	output json.RawMessage, failed bool,
@@ -248,13 +246,14 @@ func (r *run) writeResult(
 			activity.CloseIn(ctx, b, effect.ActivityID, *s.entry, out)
 		}
 		r.queueCheckpoint(b, s, output, failed)
-		if effect != nil && effect.OnResult != nil { // last: it may lock rows that many runs share, as a budget
+		if effect != nil && effect.OnResult != nil { // last, because it may lock rows that many runs share, such as budgets
 			effect.OnResult(b)
 		}
 	})
 }
 
-// handleWriteError handles the outcome of a durable write.
+// handleWriteError handles the error of a durable write. After a stale write it stops the run and records the write as
+// rejected.
 func (r *run) handleWriteError(ctx context.Context, s stepSpec, err error, out activity.Outcome) error {
 	switch {
 	case err == nil:
@@ -275,8 +274,8 @@ func (r *run) handleWriteError(ctx context.Context, s stepSpec, err error, out a
 	}
 }
 
-// writeLost reports an unanswered write that came too late: the run lost its claim, and the database lacks the write.
-// This happens to a process that was paused between request and answer.
+// writeLost reports whether a write without a response was not committed because the run had lost its claim. This
+// happens to a process that was paused between request and response.
 func (r *run) writeLost(ctx context.Context, s stepSpec, err error, out activity.Outcome) bool {
 	if postgres.Code(err) != "" {
 		return false
@@ -285,15 +284,16 @@ func (r *run) writeLost(ctx context.Context, s stepSpec, err error, out activity
 	defer cancel()
 	var lost bool
 	queryErr := r.e.pool.QueryRow(ctx, `
-		select x.claim <> @claim and x.wait_number = @waits and not case when @opening
-		         then exists (select from agent_activity a where a.execution_id = x.id and a.claim = @claim
-		           and a.step = @step)
-		         else exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = @claim
-		           and c.step = @step) end
+		select x.claim <> @claim and x.wait_number = @wait_number
+		   and not case when @is_intent
+		                then exists (select from agent_activity a
+		                              where a.execution_id = x.id and a.claim = @claim and a.step = @step)
+		                else exists (select from agent_checkpoints c
+		                              where c.execution_id = x.id and c.claim = @claim and c.step = @step) end
 		  from agent_executions x where x.id = @id`,
 		postgres.Strict{
-			"id": r.exec.ID, "claim": r.exec.Claim, "waits": r.exec.WaitNumber, "step": s.key,
-			"opening": out.Status == activity.Running,
+			"id": r.exec.ID, "claim": r.exec.Claim, "wait_number": r.exec.WaitNumber, "step": s.key,
+			"is_intent": out.Status == activity.Running,
 		}).Scan(&lost)
 	if queryErr != nil {
 		r.e.log.WarnContext(ctx, "outcome of a write unknown", "step", s.key, "error", errors.Join(err, queryErr))
@@ -302,8 +302,8 @@ func (r *run) writeLost(ctx context.Context, s stepSpec, err error, out activity
 	return lost
 }
 
-// abandon leaves a step of a stopped run without a result. The next claim closes the row of the step's call. A lost
-// claim leaves a record of the interrupted call.
+// abandon ends a step of a stopped run without a result, and returns the cause of the stop. The next claim closes the
+// activity row of the call. If the claim was lost, abandon records the interrupted call as rejected.
 func (r *run) abandon(ctx context.Context, s stepSpec, effect *Effect, cause error) error {
 	stopped := cmp.Or(context.Cause(ctx), r.stopCause())
 	if s.entry != nil && errors.Is(stopped, ErrLost) {
@@ -315,29 +315,29 @@ func (r *run) abandon(ctx context.Context, s stepSpec, effect *Effect, cause err
 }
 
 func (r *run) queueCheckpoint(b *pgx.Batch, s stepSpec, output json.RawMessage, failed bool) {
-	(&checkpointWrite{
-		id: r.exec.ID, step: s.key, fingerprint: s.fingerprint, claim: r.exec.Claim, failed: failed,
-		output: output,
-	}).queue(b)
+	w := checkpointWrite{
+		id: r.exec.ID, step: s.key, fingerprint: s.fingerprint, claim: r.exec.Claim, failed: failed, output: output,
+	}
+	w.queue(b)
 }
 
-// setFailedStep stores the step that failed last; empty after a success.
+// setFailedStep stores the step that failed last. step is empty after a success.
 func (r *run) setFailedStep(step string) {
 	r.mu.Lock()
 	r.failedStep = step
 	r.mu.Unlock()
 }
 
-// idempotencyKey identifies one step of one execution.
+// idempotencyKey returns the idempotency key of a step of this execution.
 func (r *run) idempotencyKey(step string) string {
 	sum := sha256.Sum256([]byte(r.exec.ID + " " + step))
 	return hex.EncodeToString(sum[:16])
 }
 
-// maxUSD is the first cost that a row of the activity log cannot store.
+// maxUSD is the smallest cost that a row of the activity log cannot store.
 const maxUSD = 1e8
 
-// validateCost rejects a cost that is no amount or that a row cannot store. Such a cost would spoil every sum.
+// validateCost rejects a cost that is NaN or that a row cannot store.
 func (e *Effect) validateCost() error {
 	if cost := e.CostUSD; !(math.Abs(cost) < maxUSD) {
 		e.CostUSD = 0
@@ -349,7 +349,7 @@ func (e *Effect) validateCost() error {
 	return nil
 }
 
-// outcome is the content of the activity row.
+// outcome returns the content of the activity row.
 func (e *Effect) outcome(value any) activity.Outcome {
 	out := activity.Outcome{
 		Status: e.Status, Output: e.Output, Usage: e.Usage, CostUSD: e.CostUSD,
@@ -362,7 +362,7 @@ func (e *Effect) outcome(value any) activity.Outcome {
 	return out
 }
 
-// recoverPanic turns a panic in a step into its error.
+// recoverPanic calls the function of a step and returns a panic as an error.
 func recoverPanic[T any](
 	ctx context.Context, effect *Effect, fn func(context.Context, *Effect) (T, error),
 ) (value T, err error) {
@@ -375,8 +375,8 @@ func recoverPanic[T any](
 	return value, probeError(err)
 }
 
-// probeError calls the methods of an error that the engine calls later outside a recover. A nil pointer of the code's
-// own error type panics here.
+// probeError calls the methods of an error that the engine calls later without a recover. So a nil pointer of an error
+// type panics here, where the panic is recovered.
 func probeError(err error) error {
 	if err != nil {
 		_, _ = err.Error(), errors.Is(err, errProbe)
@@ -391,7 +391,7 @@ func probeError(err error) error {
 // errProbe matches no error, so errors.Is visits the whole chain.
 var errProbe = errors.New("never")
 
-// asStepError reduces an error to its recorded form.
+// asStepError converts an error to the form that is recorded.
 func asStepError(key string, err error) *StepError {
 	failure := &StepError{Step: key, Class: "error", Message: postgres.Text(err.Error())}
 	var classified interface{ ErrorClass() string }

@@ -18,10 +18,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// ErrRunning reports a replay of an execution that this process runs right now.
+// ErrRunning reports a replay of an execution that this process is running.
 var ErrRunning = errors.New("the execution runs here: replay it when it waits or has ended")
 
-// ErrUnknownFlow reports a flow that this program does not have, such as those of external workers.
+// ErrUnknownFlow reports a flow that this program does not have, such as the flow of an external worker.
 var ErrUnknownFlow = errors.New("this program does not have the flow")
 
 // Replayed is the result of a replay.
@@ -30,21 +30,20 @@ type Replayed struct {
 	TraceID     string `json:"trace_id"`
 	Flow        string `json:"flow"`
 	Status      Status `json:"status"` // of the recorded execution
-	Steps       int    `json:"steps"`  // recorded steps that the code reached, with their inner steps
+	Steps       int    `json:"steps"`  // number of recorded steps, including inner ones, that the code reached
 	// Digest covers the recorded steps, outputs, status and result. ReplayDigest covers those that the replay reached.
 	Digest       string `json:"digest"`
 	ReplayDigest string `json:"replay_digest"`
-	// EndedAt is the step where the record ends although the function would continue: the execution waits there, or was
-	// stopped.
+	// EndedAt is the step where the record ends before the function does: the execution waits there, or was stopped.
 	EndedAt    string      `json:"ended_at"`
 	Equal      bool        `json:"equal"`
-	Divergence *Divergence `json:"divergence"` // null when all is equal
+	Divergence *Divergence `json:"divergence"` // null if Equal
 
 	changed string // error of the step with another input; empty for none
 	failure string // error of code that failed between steps; empty for none
 }
 
-// The kinds of divergence.
+// Kinds of divergence.
 const (
 	DivergedUnrecorded = "unrecorded" // the code takes a step without a checkpoint
 	DivergedOrder      = "order"      // the code reaches a step before an earlier one
@@ -54,7 +53,7 @@ const (
 	DivergedDatabase   = "database"   // the code queries the database outside steps
 )
 
-// Divergence says where a replay differs from its record.
+// Divergence is the first difference between a replay and its record.
 type Divergence struct {
 	Step    string `json:"step"`
 	Kind    string `json:"kind"`
@@ -64,13 +63,12 @@ type Divergence struct {
 // maxReplays bounds the combinations of lane answers that a replay tries.
 const maxReplays = 32
 
-// Replay calls the flow of an execution with its checkpoints and without any effect. A step without a checkpoint ends
-// the replay. Replay acquires no lanes and writes nothing. Database handles of internal/postgres answer nothing under
-// the flow's context. Replay cannot block effects by other means; see docs/executions.md. If the record ends in a wait
-// or an external stop, Replay ends there too. A step that groups others returns its checkpoint, and its inner steps
-// count as reached.
+// Replay calls the flow of an execution with its checkpoints and without effects. A step without a checkpoint ends the
+// replay. Replay acquires no lanes and writes nothing. Queries through internal/postgres fail under the flow's context,
+// but Replay cannot prevent effects by other means; see docs/executions.md. If the record ends in a wait or an external
+// stop, Replay ends there too. A step with inner steps returns its checkpoint, and the inner steps count as reached.
 //
-// Errors: ErrNotFound, ErrRunning, ErrUnknownFlow. A difference is no error: see Replayed.Divergence.
+// Errors: ErrNotFound, ErrRunning, ErrUnknownFlow. A difference is not an error; see Replayed.Divergence.
 func (e *Engine) Replay(ctx context.Context, id string) (Replayed, error) {
 	x, err := Get(ctx, e.pool, id)
 	if err != nil {
@@ -109,8 +107,8 @@ func waitingStep(ctx context.Context, db postgres.DB, id string) (step *string, 
 	return step, nil
 }
 
-// replayCheckpoints replays a record. The record has no lane answers: the replay first tries "free", and "busy" after a
-// divergence.
+// replayCheckpoints replays a record. The record does not say which lanes were busy. So the first replay assumes that
+// all lanes were free. After a divergence, further replays assume that some were busy.
 func (e *Engine) replayCheckpoints(
 	ctx context.Context, x Execution, checkpoints []Checkpoint, waitingStep *string,
 ) (Replayed, error) {
@@ -152,7 +150,7 @@ func (e *Engine) replayCheckpoints(
 	return *firstResult, nil
 }
 
-// closedPool is a closed pool for the same database: a replay gets no connections.
+// closedPool returns a closed pool for the same database, so a replay gets no connections.
 func closedPool(ctx context.Context, pool *pgxpool.Pool) (*pgxpool.Pool, error) {
 	config := pool.Config()
 	config.MinConns, config.MinIdleConns = 0, 0
@@ -164,7 +162,7 @@ func closedPool(ctx context.Context, pool *pgxpool.Pool) (*pgxpool.Pool, error) 
 	return closed, nil
 }
 
-// replayOnce calls the function once and compares.
+// replayOnce calls the function once and compares it with the record.
 func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, record *replayRecord) Replayed {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -182,8 +180,9 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, record 
 	if cause := r.stopCause(); errors.Is(cause, ErrChanged) {
 		replayed.changed = cause.Error()
 	}
-	if stepErr, isStepErr := errors.AsType[*StepError](err); err != nil && record.divergence == nil && record.endedAt == "" &&
-		!seal.Tried() && (!isStepErr || stepErr.Step == "") {
+	stepErr, isStepErr := errors.AsType[*StepError](err)
+	if err != nil && record.divergence == nil && record.endedAt == "" && !seal.Tried() &&
+		(!isStepErr || stepErr.Step == "") {
 		replayed.failure = err.Error()
 	}
 	status, end := r.compareEnd(x, record, result, err, seal.Tried())
@@ -276,7 +275,7 @@ func errorSuffix(message string) string {
 	return ": " + message
 }
 
-// truncated formats an end state for a message.
+// truncated formats an end state for a message, in at most 300 bytes.
 func truncated(end endState) string {
 	text, err := json.Marshal(end)
 	if err != nil {
@@ -285,22 +284,22 @@ func truncated(end endState) string {
 	return string(bytes.ToValidUTF8(text[:min(len(text), 300)], nil))
 }
 
-// lastStep is the last step that a replay reached.
+// lastStep returns the last step that a replay reached.
 func (r *run) lastStep(record *replayRecord) string {
 	record.mu.Lock()
 	defer record.mu.Unlock()
 	return record.last
 }
 
-// lastFailed is the step that failed last.
+// lastFailed returns the step that failed last.
 func (r *run) lastFailed() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.failedStep
 }
 
-// digest identifies steps, outputs, status and result. Steps are sorted by key, because parallel branches have no
-// order.
+// digest returns a hash of steps, outputs, status and end. counts selects the steps. Steps are sorted by key, because
+// parallel branches have no order.
 func digest(checkpoints []Checkpoint, counts func(Checkpoint) bool, status string, end endState) string {
 	sum := sha256.New()
 	write := func(v any) {
@@ -322,7 +321,7 @@ func digest(checkpoints []Checkpoint, counts func(Checkpoint) bool, status strin
 	return hex.EncodeToString(sum.Sum(nil))
 }
 
-// comparableJSON decodes JSON into one form: numbers by value, members by name.
+// comparableJSON decodes JSON to a form in which equal values are equal: numbers by value, members by name.
 func comparableJSON(text json.RawMessage) any {
 	if len(text) == 0 {
 		return nil

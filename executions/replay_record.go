@@ -13,29 +13,27 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// replayTimeout bounds how long one branch waits for another to reach an earlier step. The timeout expires only if the
-// code differs from the record.
+// replayTimeout bounds how long a branch waits for other branches to reach earlier steps. It expires only if the code
+// differs from the record.
 const replayTimeout = 5 * time.Second
 
-// replayRecord is the record that a run gets in place of a database. A step gets its checkpoint after the code has
-// reached all earlier steps. So parallel branches interleave as in the recorded run.
+// replayRecord is the record that a replayed run reads instead of the database. A step gets its checkpoint after the
+// code has reached all earlier steps. So parallel branches interleave as in the recorded run.
 type replayRecord struct {
-	checkpointsByTime []Checkpoint // by time of recording
-	checkpoints       map[string]Checkpoint
-	nested            map[string]bool // checkpoints within a step whose own checkpoint replaces them
-	// openEnded says that the record ends before the function returned. waitingStep is the step in which the execution
-	// waits.
-	openEnded   bool
-	waitingStep *string
+	checkpointsByTime []Checkpoint
+	checkpoints       map[string]Checkpoint // by step
+	nested            map[string]bool       // steps within a step that has a checkpoint of its own
+	openEnded         bool                  // whether the record ends before the function returns
+	waitingStep       *string               // the step in which the execution waits; nil if it does not wait
 
 	mu          sync.Mutex
 	progress    chan struct{} // closed when a step is reached
 	reached     map[string]bool
-	last        string
-	endedAt     string
+	last        string // the last reached step
+	endedAt     string // see Replayed.EndedAt
 	divergence  *Divergence
-	busyLanes   []bool // the lane answers to give
-	laneAnswers []bool // the lane answers that were given
+	busyLanes   []bool // whether the first, second, … requested lane is busy in this replay
+	laneAnswers []bool // the answers to lane requests so far
 }
 
 func newReplayRecord(x Execution, checkpoints []Checkpoint, waitingStep *string, busy []bool) *replayRecord {
@@ -53,7 +51,7 @@ func newReplayRecord(x Execution, checkpoints []Checkpoint, waitingStep *string,
 	return rec
 }
 
-// failedByWorkers reports an execution that failed because of its workers, not its code.
+// failedByWorkers reports whether an execution failed because it lost its workers, not because of its code.
 func failedByWorkers(x Execution) bool {
 	if x.Status != Failed || x.ErrorMessage == nil {
 		return false
@@ -63,7 +61,7 @@ func failedByWorkers(x Execution) bool {
 		strings.HasPrefix(m, "given up after ") && strings.HasSuffix(m, " workers were lost without a checkpoint between")
 }
 
-// isNested reports a checkpoint within a step that has a checkpoint too, or of a wait before such a step.
+// isNested reports whether a step is within a step that has a checkpoint too, or is a wait in the gate of such a step.
 func (rec *replayRecord) isNested(step string) bool {
 	for i, char := range step {
 		if char != '/' {
@@ -82,12 +80,13 @@ func (rec *replayRecord) isNested(step string) bool {
 	return false
 }
 
+// splitKey splits a step key after its last slash.
 func splitKey(key string) (scope, name string) {
 	i := strings.LastIndexByte(key, '/') + 1
 	return key[:i], key[i:]
 }
 
-// isLaneWait reports a wait for a lane. A run that finds the lane free never reaches this wait.
+// isLaneWait reports whether a checkpoint is of a wait for a lane. A replay that finds the lane free does not reach it.
 func isLaneWait(c Checkpoint) bool {
 	var out struct {
 		Event string `json:"event"`
@@ -95,10 +94,10 @@ func isLaneWait(c Checkpoint) bool {
 	return json.Unmarshal(c.Output, &out) == nil && out.Event == "LANE_FREED"
 }
 
-// counts reports a checkpoint that belongs to the digest.
+// counts reports whether the digest includes a checkpoint.
 func (rec *replayRecord) counts(c Checkpoint) bool { return !isLaneWait(c) }
 
-// wasReached reports a checkpoint that the replay reached, or whose containing step it reached.
+// wasReached reports whether the replay reached a checkpoint or a step that contains it.
 func (rec *replayRecord) wasReached(c Checkpoint) bool {
 	if isLaneWait(c) {
 		return false
@@ -120,7 +119,7 @@ func (rec *replayRecord) wasReached(c Checkpoint) bool {
 	return false
 }
 
-// firstUnreached returns the first unreached checkpoint before a moment; ok is false for none. The caller holds p.mu.
+// firstUnreached returns the first unreached checkpoint before a time; ok is false for none. The caller holds rec.mu.
 func (rec *replayRecord) firstUnreached(before time.Time) (c Checkpoint, ok bool) {
 	for _, c := range rec.checkpointsByTime {
 		if !before.IsZero() && !c.CreatedAt.Before(before) {
@@ -133,11 +132,12 @@ func (rec *replayRecord) firstUnreached(before time.Time) (c Checkpoint, ok bool
 	return Checkpoint{}, false
 }
 
-// reach marks a step as reached; every step calls it. On nil the caller uses the checkpoint; an error ends the run.
+// reach marks a step as reached. Every step calls it. If reach returns nil, the caller uses the checkpoint. An error
+// ends the replay.
 func (rec *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 	checkpoint, recorded := rec.checkpoints[s.key]
 	scope := s.key[:strings.LastIndex(s.key, s.name)]
-	waitCtx := r.ctx // a recorded step waits for its turn, even if its own context ends
+	waitCtx := r.ctx // a recorded step waits for earlier steps even if its own context ends
 	if !recorded {
 		rec.reachNested(s.key)
 		waitCtx = ctx
@@ -163,7 +163,7 @@ func (rec *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 		rec.mu.Unlock()
 		if sibling, _ := splitKey(earlier.Step); sibling == scope || !awaitProgress(waitCtx, progress) {
 			if sibling != scope && waitCtx.Err() != nil {
-				return context.Cause(waitCtx) // another branch ended this one
+				return context.Cause(waitCtx) // another branch cancelled this branch
 			}
 			if recorded {
 				return rec.stopDiverged(r, s.key, DivergedOrder,
@@ -180,7 +180,7 @@ func (rec *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 		return nil
 	}
 	if !rec.openEnded && rec.hasOtherBranches(scope) && !awaitProgress(ctx, nil) && ctx.Err() != nil {
-		return context.Cause(ctx) // another branch ended this one, as recorded
+		return context.Cause(ctx) // another branch cancelled this branch, as in the record
 	}
 	if err := rec.awaitWaitingBranch(ctx, s.key); err != nil {
 		return err
@@ -188,14 +188,14 @@ func (rec *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 	return rec.beyondRecord(r, s.key)
 }
 
-// cancelledBySibling reports a step whose context was cancelled, for example by the failure of another branch.
+// cancelledBySibling reports whether the context of a step was cancelled, for example by the failure of another branch.
 func cancelledBySibling(c Checkpoint) bool {
 	var failure StepError
 	return json.Unmarshal(c.Output, &failure) == nil && strings.Contains(failure.Message, context.Canceled.Error())
 }
 
 // awaitWaitingBranch delays a step without a checkpoint until another branch reaches the wait where the record ends.
-// The step was in flight when that wait began.
+// Such a step was in flight when that wait began.
 func (rec *replayRecord) awaitWaitingBranch(ctx context.Context, key string) error {
 	if !rec.openEnded || rec.waitingStep == nil {
 		return nil
@@ -213,12 +213,12 @@ func (rec *replayRecord) awaitWaitingBranch(ctx context.Context, key string) err
 			return ErrParked
 		}
 		if !awaitProgress(ctx, progress) {
-			return context.Cause(ctx) // nil when no branch progresses any more
+			return context.Cause(ctx) // nil after the timeout: no branch progresses any more
 		}
 	}
 }
 
-// hasOtherBranches reports whether steps of other branches were reached.
+// hasOtherBranches reports whether the replay reached a step of a branch other than scope.
 func (rec *replayRecord) hasOtherBranches(scope string) bool {
 	rec.mu.Lock()
 	defer rec.mu.Unlock()
@@ -231,11 +231,10 @@ func (rec *replayRecord) hasOtherBranches(scope string) bool {
 	return false
 }
 
-// beyondRecord handles a step without a checkpoint: the record ends there, or the step is new.
+// beyondRecord ends the replay at a step without a checkpoint. Either the record ends there, or the step is new.
 func (rec *replayRecord) beyondRecord(r *run, key string) error {
 	if !rec.openEnded || rec.waitingStep != nil && *rec.waitingStep != key &&
-		!strings.HasPrefix(*rec.waitingStep, gatePrefix(key)) &&
-		!strings.HasPrefix(*rec.waitingStep, key+"/") {
+		!strings.HasPrefix(*rec.waitingStep, gatePrefix(key)) && !strings.HasPrefix(*rec.waitingStep, key+"/") {
 		return rec.stopDiverged(r, key, DivergedUnrecorded, "the record has no such step; the code is different")
 	}
 	rec.mu.Lock()
@@ -245,13 +244,13 @@ func (rec *replayRecord) beyondRecord(r *run, key string) error {
 	return ErrParked
 }
 
-// gatePrefix is the key prefix of waits in the gate of a step; see Gate.
+// gatePrefix returns the key prefix of waits in the gate of a step; see Gate.
 func gatePrefix(key string) string {
 	scope, name := splitKey(key)
 	return scope + "before " + name + "/"
 }
 
-// awaitProgress waits until any step is reached.
+// awaitProgress waits until progress is closed. It returns false after replayTimeout or the end of ctx.
 func awaitProgress(ctx context.Context, progress <-chan struct{}) bool {
 	timer := time.NewTimer(replayTimeout)
 	defer timer.Stop()
@@ -261,7 +260,7 @@ func awaitProgress(ctx context.Context, progress <-chan struct{}) bool {
 	case <-timer.C:
 	case <-ctx.Done():
 		select {
-		case <-progress: // progress came before the end of ctx
+		case <-progress: // both channels were ready
 			return true
 		default:
 		}
@@ -269,13 +268,14 @@ func awaitProgress(ctx context.Context, progress <-chan struct{}) bool {
 	return false
 }
 
+// stopDiverged stores a difference and stops the replay.
 func (rec *replayRecord) stopDiverged(r *run, step, kind, message string) error {
 	rec.diverge(step, kind, message)
 	r.stop(ErrParked)
 	return ErrParked
 }
 
-// diverge stores the first difference.
+// diverge stores a difference, unless an earlier one is stored.
 func (rec *replayRecord) diverge(step, kind, message string) {
 	rec.mu.Lock()
 	defer rec.mu.Unlock()
@@ -284,18 +284,19 @@ func (rec *replayRecord) diverge(step, kind, message string) {
 	}
 }
 
-// divergeUnreached reports whether the replay left a checkpoint unreached, and stores that as the difference.
-func (rec *replayRecord) divergeUnreached(why string) bool {
+// divergeUnreached reports whether the replay left a checkpoint unreached, and stores that as the difference. reason is
+// the error with which the code ended.
+func (rec *replayRecord) divergeUnreached(reason string) bool {
 	rec.mu.Lock()
 	c, ok := rec.firstUnreached(time.Time{})
 	rec.mu.Unlock()
 	if ok {
-		rec.diverge(c.Step, DivergedUnreached, "the code ends before this recorded step"+errorSuffix(why))
+		rec.diverge(c.Step, DivergedUnreached, "the code ends before this recorded step"+errorSuffix(reason))
 	}
 	return ok
 }
 
-// answerLane answers a lane request: granted without an effect, or busy.
+// answerLane answers a lane request in a replay: with a hold that has no lease, or with lanes.ErrBusy.
 func (rec *replayRecord) answerLane(ctx context.Context, r *run, name string) (*Hold, error) {
 	rec.mu.Lock()
 	busy := len(rec.laneAnswers) < len(rec.busyLanes) && rec.busyLanes[len(rec.laneAnswers)]
@@ -307,7 +308,7 @@ func (rec *replayRecord) answerLane(ctx context.Context, r *run, name string) (*
 	return &Hold{run: r, ctx: ctx}, nil
 }
 
-// replayLoop reaches a loop's last snapshot in a replay.
+// replayLoop marks the last snapshot of a loop as reached in a replay.
 func (r *run) replayLoop(ctx context.Context, s stepSpec) error {
 	if r.replay == nil {
 		return nil
@@ -318,8 +319,8 @@ func (r *run) replayLoop(ctx context.Context, s stepSpec) error {
 	return r.replay.reach(ctx, r, s)
 }
 
-// isUnderWay reports a started step or phase without a checkpoint. The replay calls its function for the inner steps.
-// The replay never makes a Call, because a Call is an effect.
+// isUnderWay reports whether a step or phase has started but has no checkpoint. The replay calls its function, so inner
+// steps are reached. It never makes a Call, because a Call has an effect.
 func (rec *replayRecord) isUnderWay(s stepSpec) bool {
 	if _, ok := rec.checkpoints[s.key]; ok || s.entry != nil && s.entry.Kind != activity.KindPhase {
 		return false
@@ -347,7 +348,7 @@ func (rec *replayRecord) reachNested(key string) {
 	}
 }
 
-// callUnderWay calls the function of a step under way. The function's result is beyond the record.
+// callUnderWay calls the function of an unfinished step. The result of the function is not in the record.
 func callUnderWay[T any](
 	ctx context.Context, r *run, s stepSpec, fn func(ctx context.Context, effect *Effect) (T, error),
 ) error {

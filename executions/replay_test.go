@@ -265,7 +265,7 @@ func TestReplayReturnsRecordedTimeout(t *testing.T) {
 func TestReplayRejectsUnknownFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	p := startEngine(t, pool, flowMap(noop))
 	id := p.startFlow(t, "flow")
 	awaitStatus(t, pool, id, executions.Completed)
 	other := newEngine(t, pool, nil)

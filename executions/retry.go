@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
-// lockTimeout bounds how long a statement waits for a lock and keeps its connection. SQL functions use the same
+// lockTimeout bounds how long a statement waits for a lock and occupies its connection. The SQL functions use the same
 // value.
 const lockTimeout = postgres.LockTimeout
 
@@ -29,6 +29,7 @@ func WithLockTimeout(ctx context.Context, timeout time.Duration) context.Context
 	return context.WithValue(ctx, lockTimeoutKey{}, timeout)
 }
 
+// lockTimeout returns the timeout of WithLockTimeout, or its default.
 func (e *Engine) lockTimeout(ctx context.Context) time.Duration {
 	if timeout, ok := ctx.Value(lockTimeoutKey{}).(time.Duration); ok {
 		return timeout
@@ -36,7 +37,7 @@ func (e *Engine) lockTimeout(ctx context.Context) time.Duration {
 	return e.opts.LeaseTTL
 }
 
-// queueLockTimeout bounds the lock waits of the statements queued after it.
+// queueLockTimeout queues a lock_timeout for the later statements of the batch.
 func queueLockTimeout(b *pgx.Batch) {
 	b.Queue(`select set_config('lock_timeout', @lock_timeout, true)`, postgres.Strict{"lock_timeout": lockTimeout})
 }
@@ -44,13 +45,13 @@ func queueLockTimeout(b *pgx.Batch) {
 // maxLockPause is the longest pause between attempts of a blocked write.
 const maxLockPause = 200 * time.Millisecond
 
-// unqueuedRetries is the number of retries without the retry slot and without a warning. Other transactions release
-// most locks within these retries.
+// unqueuedRetries is the number of retries without the retry slot and without a warning. Most locks are released within
+// these retries.
 const unqueuedRetries = 3
 
-// retryLocked retries a write while another transaction blocks it, for lockTimeout. It holds no connection between
-// attempts. All writes that stay blocked share one slot and so one connection. An abandoned transaction therefore
-// delays no other work.
+// retryLocked retries a write while another transaction blocks it, for at most e.lockTimeout. It holds no connection
+// between attempts. All writes that remain blocked share one slot, and so one connection. So a transaction that stays
+// open does not use up the connections.
 func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
 	deadline := time.Now().Add(e.lockTimeout(ctx))
 	value, err := write(ctx)
@@ -71,7 +72,7 @@ func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.C
 	return value, err
 }
 
-// acquireRetrySlot waits for the retry slot; false when timeout or ctx ends first.
+// acquireRetrySlot waits for the retry slot. It returns false after the timeout or the end of ctx.
 func (e *Engine) acquireRetrySlot(ctx context.Context, timeout time.Duration) bool {
 	timer := time.NewTimer(timeout)
 	defer timer.Stop()
@@ -84,7 +85,7 @@ func (e *Engine) acquireRetrySlot(ctx context.Context, timeout time.Duration) bo
 	return false
 }
 
-// withRetrySlot makes a write and frees the retry slot.
+// withRetrySlot makes a write and releases the retry slot.
 func withRetrySlot[T any](ctx context.Context, e *Engine, write func(ctx context.Context) (T, error)) (T, error) {
 	defer func() { <-e.retrySlot }()
 	return write(ctx)
@@ -95,8 +96,8 @@ func (e *Engine) withKey(ctx context.Context, name string, write func(ctx contex
 	return e.serializeKey(ctx, name, func() error { return e.retryKey(ctx, name, write) })
 }
 
-// serializeKey calls write when no other call of this process writes with the key. So of many waiting calls, one
-// queries the database at a time.
+// serializeKey calls write while no other call of this process writes with the same key. So of many blocked calls, one
+// at a time queries the database.
 func (e *Engine) serializeKey(ctx context.Context, name string, write func() error) error {
 	if name == "" {
 		return write()
@@ -109,7 +110,7 @@ func (e *Engine) serializeKey(ctx context.Context, name string, write func() err
 	return write()
 }
 
-// retryKey is retryLocked. First attempts with keys use at most half of the pool's connections.
+// retryKey is retryLocked for a write with a key. First attempts use at most half of the pool's connections.
 func (e *Engine) retryKey(ctx context.Context, name string, write func(ctx context.Context) error) error {
 	attempts := 0
 	_, err := retryLocked(ctx, e, func(ctx context.Context) (struct{}, error) {
@@ -131,13 +132,13 @@ func (e *Engine) retryKey(ctx context.Context, name string, write func(ctx conte
 	return err
 }
 
-// isPool reports whether db is a pool, and not the caller's transaction or connection.
+// isPool reports whether db is a pool, not the caller's transaction or connection.
 func isPool(db postgres.Beginner) bool {
 	_, pool := db.(*pgxpool.Pool)
 	return pool
 }
 
-// Pauses between attempts while the database is unavailable; they double.
+// The pause between attempts doubles from minBackoff to maxBackoff while the database is unavailable.
 const (
 	minBackoff = 20 * time.Millisecond
 	maxBackoff = 2 * time.Second
@@ -145,9 +146,8 @@ const (
 
 func newBackoff() postgres.Backoff { return postgres.Backoff{First: minBackoff, Max: maxBackoff} }
 
-// write sends every durable write of a run: one batch, one commit, awaited. The statements must be safe to send
-// twice, because a broken connection hides the outcome of the commit. write sends them again for as long as ctx
-// lives.
+// write commits the statements that queue adds to a batch. It repeats the batch until ctx ends while the database is
+// unavailable. The statements must be safe to send twice, because a broken connection hides the outcome of a commit.
 func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	backoff := newBackoff()
 	for {
@@ -171,7 +171,7 @@ func (e *Engine) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	}
 }
 
-// warnUnavailable logs an attempt that found the database unavailable, with a hint where one is known.
+// warnUnavailable logs a failed attempt while the database is unavailable, with a hint for known problems.
 func (e *Engine) warnUnavailable(ctx context.Context, err error, attrs ...any) {
 	attrs = append(attrs, "error", err)
 	if problem, hint := postgres.Diagnose(err); problem != "" {
@@ -180,14 +180,14 @@ func (e *Engine) warnUnavailable(ctx context.Context, err error, attrs ...any) {
 	e.log.WarnContext(ctx, "database unavailable, trying again", attrs...)
 }
 
-// transient reports an error of an engine write that a retry may avoid. It includes statement timeouts: an engine
-// write, unlike a flow's query, never intends one.
+// transient reports whether a retry of an engine write may avoid an error. Statement timeouts are transient here,
+// because an engine write, unlike a query of a flow, never intends one.
 func transient(err error) bool { return postgres.Transient(err) || postgres.IsCode(err, "57014") }
 
-// rejected reports a permanent database error: a retry would get it again.
+// rejected reports a permanent error of the database, which a retry would get again.
 func rejected(err error) bool { return postgres.Code(err) != "" && !transient(err) }
 
-// recordRejected records a rejected write in the activity log, outside the ended context of the run.
+// recordRejected records a rejected write in the activity log, even if the context of the run has ended.
 func (r *run) recordRejected(ctx context.Context, entry activity.Entry, out activity.Outcome) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
 	defer cancel()
@@ -200,10 +200,10 @@ func (r *run) recordRejected(ctx context.Context, entry activity.Entry, out acti
 // maxCancelRetries bounds how often a statement timeout counts as transient.
 const maxCancelRetries = 2
 
-// RetryTransient retries fn for one worker's lease while a connection breaks or the database is unavailable. So a
-// restart of the database is no result of a step. fn must be safe to repeat, like a read. RetryTransient returns all
-// other errors, and errors after a step in fn, unchanged. It retries a statement timeout twice: a third timeout is
-// intended. Step uses RetryTransient itself. Code between steps and inside a Call may use it.
+// RetryTransient calls fn, and retries it for one lease while connections break or the database is unavailable. So a
+// restart of the database does not fail a step. fn must be safe to repeat, like a read. RetryTransient returns other
+// errors unchanged, and any error after fn has started a step. It retries a statement timeout twice, because a third
+// one is probably intended. Step uses RetryTransient. Code between steps and inside a Call may use it too.
 func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T, error)) (T, error) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -234,8 +234,7 @@ func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T,
 	}
 }
 
-// retryable reports a database error that a retry may avoid. It excludes errors of other servers and deadlines of the
-// code itself.
+// retryable reports whether a retry may avoid an error. It excludes errors of other servers and deadlines of the flow.
 func retryable(err error) bool {
 	var urlErr *url.Error
 	return transient(err) && !errors.As(err, &urlErr) && !errors.Is(err, context.DeadlineExceeded)
@@ -248,7 +247,7 @@ func (r *run) countSteps() int {
 	return r.stepCount
 }
 
-// startedSince reports whether code in a scope, or in a scope within or around it, started further steps.
+// startedSince reports whether a step was started after step number since, in scope or in a scope within or around it.
 func (r *run) startedSince(scope string, since int) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -17,16 +17,17 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// maxWakeJobs bounds the wake-up jobs that River works at once. Each only wakes the pool.
+// maxWakeJobs bounds the wake-up jobs that River works concurrently. Each job only wakes a worker pool.
 const maxWakeJobs = 100
 
-// The queues. Interactive work has workers of its own, because a priority cannot free busy workers.
+// Queues. Interactive work has its own workers, because a priority cannot free busy workers.
 const (
 	Background  = "background"
 	Interactive = "interactive"
 )
 
-// wakeArgs wakes workers for an execution. The row is the source of truth, so the job may come late, twice or never.
+// wakeArgs are the arguments of a job that wakes workers for an execution. Workers claim by the row, so the job may run
+// late, twice or never.
 type wakeArgs struct {
 	ExecutionID string `json:"execution_id"`
 	Wake        int    `json:"wake"`
@@ -35,13 +36,13 @@ type wakeArgs struct {
 // Kind names the job in River's table.
 func (wakeArgs) Kind() string { return "execution_wake" }
 
-// tickArgs starts due schedules.
+// tickArgs are the arguments of the job that starts due schedules.
 type tickArgs struct{}
 
 // Kind names the job in River's table.
 func (tickArgs) Kind() string { return "schedule_tick" }
 
-// newRiverClient makes this process's River client: wake-ups, and the leader's tick.
+// newRiverClient makes the River client of this process. It works wake-up jobs and, on the leader, the tick.
 func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 	workers := river.NewWorkers()
 	river.AddWorker(workers, river.WorkFunc(func(_ context.Context, job *river.Job[wakeArgs]) error {
@@ -66,7 +67,7 @@ func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error
 		},
 		FetchCooldown:     5 * time.Millisecond,
 		FetchPollInterval: poll,
-		// The claim on the row makes a run exclusive. So a tick needs no timeout, and River may rescue any job.
+		// Claims on rows make runs exclusive, so jobs need no timeout and River may rescue any job.
 		JobTimeout:           -1,
 		RescueStuckJobsAfter: 24 * time.Hour,
 		PollOnly:             e.opts.PollOnly,
@@ -85,8 +86,8 @@ func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error
 	return client, nil
 }
 
-// Poll wakes the workers of both queues. Call it after a commit that made executions ready by a SQL function. It
-// never blocks or fails. Work beyond the free workers is announced to other processes.
+// Poll wakes the workers of both queues. Call it after a commit that made executions ready by a SQL function. It never
+// blocks or fails. If too few workers are free, other processes are notified.
 func (e *Engine) Poll() {
 	for _, pool := range e.pools {
 		pool.poll()
@@ -106,7 +107,7 @@ func (e *Engine) notifyReady(queue string, n int) {
 	}
 }
 
-// dispatching reports whether this process claims ready executions, so a transaction needs no River job.
+// dispatching reports whether this process claims ready executions. Then its own writes need no River job.
 func (e *Engine) dispatching() bool {
 	for _, pool := range e.pools {
 		if !pool.isOpen() {
@@ -116,7 +117,7 @@ func (e *Engine) dispatching() bool {
 	return true
 }
 
-// wakeup is one River job to insert.
+// wakeup is a wake-up job to insert into River.
 type wakeup struct {
 	ID       string
 	Wake     int
@@ -128,7 +129,7 @@ func (w wakeup) insertOpts() *river.InsertOpts {
 	return &river.InsertOpts{Queue: w.Queue, Priority: w.Priority, MaxAttempts: 1}
 }
 
-// insertWakeups inserts River jobs in the transaction that made the executions ready.
+// insertWakeups inserts wake-up jobs in the transaction that made the executions ready.
 func (e *Engine) insertWakeups(ctx context.Context, tx pgx.Tx, wakeups []wakeup) error {
 	switch len(wakeups) {
 	case 0:
@@ -150,7 +151,7 @@ func (e *Engine) insertWakeups(ctx context.Context, tx pgx.Tx, wakeups []wakeup)
 	return nil
 }
 
-// riverDriver connects River through pool, and listens through direct unless that is nil.
+// riverDriver returns a driver that queries through pool and listens through direct, or through pool if direct is nil.
 func riverDriver(pool, direct *pgxpool.Pool) riverdriver.Driver[pgx.Tx] {
 	if direct == nil {
 		return riverpgxv5.New(pool)
@@ -158,7 +159,7 @@ func riverDriver(pool, direct *pgxpool.Pool) riverdriver.Driver[pgx.Tx] {
 	return &splitDriver{riverpgxv5.New(pool), riverpgxv5.New(direct)}
 }
 
-// splitDriver listens over one pool and sends queries over another.
+// splitDriver sends queries over its own pool and listens over the pool of direct.
 type splitDriver struct {
 	*riverpgxv5.Driver
 
@@ -170,7 +171,8 @@ func (d *splitDriver) GetListener(params *riverdriver.GetListenenerParams) river
 	return d.direct.GetListener(params)
 }
 
-// Logger returns the engine's log for the execution of ctx. Outside executions it returns a logger that discards.
+// Logger returns the logger of the engine that runs the execution of ctx. Outside executions it returns a logger that
+// discards its records.
 func Logger(ctx context.Context) *slog.Logger {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -179,8 +181,8 @@ func Logger(ctx context.Context) *slog.Logger {
 	return r.e.log
 }
 
-// Claim returns the execution of ctx and its claim number, for SQL functions that act for an execution. Outside
-// executions, Claim returns ErrNotInExecution.
+// Claim returns the id and claim number of the execution of ctx, for SQL functions that act for an execution. Outside
+// executions, it returns ErrNotInExecution.
 func Claim(ctx context.Context) (id string, claim int64, err error) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -196,8 +198,10 @@ func (e *Engine) WakeTx(ctx context.Context, tx pgx.Tx, ids ...string) error {
 		return nil
 	}
 	rows, err := tx.Query(ctx, `
-		select x.id::text, x.wake, x.queue, x.priority from agent_executions x
-		 where x.id = any(@ids::uuid[]) and x.claimed_by is null and x.status = 'running' order by x.id`,
+		select x.id::text, x.wake, x.queue, x.priority
+		  from agent_executions x
+		 where x.id = any(@ids::uuid[]) and x.claimed_by is null and x.status = 'running'
+		 order by x.id`,
 		postgres.Strict{"ids": ids})
 	ready, err := postgres.Collect(rows, err, "read ready executions", pgx.RowToStructByPos[wakeup])
 	if err != nil {
@@ -206,13 +210,14 @@ func (e *Engine) WakeTx(ctx context.Context, tx pgx.Tx, ids ...string) error {
 	return e.insertWakeups(ctx, tx, ready)
 }
 
-// LockClaim returns the claim number behind a live lock of an external worker. Errors: ErrNotFound, ErrVoid with the
+// LockClaim returns the claim number of a live lock of an external worker. Errors: ErrNotFound, ErrVoid with the
 // reason.
 func (e *Engine) LockClaim(ctx context.Context, id, lockID string) (int64, error) {
 	var claim *int64
 	err := e.pool.QueryRow(ctx, `
-		select (select x.claim from agent_executions x where x.id = @id
-		  and x.claim = agent_lock_claim(@id, @lock))`, postgres.Strict{"id": id, "lock": lockID}).Scan(&claim)
+		select (select x.claim from agent_executions x
+		         where x.id = @id and x.claim = agent_lock_claim(@id, @lock))`,
+		postgres.Strict{"id": id, "lock": lockID}).Scan(&claim)
 	if err != nil {
 		return 0, fmt.Errorf("read lock of execution %s: %w", id, err)
 	}
@@ -231,9 +236,9 @@ func (e *Engine) listenLoop(ctx context.Context) {
 	defer stop()
 	laneReleases, stopLaneReleases := e.opts.Listener.Subscribe("agent_lanes")
 	defer stopLaneReleases()
-	wakeups, stopWakeups := e.opts.Listener.Subscribe("agent_wake") // from decisions made in SQL
+	wakeups, stopWakeups := e.opts.Listener.Subscribe("agent_wake") // sent by SQL functions
 	defer stopWakeups()
-	// from a process without free workers, or a freed admission slot
+	// sent by a process without free workers, or after an admission slot became free
 	ready, stopReady := e.opts.Listener.Subscribe("agent_ready")
 	defer stopReady()
 	for {
@@ -252,7 +257,7 @@ func (e *Engine) listenLoop(ctx context.Context) {
 	}
 }
 
-// onReady polls the named queue, or both.
+// onReady polls the named queue, or both queues if the name is empty.
 func (e *Engine) onReady(queue string) {
 	if pool := e.pools[queue]; pool != nil {
 		pool.poll()
@@ -261,7 +266,8 @@ func (e *Engine) onReady(queue string) {
 	e.Poll()
 }
 
-// onLaneFreed requests a sweep, which ends waits for the free lane. A lane that passed to the next waiter is not free.
+// onLaneFreed requests a sweep, which ends waits for the free lane. A lane that was handed over to a waiter is not
+// free.
 func (e *Engine) onLaneFreed(payload string) {
 	if !lanes.IsHandover(payload) {
 		e.requestSweep()
@@ -291,6 +297,7 @@ func (e *Engine) stopping() bool {
 	return e.draining
 }
 
+// levelHandler drops records below a level.
 type levelHandler struct {
 	slog.Handler
 	level slog.Level

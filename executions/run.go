@@ -18,33 +18,32 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// run is one claim of one execution, while this process works on it.
+// run is one claim of one execution on which this process works.
 type run struct {
 	e         *Engine
 	exec      Execution
 	worker    string
 	startedAt time.Time
-	ctx       context.Context // ends when the run is stopped or its caller leaves
+	ctx       context.Context // ends when the run is stopped or its caller's context ends
 	cancel    context.CancelCauseFunc
 
 	mu                sync.Mutex
 	checkpoints       map[string]Checkpoint
 	interrupted       map[string]bool           // steps whose call an earlier claim left in flight
-	occurrences       map[string]int            // by scope + name
-	stepCount         int                       // steps that the code has started
-	latestStep        map[string]int            // number of the last started step, by scope
+	occurrences       map[string]int            // number of started steps by scope + name
+	stepCount         int                       // number of started steps
+	latestStep        map[string]int            // number of the last started step by scope
 	leases            map[*lanes.Lease]struct{} // held lanes; nil until the first one
-	variables         json.RawMessage           // as the code set them last; nil without a call of SetVariables
-	storedVariables   json.RawMessage           // as stored in the row
-	variablesInFlight bool                      // a write under way stores them
-	stopErr           error                     // why no further step may run
-	completed         *completionResult         // set when a step has ended the run
-	returned          bool                      // the flow has returned: further steps are refused
+	variables         json.RawMessage           // set by the last SetVariables; nil without a call
+	storedVariables   json.RawMessage           // stored in the row
+	variablesInFlight bool                      // a write in flight stores the variables
+	stopErr           error                     // reason why no further step may start; nil while the run is live
+	completed         *completionResult         // set when a step has completed the execution
+	returned          bool                      // the flow has returned, so no further step may start
 	failedStep        string
-	// receives the final row where it is known without a query; nil without a caller
-	onCompleted func(row *Execution)
-	callerLeft  func() bool   // whether the run is to be cancelled because its caller left; may be nil
-	replay      *replayRecord // the record of a replay; nil in a real run
+	onCompleted       func(row *Execution) // see claimedExecution
+	callerLeft        func() bool          // see claimedExecution
+	replay            *replayRecord        // the record of a replay; nil in a real run
 
 	recordMu   sync.Mutex  // held while a deferred checkpoint is written
 	deferTimer *time.Timer // flushes the deferred checkpoint; nil before the first one
@@ -53,6 +52,7 @@ type run struct {
 
 type runKey struct{}
 
+// runFrom returns the run of ctx. Outside a run it returns ErrNotInExecution.
 func runFrom(ctx context.Context) (*run, error) {
 	r, ok := ctx.Value(runKey{}).(*run)
 	if !ok {
@@ -69,11 +69,11 @@ func (r *run) flowContext(ctx context.Context) context.Context {
 			ctx = context.WithValue(ctx, key, nil)
 		}
 	}
-	ctx = activity.WithActor(ctx, activity.Actor{}) // the actor of the start does not act in the run
+	ctx = activity.WithActor(ctx, activity.Actor{}) // the actor who started the execution does not act in the run
 	return trace.With(context.WithValue(ctx, runKey{}, r), r.exec.span())
 }
 
-// Current returns the execution of ctx as it was claimed; false outside executions.
+// Current returns the execution of ctx with the values at its claim. It returns false outside executions.
 func Current(ctx context.Context) (Execution, bool) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -94,7 +94,7 @@ func (r *run) stop(cause error) {
 	r.cancel(cause)
 }
 
-// stopCause returns why no further step may run; nil while the run is live.
+// stopCause returns the reason why no further step may start; nil while the run is live.
 func (r *run) stopCause() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -102,7 +102,7 @@ func (r *run) stopCause() error {
 }
 
 // executeSync runs an execution whose checkpoints are not loaded yet. It returns the final row if the run knows it
-// without a query. With cancels, executeSync cancels the execution when ctx ends first.
+// without a query. With cancelOnExit, it cancels the execution if ctx ends first.
 func (e *Engine) executeSync(
 	ctx context.Context, x *Execution, worker string, cancelOnExit bool,
 ) (completed *Execution, err error) {
@@ -115,38 +115,24 @@ func (e *Engine) executeSync(
 }
 
 // execute runs a claimed execution until it ends, waits, is lost or is released. It calls returned after the flow has
-// returned, before it writes the end.
-func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker string, returned func()) (err error) {
+// returned and before it writes the completion.
+func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker string, returned func()) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	claimed := &claim.Execution
 	r := &run{
-		e: e, exec: *claimed, worker: worker, startedAt: time.Now(), ctx: ctx, cancel: cancel,
+		e: e, exec: claim.Execution, worker: worker, startedAt: time.Now(), ctx: ctx, cancel: cancel,
 		occurrences: map[string]int{}, latestStep: map[string]int{}, checkpoints: claim.checkpoints,
 		interrupted: claim.interrupted, onCompleted: claim.onCompleted, callerLeft: claim.callerLeft,
 	}
 	ctx = r.flowContext(ctx)
-	flow, err := e.flow(ctx, claimed.Flow)
+	flow, err := e.findFlow(ctx, r)
 	if err != nil || flow == nil {
-		e.pools[claimed.Queue].skipFlow(claimed.Flow)
-		e.releaseClaim(ctx, r)
-		e.pools[claimed.Queue].notifyPeers()
-	}
-	if err != nil {
-		return fmt.Errorf("find flow %s: %w", claimed.Flow, err)
-	}
-	if flow == nil {
-		level := slog.LevelWarn
-		if _, known := e.unknownFlows.LoadOrStore(claimed.Flow, nil); known {
-			level = slog.LevelDebug
-		}
-		e.log.Log(ctx, level, "flow unknown here, left to other processes", "flow", claimed.Flow)
-		return nil
+		return err
 	}
 	if err := r.loadState(ctx, claim.needsRecovery); err != nil {
 		e.releaseClaim(ctx, r)
 		if errors.Is(err, errClaimTooLow) {
-			e.notifyReady(claimed.Queue, 1)
+			e.notifyReady(r.exec.Queue, 1)
 		}
 		return err
 	}
@@ -158,22 +144,48 @@ func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker st
 	e.opts.Observer.RunStarted(r.exec)
 	defer func() { e.opts.Observer.RunFinished(r.exec) }()
 	r.logStart(ctx)
+	return r.callAndFinish(ctx, flow, returned)
+}
+
+// findFlow returns the function of the run's flow. If this process does not know the flow, findFlow releases the claim
+// to other processes and returns nil.
+func (e *Engine) findFlow(ctx context.Context, r *run) (Func, error) {
+	name, pool := r.exec.Flow, e.pools[r.exec.Queue]
+	flow, err := e.flow(ctx, name)
+	if err == nil && flow != nil {
+		return flow, nil
+	}
+	pool.skipFlow(name)
+	e.releaseClaim(ctx, r)
+	pool.notifyPeers()
+	if err != nil {
+		return nil, fmt.Errorf("find flow %s: %w", name, err)
+	}
+	level := slog.LevelWarn
+	if _, known := e.unknownFlows.LoadOrStore(name, nil); known {
+		level = slog.LevelDebug
+	}
+	e.log.Log(ctx, level, "flow unknown here, left to other processes", "flow", name)
+	return nil, nil
+}
+
+// callAndFinish calls the flow and writes the end of the run. It also writes the end if the flow ends its goroutine.
+func (r *run) callAndFinish(ctx context.Context, flow Func, returned func()) (err error) {
 	var result Result
-	runErr := error(&StepError{Class: "error", Message: fmt.Sprintf(
-		"flow %s ended its goroutine (runtime.Goexit, or FailNow of a test) instead of returning", claimed.Flow)})
-	defer func() { // runs when the flow ends the goroutine, too
+	flowErr := error(&StepError{Class: "error", Message: fmt.Sprintf(
+		"flow %s ended its goroutine (runtime.Goexit, or FailNow of a test) instead of returning", r.exec.Flow)})
+	defer func() {
 		r.mu.Lock()
 		r.returned = true
 		r.mu.Unlock()
 		returned()
-		// The database decides about the lanes now: a renewal would report them as lost.
-		e.keeper.Drop(r.laneOwner())
-		err = r.finish(ctx, result, runErr)
-		if stopped := r.stopCause(); ctx.Err() != nil && !errors.Is(stopped, ErrParked) {
+		r.e.keeper.Drop(r.laneOwner()) // finish releases or parks the lanes, and a renewal would report them as lost
+		err = r.finish(ctx, result, flowErr)
+		if ctx.Err() != nil && !errors.Is(r.stopCause(), ErrParked) {
 			r.releaseCancelledLanes(ctx)
 		}
 	}()
-	result, runErr = r.callFlow(ctx, flow)
+	result, flowErr = r.callFlow(ctx, flow)
 	return nil
 }
 
@@ -182,8 +194,8 @@ func (r *run) releaseCancelledLanes(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
 	_, err := r.e.pool.Exec(ctx, `
-		select lanekeeper.release_agent_execution_locks(x.id) from agent_executions x where x.id = @id
-		  and x.completed_at is not null`,
+		select lanekeeper.release_agent_execution_locks(x.id)
+		  from agent_executions x where x.id = @id and x.completed_at is not null`,
 		postgres.Strict{"id": r.exec.ID})
 	if err != nil {
 		r.e.log.WarnContext(ctx, "lanes of a stopped run not released", "error", err)
@@ -208,9 +220,9 @@ func (r *run) loadState(ctx context.Context, needsRecovery bool) error {
 	return nil
 }
 
-// errClaimTooLow releases a claim to give the next claim a higher number. A claim searches for interrupted calls only
-// if its number is higher than waits alone explain, as after a lost claim. But a wait of another branch interrupts a
-// call too.
+// errClaimTooLow releases a claim so that the next claim gets a higher number. A claim looks for interrupted calls only
+// if its number is higher than the number of waits explains, as after a lost claim. But a wait of another branch
+// interrupts a call too.
 var errClaimTooLow = errors.New("the claim's number hides an interrupted call")
 
 // load reads the checkpoints and interrupted calls of earlier claims in one round trip. With needsRecovery, load first
@@ -248,7 +260,7 @@ func (r *run) load(ctx context.Context, needsRecovery bool) error {
 	return nil
 }
 
-// addRun registers the run; false while the process shuts down.
+// addRun registers the run. It returns false while the process shuts down.
 func (e *Engine) addRun(r *run) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -268,7 +280,7 @@ func (e *Engine) removeRun(r *run) {
 	e.statuses.wake(r.exec.ID)
 }
 
-// callFlow calls the durable function; a panic becomes an error.
+// callFlow calls the durable function and returns a panic as an error.
 func (r *run) callFlow(ctx context.Context, flow Func) (result Result, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -281,7 +293,7 @@ func (r *run) callFlow(ctx context.Context, flow Func) (result Result, err error
 	return result, probeError(err)
 }
 
-// finish maps the end of the flow to the end of the execution.
+// finish writes the end of the execution, or releases or drops the claim. result and err are those of the flow.
 func (r *run) finish(ctx context.Context, result Result, err error) error {
 	if r.completed != nil {
 		if r.completed.row != nil && r.onCompleted != nil {
@@ -290,10 +302,10 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 		r.afterCompletion(ctx, Completed, nil, *r.completed)
 		return nil
 	}
-	last := r.takeDeferred() // a failed write of it has stopped the run
+	last := r.takeDeferred()
 	stopErr, ended := r.stopCause(), ctx.Err() != nil
 	if last != nil && (stopErr != nil || ended) {
-		_ = r.recordDeferred(ctx, last) // an error stops the run
+		_ = r.recordDeferred(ctx, last) // a failed write has stopped the run
 		last, stopErr = nil, r.stopCause()
 	}
 	switch {
@@ -302,7 +314,7 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 	case errors.Is(stopErr, ErrLost), errors.Is(stopErr, ErrStale):
 		r.e.log.ErrorContext(ctx, "claim lost", "claim", r.exec.Claim)
 		r.e.opts.Observer.ClaimLost(r.exec)
-		if errors.Is(stopErr, ErrStale) { // the write may have lost its lane only: release the claim
+		if errors.Is(stopErr, ErrStale) { // perhaps only a lane was lost, and the claim is still live
 			r.e.releaseClaim(ctx, r)
 		}
 		return nil
@@ -321,7 +333,7 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 		return nil
 	}
 	if ended && !errors.Is(context.Cause(ctx), lanes.ErrLost) {
-		r.e.releaseClaim(ctx, r) // a shutdown
+		r.e.releaseClaim(ctx, r) // the process shuts down
 		r.e.notifyReady(r.exec.Queue, 1)
 		return nil
 	}
@@ -335,8 +347,8 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 	return r.complete(ctx, last, status, result, err)
 }
 
-// logStart logs the start or resumption of the run, with the event that ended its wait. A sweep or plain SQL may have
-// ended the wait, so logStart logs the event.
+// logStart logs the start or resumption of the run. A resumption names the event that ended the wait, because plain SQL
+// may have delivered it without a log line.
 func (r *run) logStart(ctx context.Context) {
 	attrs := []any{"flow", r.exec.Flow, "claim", r.exec.Claim, "checkpoints", len(r.checkpoints)}
 	if r.exec.Claim == 1 {
@@ -345,7 +357,7 @@ func (r *run) logStart(ctx context.Context) {
 	}
 	if step, out, ok := r.lastWait(); ok {
 		attrs = append(attrs, "step", step, "timed_out", out.TimedOut)
-		if !out.TimedOut { // otherwise the event has not happened
+		if !out.TimedOut { // after a timeout, Event names an event that has not happened
 			attrs = append(attrs, "event", out.Event)
 		}
 	}
@@ -353,8 +365,8 @@ func (r *run) logStart(ctx context.Context) {
 	r.e.log.InfoContext(ctx, "continuing from checkpoint", "checkpoints", len(r.checkpoints))
 }
 
-// lastWait returns the wait that made the execution ready. The outcome of that wait has the claim number before this
-// one.
+// lastWait returns the outcome of the wait that made the execution ready. Its checkpoint has the claim number before
+// this claim.
 func (r *run) lastWait() (step string, out Outcome, ok bool) {
 	for _, c := range r.checkpoints {
 		if c.Claim != r.exec.Claim-1 || c.Failed {

@@ -14,19 +14,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Schedule starts executions of a flow repeatedly. The database stores its next time, so a later process makes up for
-// missed ticks. Several missed ticks become one.
+// Schedule starts executions of a flow repeatedly. The database stores its next run time, so ticks that were missed
+// while no process ran start one execution later.
 type Schedule struct {
 	Name     string
 	Flow     string
 	Surface  trace.Surface
-	Agent    string // the default agent when empty
-	Cron     string // five fields, or @every and the like
-	Timezone string // a name of the time zone database
+	Agent    string // empty means the default agent
+	Cron     string // five fields, or a descriptor such as @every 1h
+	Timezone string // a name of the IANA time zone database
 	Input    any
 }
 
-// PutSchedule creates or updates a schedule. It computes the next time only when the cron expression or time zone
+// PutSchedule creates or updates a schedule. It changes the next run time only if the cron expression or time zone
 // changes, so a restart postpones no tick.
 func (e *Engine) PutSchedule(ctx context.Context, s Schedule) error {
 	if err := PutSchedule(ctx, e.pool, s); err != nil {
@@ -35,7 +35,7 @@ func (e *Engine) PutSchedule(ctx context.Context, s Schedule) error {
 	return e.refreshDue(ctx)
 }
 
-// PutSchedule is [Engine.PutSchedule] in the caller's transaction. Engines see the schedule at their next sweep.
+// PutSchedule is [Engine.PutSchedule] for a caller's transaction. Engines read the schedule at their next sweep.
 func PutSchedule(ctx context.Context, db postgres.DB, s Schedule) error {
 	if s.Name == "" || s.Flow == "" || s.Surface.Prefix() == "" {
 		return fmt.Errorf("schedule %s: name, flow and surface are required, got %q, %q and %q", s.Name,
@@ -69,7 +69,7 @@ func PutSchedule(ctx context.Context, db postgres.DB, s Schedule) error {
 	return nil
 }
 
-// AssignSchedule changes the agent of a schedule, and reports whether the schedule exists.
+// AssignSchedule changes the agent of a schedule. It reports whether the schedule exists.
 func AssignSchedule(ctx context.Context, db postgres.DB, name, agent string) (bool, error) {
 	tag, err := db.Exec(ctx,
 		`update agent_schedules set agent = @agent, updated_at = clock_timestamp() where name = @name`,
@@ -90,7 +90,7 @@ func RemoveSchedules(ctx context.Context, db postgres.DB, flow string, keep []st
 	return nil
 }
 
-// next is the first time after the database's now.
+// next returns the first run time after the database's present time.
 func (s Schedule) next(ctx context.Context, db postgres.DB) (time.Time, error) {
 	zone, err := schedule.Location(s.Timezone)
 	if err != nil {
@@ -108,9 +108,9 @@ func (s Schedule) next(ctx context.Context, db postgres.DB) (time.Time, error) {
 }
 
 // Tick starts one execution for each due schedule, in the transaction that advances the schedule. The due time is part
-// of the dedupe key, so concurrent calls start each due time once. During a pause, Tick records a due time as skipped.
-// If a schedule cannot start, Tick reports the error and retries it in a minute. Neither a failed nor a locked schedule
-// delays other schedules.
+// of the dedupe key, so concurrent calls start one execution for each due time. During a pause, Tick records a due time
+// as skipped. If a schedule cannot start, Tick returns the error and retries the schedule in a minute. A failed or
+// locked schedule does not delay other schedules.
 func (e *Engine) Tick(ctx context.Context) error {
 	var failures []error
 	err := postgres.InTxWithin(ctx, e.pool, func(tx pgx.Tx) error {
@@ -151,7 +151,7 @@ func (e *Engine) Tick(ctx context.Context) error {
 	return nil
 }
 
-// dueSchedule is a due row.
+// dueSchedule is a due row of agent_schedules.
 type dueSchedule struct {
 	Name, Flow, Surface, Agent, Cron, Timezone string
 	Input                                      json.RawMessage
@@ -164,8 +164,10 @@ func (d dueSchedule) schedule() Schedule {
 
 func dueSchedules(ctx context.Context, tx pgx.Tx) ([]dueSchedule, error) {
 	rows, err := tx.Query(ctx, `
-		select name, flow, surface, agent, cron, timezone, input, next_run_at from agent_schedules
-		 where next_run_at <= statement_timestamp() order by next_run_at for update skip locked`)
+		select name, flow, surface, agent, cron, timezone, input, next_run_at
+		  from agent_schedules
+		 where next_run_at <= statement_timestamp()
+		 order by next_run_at for update skip locked`)
 	return postgres.Collect(rows, err, "read due schedules", pgx.RowToStructByPos[dueSchedule])
 }
 
@@ -176,8 +178,8 @@ func (e *Engine) startScheduled(ctx context.Context, tx pgx.Tx, s Schedule, due 
 		return err
 	}
 	_, _, err = e.Start(ctx, tx, Spec{
-		Flow: s.Flow, Surface: s.Surface, Agent: s.Agent, Input: s.Input, DedupeKey: s.Name + " " +
-			due.UTC().Format(time.RFC3339Nano),
+		Flow: s.Flow, Surface: s.Surface, Agent: s.Agent, Input: s.Input,
+		DedupeKey: s.Name + " " + due.UTC().Format(time.RFC3339Nano),
 	})
 	if err != nil {
 		return err

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Defaults of a start, as in the columns and in start_agent_executions.
+// Defaults of a Spec. The columns and start_agent_executions have the same defaults.
 const (
 	defaultAgent       = "agent"
 	defaultPriority    = 2
@@ -44,20 +44,20 @@ type Spec struct {
 	Awaited bool
 	// Inherits lets the execution borrow the lanes of its waiting parent.
 	Inherits bool
-	// OnLost is the effect of a lost worker: "resume" (default), "fail", or "hand_on" for executions of external
-	// workers.
+	// OnLost says what happens when the worker is lost: "resume" (default), "fail", or "hand_on" for executions of
+	// external workers.
 	OnLost string
-	// MaxAttempts bounds the workers lost without a checkpoint between them; default 5.
+	// MaxAttempts is the number of workers that may be lost without a checkpoint between them; default 5.
 	MaxAttempts int
-	// ProgressSeconds ends an execution without a checkpoint for so long; 0 is no limit.
+	// ProgressSeconds ends an execution that records no checkpoint for that time; 0 means no limit.
 	ProgressSeconds int
 	Labels          Labels
 }
 
-// Start inserts a pending execution and wakes a worker, in one transaction of db. For any pool it uses the engine's own
-// pool. A process that runs executions needs one statement, and its own workers start at once. The second return value
-// is false when the dedupe key exists; then Start returns the earlier execution. WithLockTimeout bounds the wait for an
-// open transaction that holds the key.
+// Start inserts a pending execution and wakes a worker, in one transaction of db. If db is a pool, Start uses the
+// engine's own pool. In a process that runs executions, Start needs one statement, and a free worker starts at once.
+// created is false if an execution has the dedupe key already; then Start returns that execution. WithLockTimeout
+// bounds the wait for an open transaction that holds the key.
 func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (x Execution, created bool, err error) {
 	switch {
 	case !isPool(db):
@@ -83,8 +83,7 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (x Exe
 	return x, created, nil
 }
 
-// StartByAdmin starts an execution in the engine's pool and records the admin's action in the same transaction. reason
-// may be empty.
+// StartByAdmin starts an execution and records the admin's action in the same transaction. reason may be empty.
 func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (x Execution, created bool, err error) {
 	act := activity.Act{
 		Name: "start_execution", Reason: reason, Within: true, Input: map[string]any{"flow": s.Flow, "thread_id": s.ThreadID},
@@ -108,7 +107,7 @@ func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (x Exe
 	return x, created, nil
 }
 
-// lockName names the key that another transaction may hold; empty without a key.
+// lockName describes the key that another transaction may hold. It is empty without a key.
 func (s Spec) lockName() string {
 	if s.DedupeKey == "" {
 		return ""
@@ -139,8 +138,9 @@ func (e *Engine) insertWithRetry(ctx context.Context, s Spec, status, worker str
 	return x, created, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
 }
 
-// insert writes the row, with the actor of ctx as its requester. For an existing dedupe key, it returns the existing
-// row. lockTimeout bounds the wait for another transaction with the key; empty keeps the transaction's own setting.
+// insert inserts the row and its labels, and records the actor of ctx as requester. If the dedupe key exists, it
+// returns the existing row. lockTimeout bounds the wait for another transaction with the key; if it is empty, the
+// transaction keeps its own setting.
 func (s Spec) insert(
 	ctx context.Context, db postgres.Beginner, status, worker, lockTimeout string,
 ) (x Execution, created bool, err error) {
@@ -162,7 +162,7 @@ func (s Spec) insert(
 	return x, created, err
 }
 
-// insertRow is insert without the labels.
+// insertRow is insert without labels and requester.
 func (s Spec) insertRow(
 	ctx context.Context, db postgres.DB, status, worker, lockTimeout string,
 ) (Execution, bool, error) {
@@ -200,14 +200,14 @@ func (s Spec) insertRow(
 	return x, false, err
 }
 
-// insertParams are the parameters of a start, with defaults applied.
+// insertParams is a Spec with its defaults applied and its input encoded.
 type insertParams struct {
 	Spec
 	input           json.RawMessage
-	claimedByCaller bool // the caller runs the execution
+	claimedByCaller bool // the insert claims the execution for a caller of this process
 }
 
-// insertParams applies the defaults.
+// insertParams validates the Spec and applies the defaults.
 func (s Spec) insertParams(claimedByCaller bool) (insertParams, error) {
 	if s.Flow == "" || s.Surface.Prefix() == "" {
 		return insertParams{}, fmt.Errorf("an execution needs a flow and a surface, not %q and %q", s.Flow, s.Surface)
@@ -226,8 +226,8 @@ func (s Spec) insertParams(claimedByCaller bool) (insertParams, error) {
 		cmp.Or(s.OnLost, defaultOnLost)
 	p.Priority, p.MaxAttempts = cmp.Or(s.Priority, defaultPriority), cmp.Or(s.MaxAttempts, defaultMaxAttempts)
 	if p.Priority < 1 || p.Priority > 4 || p.MaxAttempts < 1 || p.ProgressSeconds < 0 {
-		return insertParams{}, fmt.Errorf("priority %d, lost workers %d, progress timeout %d s: a priority is 1 (first) to "+
-			"4 (last), and the others are not negative", p.Priority, p.MaxAttempts, p.ProgressSeconds)
+		return insertParams{}, fmt.Errorf("priority must be 1 to 4, max attempts 1 or more, progress seconds 0 or more; "+
+			"got %d, %d and %d", p.Priority, p.MaxAttempts, p.ProgressSeconds)
 	}
 	return p, nil
 }
@@ -243,7 +243,7 @@ func (p insertParams) namedArgs(status, worker, lockTimeout string) postgres.Str
 	}
 }
 
-// null turns an empty string into SQL's null.
+// null converts an empty string to SQL's null.
 func null(s string) *string {
 	if s == "" {
 		return nil
@@ -252,10 +252,11 @@ func null(s string) *string {
 }
 
 // startLocal starts an execution in a process that runs executions. If a worker is free and no queued execution comes
-// first, the insert includes the claim. Then the flow runs after one round trip. Otherwise the execution is queued.
-// Concurrent starts share a statement.
+// first, the insert also claims the execution, so the flow runs after one round trip. Otherwise the execution is
+// queued. Concurrent starts share a statement.
 func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error) {
-	// Another transaction may hold the key and would delay the batch. Labels and a requester need further rows.
+	// A start with a dedupe key may wait for another transaction and would delay a batch. Labels and a requester need
+	// further rows.
 	if s.DedupeKey != "" || len(s.Labels) > 0 || activity.HasActor(ctx) {
 		return e.startPending(ctx, s)
 	}
@@ -265,7 +266,7 @@ func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error
 	}
 	single := func() (Execution, error) {
 		x, err := e.startBatch(ctx, []insertParams{p})
-		if postgres.IsCode(err, pausedCode) { // paused meanwhile
+		if postgres.IsCode(err, pausedCode) { // the agent was paused meanwhile
 			queued, _, err := e.startPending(ctx, s)
 			return queued, err
 		}
@@ -298,12 +299,12 @@ func (e *Engine) startPending(ctx context.Context, s Spec) (Execution, bool, err
 	return x, created, nil
 }
 
-// startBatch starts executions in one statement and runs the claimed ones.
+// startBatch inserts executions in one statement and runs those that it claimed for free workers.
 //
-// A start for another process is durable when startBatch returns. A start whose caller runs it here does not wait for
-// the disk. The next commit of the run makes such a start durable, and the caller gets no result before. If the server
-// crashes before that commit, the run has no claim and ends with an error. After the end of the lease, startBatch
-// queues the executions instead.
+// If all executions are claimed by their callers, the commit does not wait for the disk. The next commit of the run
+// makes such a start durable, and the caller gets no result before. If the server crashes before that commit, the
+// execution does not exist and its run ends with an error. All other starts are durable when startBatch returns. If the
+// lease of this process has ended, the statement queues the executions instead of claiming them.
 func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batch.Result[Execution], error) {
 	if len(inserts) > 1 {
 		bounded, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
@@ -326,23 +327,24 @@ func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batc
 	if err != nil {
 		return nil, err
 	}
-	args["worker"], args["places"], args["waited_for"] = worker, []int{reserved.background, reserved.interactive},
-		queued > 0
+	args["worker"], args["slots"] = worker, []int{reserved.background, reserved.interactive}
+	args["durable"] = queued > 0
 	args["skip"] = append(e.pools[Background].skippedFlows(), e.pools[Interactive].skippedFlows()...)
 	rows, err := e.pool.Query(ctx, `
 		select n, id::text, claimed, at, parent_id::text, on_lost, input,
-		       case when n = 1 and claimed and not @waited_for then set_config('synchronous_commit', 'off', true) end
+		       case when n = 1 and claimed and not @durable then set_config('synchronous_commit', 'off', true) end
 		  from lanekeeper.start_agent_executions(@traces, @surfaces, @flows, (@inputs::text[])::jsonb[], @options, @worker,
-		                                         @places, @skip)`, args)
+		                                         @slots, @skip)`, args)
 	if err != nil {
 		return nil, err
 	}
 	results := make([]batch.Result[Execution], len(inserts))
-	var n int
+	var position int
 	var row startedRow
-	_, err = pgx.ForEachRow(rows, []any{&n, &row.id, &row.claimed, &row.at, &row.parent, &row.onLost, &row.input, nil}, func() error {
-		row.execution(&results[n-1].Value, &inserts[n-1], worker)
-		row.input = nil // the next row allocates its own
+	dest := []any{&position, &row.id, &row.claimed, &row.at, &row.parent, &row.onLost, &row.input, nil}
+	_, err = pgx.ForEachRow(rows, dest, func() error {
+		row.execution(&results[position-1].Value, &inserts[position-1], worker)
+		row.input = nil // so the next row does not overwrite it
 		return nil
 	})
 	if err != nil {
@@ -357,13 +359,13 @@ func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batc
 			e.notifyReady(x.Queue, 1)
 			continue
 		}
-		reserved.start(claimedExecution{Execution: *x, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{}},
-			worker)
+		claimed := claimedExecution{Execution: *x, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{}}
+		reserved.start(claimed, worker)
 	}
 	return results, nil
 }
 
-// startedRow has the columns of a started execution that only the database knows.
+// startedRow has the columns of a started execution that the database sets.
 type startedRow struct {
 	id, onLost string
 	claimed    bool
@@ -372,11 +374,11 @@ type startedRow struct {
 	input      json.RawMessage
 }
 
-// execution fills in the row as a query would return it.
+// execution sets x to the inserted row, as a query would read it.
 func (row *startedRow) execution(x *Execution, p *insertParams, worker string) {
 	*x = Execution{
-		ID: row.id, ParentID: row.parent, Input: row.input, OnLost: row.onLost, Status: Pending, Variables: json.RawMessage("{}"),
-		CreatedAt: row.at, UpdatedAt: row.at,
+		ID: row.id, ParentID: row.parent, Input: row.input, OnLost: row.onLost, Status: Pending,
+		Variables: json.RawMessage("{}"), CreatedAt: row.at, UpdatedAt: row.at,
 		TraceID: string(p.TraceID), Surface: string(p.Surface), Agent: p.Agent, Flow: p.Flow,
 		ThreadID: null(p.ThreadID), Queue: p.Queue, Priority: p.Priority,
 		MaxAttempts: p.MaxAttempts, Progress: p.ProgressSeconds, Inherits: p.Inherits,
@@ -387,7 +389,8 @@ func (row *startedRow) execution(x *Execution, p *insertParams, worker string) {
 	}
 }
 
-// startBatchArgs returns the arguments of start_agent_executions. options is null if all starts use the defaults.
+// startBatchArgs returns the arguments of start_agent_executions that describe the executions. An argument is null if
+// all executions have the default.
 func startBatchArgs(inserts []insertParams) (postgres.Strict, error) {
 	n := len(inserts)
 	traces, surfaces, flows, inputs, options := make([]string, n), make([]string, n), make([]string, n), make([]string, n),
@@ -411,7 +414,7 @@ func startBatchArgs(inserts []insertParams) (postgres.Strict, error) {
 	return args, nil
 }
 
-// startOptions are the parameters that most starts leave at their defaults.
+// startOptions are parameters for which most starts use the defaults.
 type startOptions struct {
 	Queued      bool   `json:"queued,omitempty"`
 	Queue       string `json:"queue,omitempty"`
@@ -426,6 +429,7 @@ type startOptions struct {
 	Progress    int    `json:"progress_seconds,omitempty"`
 }
 
+// options returns the parameters that differ from their defaults.
 func (p *insertParams) options() startOptions {
 	return startOptions{
 		Queued: !p.claimedByCaller, ParentID: p.ParentID, Awaited: p.Awaited, Inherits: p.Inherits, ThreadID: p.ThreadID,

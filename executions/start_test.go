@@ -48,7 +48,7 @@ func wantStored(t *testing.T, db postgres.DB, how string, got executions.Executi
 func TestStartReturnsStoredRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := newEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	p := newEngine(t, pool, flowMap(noop))
 	parent := insertPending(t, pool)
 	specs := startSpecsOfAllKinds(parent)
 	for _, claimed := range []bool{false, true} {
@@ -326,7 +326,7 @@ func TestNotFoundErrorNamesRetention(t *testing.T) {
 		{`select 1`, old, ""},
 		{`update agent_retention set keep = '30 days' where kind = 'executions'`, old, ""}, // nothing removed yet
 		{`update agent_retention_passes set removed = 1 where kind = 'executions'`, old, "; retention may have removed it: " +
-			"it keeps what has ended for 30 days"},
+			"it keeps ended executions for 30 days"},
 		{`select 1`, recent, ""},
 		{`update agent_retention set keep = null where kind = 'executions'`, recent, "; retention may have removed it"},
 	} {

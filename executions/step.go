@@ -22,19 +22,19 @@ import (
 )
 
 // StepError is the recorded error of a step. The first run and every replay return the same values, so a flow may
-// branch on Class. The original error is not kept.
+// branch on Class. It does not wrap the original error.
 type StepError struct {
 	Step    string `json:"-"`
 	Class   string `json:"class"`
 	Message string `json:"message"`
-	// Until, where set, is the time from which a retry may succeed.
+	// Until is the time after which a retry may succeed; zero if unknown.
 	Until time.Time `json:"until,omitzero"`
 }
 
-// Error is the message of the error that ended the step.
+// Error returns the message of the error that ended the step.
 func (e *StepError) Error() string { return e.Message }
 
-// ErrorClass is a stable word for the kind of error.
+// ErrorClass returns a stable word for the kind of error.
 func (e *StepError) ErrorClass() string { return e.Class }
 
 // ClassUnknown is the class of a call with an unknown outcome.
@@ -42,30 +42,30 @@ const ClassUnknown = "unknown"
 
 type scopeKey struct{}
 
-// Scope names a branch, whose steps have keys of their own. Parallel branches each need a scope, because the order of
-// their steps differs between runs. A slash in the name counts as an underscore.
+// Scope returns a context for a branch whose steps have their own keys. Each parallel branch needs a scope, because the
+// order of steps in different branches differs between runs. Scope replaces a slash in the name by an underscore.
 func Scope(ctx context.Context, name string) context.Context {
 	return withScope(ctx, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
 }
 
-// withScope sets the key prefix of the steps under ctx, slashes included.
+// withScope sets the key prefix of the steps under ctx, including slashes.
 func withScope(ctx context.Context, prefix string) context.Context {
 	return context.WithValue(ctx, scopeKey{}, prefix)
 }
 
-// StepKey is the key of the step that contains ctx; empty outside steps.
+// StepKey returns the key of the step that contains ctx. It is empty outside steps.
 func StepKey(ctx context.Context) string { return strings.TrimSuffix(scopeOf(ctx), "/") }
 
 type gateKey struct{}
 
-// Gate returns a context that calls gate before every step without a checkpoint. gate may wait durably, so a run can
-// yield to another run between two steps. An error of gate stops the flow.
+// Gate returns a context under which every step without a checkpoint calls gate first. gate may wait durably, so a run
+// can yield to another run between two steps. The step returns an error of gate.
 func Gate(ctx context.Context, gate func(ctx context.Context) error) context.Context {
 	return context.WithValue(ctx, gateKey{}, gate)
 }
 
-// passGate calls the gate in a scope of the step. The waits of a gate differ between runs, so they must not share
-// keys with other steps.
+// passGate calls the gate of ctx, if any, in a scope of its own. The waits of a gate differ between runs, so they must
+// not share keys with other steps.
 func passGate(ctx context.Context, s stepSpec) error {
 	gate, _ := ctx.Value(gateKey{}).(func(ctx context.Context) error)
 	if gate == nil {
@@ -84,11 +84,11 @@ func scopeOf(ctx context.Context) string {
 // Option configures a step.
 type Option func(*stepSpec)
 
-// Input names the input of a step and records its fingerprint. A later run with another input fails with ErrChanged
-// instead of a wrong result.
+// Input sets the input of a step and records its fingerprint. A later run with another input fails with ErrChanged
+// instead of returning the result for the earlier input.
 func Input(v any) Option { return func(s *stepSpec) { s.input = v } }
 
-// As names the activity row of a Phase; the default is the name of the step.
+// As sets the name of a Phase's activity row. The default is the name of the step.
 func As(skill string) Option {
 	return func(s *stepSpec) {
 		if s.entry != nil {
@@ -97,26 +97,27 @@ func As(skill string) Option {
 	}
 }
 
-// stepSpec is a step about to run.
+// stepSpec describes a step to run.
 type stepSpec struct {
 	name        string
 	key         string
 	input       any
 	fingerprint string
-	entry       *activity.Entry // nil: no activity row
+	entry       *activity.Entry // the activity row; nil for none
 	onIntent    func(b *pgx.Batch, step string)
-	repeatable  bool                   // may run again after a crash
-	complete    func(value any) Result // result of the execution that the step's transaction completes; nil for none
+	repeatable  bool                   // whether the step may run again after a crash
+	complete    func(value any) Result // see EndTx; nil for other steps
 }
 
-// Step runs fn once and records its result. Later runs of the execution get the record. An error is a result too and
-// returns as *StepError. So are a timeout of ctx and a failure of another branch; if they come first, Step does not
-// call fn. If the process dies before the record, fn may run again, so effects on the world belong into Call. T must
-// survive encoding/json. A json.RawMessage in it has the database's form from the first run on.
+// Step runs fn and records its result in a checkpoint. Later runs of the execution return the checkpoint without
+// calling fn. Step records an error too, and returns it as *StepError. This includes the end of ctx by a timeout or a
+// failure of another branch, before which Step may not call fn at all. If the process dies before the checkpoint, fn
+// runs again, so effects on other systems belong in a Call. T must survive a round trip through encoding/json. A
+// json.RawMessage in T has the form of jsonb from the first run on.
 //
-// The record is durable before the execution's next step, wait or end. An end right after the step shares its write.
-// When Step returns, a small result may be unwritten for a millisecond, or while the database is unavailable. Steps
-// after the flow has returned fail with ErrNotInExecution.
+// The checkpoint is durable before the next step, wait or completion of the execution. Often the completion and the
+// last checkpoint are one write. So a small result may be unwritten for a millisecond after Step has returned, or
+// longer while the database is unavailable. A step after the flow has returned fails with ErrNotInExecution.
 func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...Option) (T, error) {
 	s := stepSpec{name: name, repeatable: true}
 	for _, o := range opts {
@@ -125,8 +126,8 @@ func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) 
 	return runStep(ctx, s, func(ctx context.Context, _ *Effect) (T, error) { return RetryTransient(ctx, fn) })
 }
 
-// Phase is a Step with an activity row, which is the parent of its inner steps' rows. The row shows its Input. After a
-// crash the row stays running, and the next claim continues it.
+// Phase is a Step with an activity row, which is the parent of the rows of its inner steps. The row contains its Input.
+// After a crash the row remains running, and the next claim continues it.
 func Phase[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, effect *Effect) (T, error), opts ...Option,
 ) (T, error) {
@@ -138,8 +139,8 @@ func Phase[T any](
 	return runStep(ctx, s, fn)
 }
 
-// Call describes an effect on the world: target, input and principal. The engine may repeat an Idempotent call under
-// the same key, for example after a crash during the call.
+// Call describes an effect on another system: target, input and principal. The engine may repeat an Idempotent call
+// under the same key, for example after a crash during the call.
 type Call struct {
 	activity.Entry
 	Idempotent bool
@@ -148,40 +149,39 @@ type Call struct {
 	OnIntent func(b *pgx.Batch, step string)
 }
 
-// Effect is the state of a call that the runtime and the function share.
+// Effect is the state of a call that the engine and the function share.
 type Effect struct {
-	// Key is the idempotency key: the same for every attempt of this step of this execution, and unique to it.
+	// Key is the idempotency key. It is the same for every attempt of this step of this execution, and unique to it.
 	Key string
-	// ActivityID is the call's row.
+	// ActivityID is the id of the call's activity row.
 	ActivityID string
-	// Further columns of the row. Output defaults to the result.
+	// The function may set the columns of the row below. Output defaults to the result.
 	Status  activity.Status
 	Output  any
 	Usage   activity.Usage
 	CostUSD float64
 	Model   string
-	LedTo   map[string]int // of a model call: the number of calls of each skill in its answer
+	LedTo   map[string]int // for a model call: number of calls by skill in the model's answer
 	// OnResult queues statements that commit with the call's result or error. The statements must be safe to send twice.
 	OnResult func(b *pgx.Batch)
 
 	startedAt time.Time
 }
 
-// Do makes a call as a durable step. A running row of the activity log records its intent before fn. Afterwards one
-// transaction closes the row and writes the checkpoint. If an earlier claim died between the two, Do repeats an
-// idempotent call under the same key. Any other call returns a *StepError of class ClassUnknown without another
-// attempt.
+// Do makes a call as a durable step. A running row of the activity log records the intent before fn. After fn, one
+// transaction closes the row and writes the checkpoint. If an earlier claim was lost between the two, Do repeats an
+// idempotent call under the same key. For any other call it returns a *StepError of class ClassUnknown without calling
+// fn.
 func Do[T any](
 	ctx context.Context, name string, c Call, fn func(ctx context.Context, effect *Effect) (T, error),
 ) (T, error) {
 	c.Kind = cmp.Or(c.Kind, activity.KindCall)
 	return runStep(ctx, stepSpec{
-		name: name, repeatable: c.Idempotent, entry: &c.Entry, input: c.Input,
-		onIntent: c.OnIntent,
+		name: name, repeatable: c.Idempotent, entry: &c.Entry, input: c.Input, onIntent: c.OnIntent,
 	}, fn)
 }
 
-// runStep runs every kind of step but StepTx.
+// runStep runs every kind of step except StepTx.
 func runStep[T any](
 	ctx context.Context, s stepSpec, fn func(ctx context.Context, effect *Effect) (T, error),
 ) (T, error) {
@@ -210,8 +210,7 @@ func runStep[T any](
 		}
 		return recordResult(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
 			"the process died, or another branch waited, during the call of %s; nobody knows whether it took effect, and it "+
-				"is not safe to repeat",
-			name)})
+				"is not safe to repeat", name)})
 	}
 	if err := r.openActivity(ctx, s, effect); err != nil {
 		return zero, err
@@ -235,7 +234,7 @@ func runStep[T any](
 	if err != nil && (stopErr != nil || r.endedExternally(ctx)) {
 		return zero, r.abandon(ctx, s, effect, err)
 	}
-	if ctx.Err() != nil && r.ctx.Err() == nil { // a timeout of the code or another branch ended the step, not the run
+	if ctx.Err() != nil && r.ctx.Err() == nil { // the flow ended the step, not the run, so its result is recorded
 		ctx = context.WithoutCancel(ctx)
 	}
 	if err != nil {
@@ -244,20 +243,20 @@ func runStep[T any](
 	return recordResult(ctx, r, s, effect, value, nil)
 }
 
-// endedExternally reports a step that ended with its run or with a lost lane. The error of such a step is no result. A
-// timeout of the code or the failure of another branch is a result.
+// endedExternally reports whether a step ended because its run was stopped or a lane was lost. The error of such a step
+// is not recorded. A timeout of the flow or the failure of another branch is recorded.
 func (r *run) endedExternally(ctx context.Context) bool {
-	if r.ctx.Err() != nil { // the context of a hold ends a moment later
+	if r.ctx.Err() != nil { // ctx may end a moment later, if it is the context of a hold
 		return true
 	}
 	cause := context.Cause(ctx)
 	return errors.Is(cause, lanes.ErrLost) || IsControl(cause) && !errors.Is(cause, context.Canceled)
 }
 
-// stepScope is the scope of the steps within a step.
+// stepScope returns the context of the steps within a step.
 func stepScope(ctx context.Context, s stepSpec) context.Context { return withScope(ctx, s.key+"/") }
 
-// start finds the run, refuses a step of a stopped run, and computes the key.
+// start returns the run of ctx and computes the key of the step. It returns an error if the run has stopped.
 func (s *stepSpec) start(ctx context.Context) (*run, error) {
 	r, err := runFrom(ctx)
 	if err != nil {
@@ -284,7 +283,7 @@ func (s *stepSpec) start(ctx context.Context) (*run, error) {
 		return nil, fmt.Errorf("step %s called after its flow returned: %w", s.name, ErrNotInExecution)
 	}
 	var stopErr error
-	if ctx.Err() != nil && r.endedExternally(ctx) { // the caller records a timeout of the code as the result
+	if ctx.Err() != nil && r.endedExternally(ctx) { // the caller records the end of ctx by the flow as the result
 		stopErr = context.Cause(ctx)
 	}
 	if stopErr == nil {
@@ -296,8 +295,8 @@ func (s *stepSpec) start(ctx context.Context) (*run, error) {
 	return nil, stopErr
 }
 
-// lostLaneError returns an error while the run has an unreleased lost lane: the run starts no step then, under any
-// context. The caller holds r.mu.
+// lostLaneError returns an error if the run has lost a lane and not released its hold. The run then starts no step,
+// under any context. The caller holds r.mu.
 func (r *run) lostLaneError() error {
 	for lease := range r.leases {
 		if leaseLost(lease) {
@@ -307,8 +306,8 @@ func (r *run) lostLaneError() error {
 	return nil
 }
 
-// nextKey returns the key of a step: its name and occurrence. The third "a" and a step named "a#3" get different
-// keys. The caller holds r.mu.
+// nextKey returns the key of a step: its name, and from the second occurrence on its number. The third step "a" and a
+// step named "a#3" get different keys. The caller holds r.mu.
 func (r *run) nextKey(base string) string {
 	if at := strings.LastIndexByte(base, '#'); at >= 0 && r.occurrences[base] == 0 {
 		if n, err := strconv.Atoi(base[at+1:]); err == nil && n > 1 && n <= r.occurrences[base[:at]] {
@@ -327,7 +326,7 @@ func (r *run) nextKey(base string) string {
 	}
 }
 
-// resetKeys lets the inner steps of a repeated step get their former keys.
+// resetKeys resets the occurrences of the inner steps of a step, so they get the same keys when the step is repeated.
 func (r *run) resetKeys(step string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -343,7 +342,7 @@ func Now(ctx context.Context) (time.Time, error) {
 			return now, err
 		}
 		err = r.e.pool.QueryRow(ctx, `select clock_timestamp()`).Scan(&now)
-		return now.UTC(), err // as it comes back from JSON
+		return now.UTC(), err // a replay decodes UTC from JSON
 	})
 }
 
@@ -357,10 +356,10 @@ type snapshot[S any] struct {
 	Done  bool `json:"done"`
 }
 
-// Loop calls body with the state of the previous call until body is done, and returns the last state. Use it for long
-// loops. After every 16 iterations, a snapshot of the state replaces the checkpoints of their steps. So a claim replays
-// at most 16 iterations. Each iteration is a scope of its own. S must survive encoding/json and hold everything that
-// later iterations need.
+// Loop calls body with the state of the previous call until body returns true, and returns the last state. Use it for
+// long loops: after every 16 iterations, a snapshot of the state replaces the checkpoints of their steps, so a claim
+// replays at most 16 iterations. Each iteration is a scope. S must survive a round trip through encoding/json and
+// contain everything that later iterations need.
 func Loop[S any](
 	ctx context.Context, name string, state S, body func(ctx context.Context, state S) (S, bool, error),
 ) (S, error) {
@@ -390,7 +389,7 @@ func Loop[S any](
 		current.Next++
 		if current.Done || current.Next%snapshotInterval == 0 {
 			stored, altered, err := r.snapshot(ctx, s, current)
-			if err == nil && altered { // continue with the stored state
+			if err == nil && altered { // continue with the state as a replay decodes it
 				current, err = decode[snapshot[S]](stored)
 			}
 			if err != nil {
@@ -401,8 +400,8 @@ func Loop[S any](
 	return current.State, nil
 }
 
-// snapshot replaces the checkpoints of the iterations by the loop's state and their waits, in one transaction. The
-// snapshot has the fence of a checkpoint.
+// snapshot replaces the checkpoints of the iterations by one checkpoint with the loop's state and a list of their
+// waits.
 func (r *run) snapshot(ctx context.Context, s stepSpec, state any) (output json.RawMessage, altered bool, err error) {
 	if r.replay != nil {
 		return nil, false, r.replay.beyondRecord(r, s.key)
@@ -417,18 +416,18 @@ func (r *run) snapshot(ctx context.Context, s stepSpec, state any) (output json.
 	defer cancel()
 	err = r.write(bounded, func(b *pgx.Batch) {
 		b.Queue(`
-			with gone as (
+			with replaced as (
 			  delete from agent_checkpoints
 			   where execution_id = @id and starts_with(step, @prefix) and substr(step, length(@prefix) + 1) ~ '^[0-9]+/'
 			  returning step, output, created_at, waited_for, waited_key, waited_since, waits),
 			waits as (
 			  select jsonb_agg(w.wait order by w.until) as all
-			    from (select g.created_at as until, jsonb_build_object('step', g.step, 'kind', g.waited_for, 'key', g.waited_key,
-			                   'since', g.waited_since, 'until', g.created_at, 'event_id', g.output ->> 'event_id',
-			                   'event', g.output ->> 'event', 'timed_out', g.output ->> 'timed_out') as wait
-			            from gone g where g.waited_for is not null
+			    from (select r.created_at as until, jsonb_build_object('step', r.step, 'kind', r.waited_for, 'key', r.waited_key,
+			                   'since', r.waited_since, 'until', r.created_at, 'event_id', r.output ->> 'event_id',
+			                   'event', r.output ->> 'event', 'timed_out', r.output ->> 'timed_out') as wait
+			            from replaced r where r.waited_for is not null
 			          union all
-			          select (l ->> 'until')::timestamptz, l from gone g, jsonb_array_elements(g.waits) l
+			          select (l ->> 'until')::timestamptz, l from replaced r, jsonb_array_elements(r.waits) l
 			          order by 1 limit 1000) w)
 			insert into agent_checkpoints as c (execution_id, step, claim, output, waits)
 			select @id, @step, @claim, @output, w.all from waits w

@@ -36,8 +36,11 @@ func TestReplayReturnsSameStepError(t *testing.T) {
 		class string
 		says  string
 	}{
-		"plain":      {func() (int, error) { return 0, errors.New("no such file") }, "error", "no such file"},
-		"with class": {func() (int, error) { return 0, fmt.Errorf("ask: %w", quotaError{}) }, "quota", "ask: the quota is spent"},
+		"plain": {func() (int, error) { return 0, errors.New("no such file") }, "error", "no such file"},
+		"with class": {
+			func() (int, error) { return 0, fmt.Errorf("ask: %w", quotaError{}) }, "quota",
+			"ask: the quota is spent",
+		},
 		"too late": {
 			func() (int, error) { return 0, fmt.Errorf("ask: %w", context.DeadlineExceeded) }, "timeout",
 			"ask: context deadline exceeded",

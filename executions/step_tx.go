@@ -12,9 +12,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// StepTx runs fn in a transaction with the fence and the checkpoint. So the database has the effect exactly when it has
-// the checkpoint. After a broken connection, deadlock or serialization failure, StepTx may call fn again in a new
-// transaction. After a cancelled statement, it calls fn up to twice again, as [RetryTransient] does.
+// StepTx runs fn in one transaction with the fence and the checkpoint. So the database has the effect of fn exactly if
+// it has the checkpoint. After a broken connection, deadlock or serialization failure, StepTx calls fn again in a new
+// transaction. After a cancelled statement, it retries at most twice, as [RetryTransient] does.
 func StepTx[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...Option,
 ) (T, error) {
@@ -60,7 +60,7 @@ func StepTx[T any](
 			r.recordRejected(ctx, activity.Entry{Skill: s.name, Step: s.key, Claim: r.exec.Claim},
 				activity.Outcome{Output: value})
 			return zero, ErrStale
-		case ctx.Err() != nil && !r.endedExternally(ctx): // a timeout of the code
+		case ctx.Err() != nil && !r.endedExternally(ctx): // the flow ended ctx: record that as the result
 			expired := asStepError(s.key, ctx.Err())
 			detached, end := r.untilRunEnds(ctx)
 			defer end()
@@ -80,11 +80,10 @@ func StepTx[T any](
 	}
 }
 
-// errRecorded ends a transaction that finds a checkpoint of its step: an earlier commit succeeded after all.
+// errRecorded rolls back a retry that finds a checkpoint of its step, because an earlier transaction was committed.
 var errRecorded = errors.New("step recorded already")
 
-// tryTx is one transaction of a StepTx. The advisory lock makes a retry wait for an earlier transaction that lost its
-// connection but still runs.
+// tryTx runs one transaction of a StepTx.
 func tryTx[T any](
 	ctx context.Context, r *run, s stepSpec, retry bool, fn func(ctx context.Context, tx pgx.Tx) (T, error),
 ) (value T, err error) {
@@ -143,7 +142,8 @@ func tryTx[T any](
 	return value, err
 }
 
-// beginStep fences the execution and locks the step. A retry reads what an earlier attempt has committed.
+// beginStep fences the execution and locks the step with an advisory lock. So a retry waits for an earlier transaction
+// that lost its connection but still runs. A retry also reads the checkpoints that earlier attempts committed.
 func (r *run) beginStep(ctx context.Context, tx pgx.Tx, s stepSpec, retry bool) error {
 	b := &pgx.Batch{}
 	if s.complete != nil {
@@ -151,9 +151,9 @@ func (r *run) beginStep(ctx context.Context, tx pgx.Tx, s stepSpec, retry bool) 
 	}
 	b.Queue(`
 		select set_config('lock_timeout', @lock_timeout, true), fence_agent_execution(@id, @claim),
-		       set_config('lock_timeout', o.was, true),
+		       set_config('lock_timeout', s.lock_timeout, true),
 		       pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))
-		  from (select current_setting('lock_timeout') as was offset 0) o`,
+		  from (select current_setting('lock_timeout') as lock_timeout offset 0) s`,
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key, "lock_timeout": lockTimeout})
 	if err := tx.SendBatch(ctx, b).Close(); err != nil || !retry {
 		return err
@@ -163,8 +163,8 @@ func (r *run) beginStep(ctx context.Context, tx pgx.Tx, s stepSpec, retry bool) 
 
 type inTxKey struct{}
 
-// acquireTxSlot waits until a transaction may begin. One connection of the pool stays free for writes within
-// transactions. Otherwise transactions that each need one more connection would deadlock. A nested transaction does not
+// acquireTxSlot waits until a transaction may begin. One connection of the pool remains free for writes within
+// transactions, because transactions that each need one more connection would deadlock. A nested transaction does not
 // wait.
 func (e *Engine) acquireTxSlot(ctx context.Context) (within context.Context, release func(), err error) {
 	if ctx.Value(inTxKey{}) != nil {
@@ -178,8 +178,8 @@ func (e *Engine) acquireTxSlot(ctx context.Context) (within context.Context, rel
 	}
 }
 
-// callTx calls the function of a StepTx. Unless the database failed, callTx marks the error as the function's own. So a
-// timeout of another server does not look like a timeout of the transaction.
+// callTx calls the function of a StepTx. If the transaction did not cause the error, callTx converts the error to a
+// StepError. So StepTx does not retry after a timeout of another server.
 func callTx[T any](
 	ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, tx pgx.Tx) (T, error),
 ) (value T, err error) {
@@ -191,8 +191,8 @@ func callTx[T any](
 	return value, err
 }
 
-// reloadStep reads the checkpoints of a step and its inner steps. It returns errRecorded if the step itself has a
-// checkpoint. A retry does not repeat recorded inner steps.
+// reloadStep reads the checkpoints of a step and its inner steps, so a retry does not repeat recorded inner steps. It
+// returns errRecorded if the step itself has a checkpoint.
 func (r *run) reloadStep(ctx context.Context, tx postgres.DB, step string) error {
 	r.resetKeys(step)
 	if err := r.flushDeferred(ctx); err != nil {
@@ -200,8 +200,8 @@ func (r *run) reloadStep(ctx context.Context, tx postgres.DB, step string) error
 	}
 	rows, err := tx.Query(ctx, `
 		select step, claim, fingerprint, failed, output, created_at from agent_checkpoints
-		 where execution_id = @id and (step = @step
-		   or starts_with(step, @step || '/'))`, postgres.Strict{"id": r.exec.ID, "step": step})
+		 where execution_id = @id and (step = @step or starts_with(step, @step || '/'))`,
+		postgres.Strict{"id": r.exec.ID, "step": step})
 	if err != nil {
 		return err
 	}
@@ -220,9 +220,8 @@ func (r *run) reloadStep(ctx context.Context, tx postgres.DB, step string) error
 	return nil
 }
 
-// EndTx is a [StepTx] whose transaction also completes the execution with the result of the value. So effect,
-// checkpoint and end are in the database together or not at all. The flow returns next; the engine ignores its return
-// values.
+// EndTx is a [StepTx] whose transaction also completes the execution with result(value). So effect, checkpoint and
+// completion are committed together or not at all. The flow must return next. The engine ignores its return values.
 func EndTx[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), result func(value T) Result,
 ) (T, error) {
@@ -231,8 +230,8 @@ func EndTx[T any](
 	})
 }
 
-// queueCompletionLock locks the row as a completion does, before the fence takes a weaker lock. A stronger lock later
-// could deadlock with a waiting transaction.
+// queueCompletionLock locks the row as a completion does, before the fence takes a weaker lock. To acquire the stronger
+// lock later could deadlock with a transaction that waits for the row.
 func (r *run) queueCompletionLock(b *pgx.Batch) {
 	queueLockTimeout(b)
 	b.Queue(`select from agent_executions where id = @id and claim = @claim for update`,
@@ -255,7 +254,8 @@ func (r *run) queueResult(b *pgx.Batch, result Result) (*completionResult, error
 	return done, nil
 }
 
-// setCompleted stores the completion that a transaction wrote. From then on the database decides about the run's lanes.
+// setCompleted stores the completion that a transaction wrote. The transaction released the lanes, so the keeper drops
+// their leases.
 func (r *run) setCompleted(done *completionResult) {
 	r.mu.Lock()
 	r.completed = done
@@ -263,8 +263,8 @@ func (r *run) setCompleted(done *completionResult) {
 	r.e.keeper.Drop(r.laneOwner())
 }
 
-// completedEarlier reports whether an earlier transaction with a lost answer completed the execution. Then the
-// checkpoint is the step's result.
+// completedEarlier reports whether an earlier transaction, whose response was lost, completed the execution. Then the
+// checkpoint has the result of the step.
 func (r *run) completedEarlier(ctx context.Context, step string) bool {
 	row, err := Get(ctx, r.e.pool, r.exec.ID)
 	if err != nil || row.Status != Completed || row.Claim != r.exec.Claim {

@@ -16,14 +16,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// leaderGrace is how long River's leader has for a tick. After its death, River elects a new leader only after some
-// 15 seconds; until then the sweeper ticks.
+// leaderGrace is how long a schedule may be due before the sweeper ticks instead of River's leader. After the death of
+// the leader, River elects a new one only after some 15 seconds.
 const leaderGrace = 3 * time.Second
 
 const (
-	// maxSkips bounds the doubling of the pause while sweeps skip a due timer: to 64 ms.
+	// maxSkips bounds the doubling of the pause while sweeps skip a due timer. The longest pause is 64 ms.
 	maxSkips = 6
-	// failureDelay is the pause before the next sweep of a timer, or the next claim, after a failure.
+	// failureDelay is the pause after a failed sweep or claim.
 	failureDelay = time.Second
 )
 
@@ -32,18 +32,18 @@ type dueTimes struct {
 	mu       sync.Mutex
 	schedule time.Time
 	timer    time.Time
-	dbTimer  float64 // the timer by the database's clock
-	skips    int     // how often sweeps skipped the due timer
+	dbTimer  float64 // the timer by the database's clock, in seconds since the epoch
+	skips    int     // number of sweeps that skipped the due timer
 }
 
-// scheduleDue reports whether a schedule has been due for at least a time.
-func (d *dueTimes) scheduleDue(since time.Duration) bool {
+// scheduleDue reports whether a schedule has been due for at least d.
+func (d *dueTimes) scheduleDue(duration time.Duration) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return !d.schedule.IsZero() && time.Since(d.schedule) >= since
+	return !d.schedule.IsZero() && time.Since(d.schedule) >= duration
 }
 
-// advanceTimer moves the next timer to an earlier time, and reports whether that changed it.
+// advanceTimer sets the next timer to t if t is earlier. It reports whether it did.
 func (d *dueTimes) advanceTimer(t time.Time) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -54,7 +54,7 @@ func (d *dueTimes) advanceTimer(t time.Time) bool {
 	return true
 }
 
-// set stores the result of a sweep. dbTimer identifies the timer by the database's clock.
+// set stores the due times after a sweep. The same dbTimer as before means that the sweep skipped the timer.
 func (d *dueTimes) set(schedule, timer time.Time, dbTimer float64) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -66,7 +66,7 @@ func (d *dueTimes) set(schedule, timer time.Time, dbTimer float64) {
 	d.schedule, d.timer, d.dbTimer = schedule, timer, dbTimer
 }
 
-// postpone delays a timer that a failed sweep did not fire.
+// postpone delays a due timer after a failed sweep.
 func (d *dueTimes) postpone() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -75,7 +75,7 @@ func (d *dueTimes) postpone() {
 	}
 }
 
-// sleepTime is how long the sweeper may sleep. The time doubles while sweeps skip a due timer, because its row is
+// sleepTime returns how long the sweeper may sleep. The time doubles while sweeps skip a due timer, because its row is
 // locked or another process sweeps.
 func (d *dueTimes) sleepTime(maxSleep time.Duration) time.Duration {
 	d.mu.Lock()
@@ -86,11 +86,11 @@ func (d *dueTimes) sleepTime(maxSleep time.Duration) time.Duration {
 	return min(maxSleep, max(time.Until(d.timer), time.Millisecond<<d.skips))
 }
 
-// sweepLoop releases claims of dead workers, fires timers and covers lost notifications.
+// sweepLoop sweeps until ctx ends. It also ticks if River's leader does not, expires lanes, and does housekeeping.
 func (e *Engine) sweepLoop(ctx context.Context) {
 	var nextHousekeeping time.Time
 	var nextExpire time.Time
-	afterLane := "" // continues the scan for expired lanes
+	afterLane := "" // the lane after which the scan for expired lanes continues
 	for ctx.Err() == nil {
 		if err := e.Sweep(ctx); err != nil && ctx.Err() == nil {
 			e.log.WarnContext(ctx, "sweep failed", "error", err)
@@ -137,42 +137,54 @@ func (e *Engine) waitForSweep(ctx context.Context) {
 	}
 }
 
-// wakeSweepIn wakes the sweeper for a timer.
+// wakeSweepIn makes the sweeper sweep after a delay at the latest.
 func (e *Engine) wakeSweepIn(delay time.Duration) {
 	if e.nextDue.advanceTimer(time.Now().Add(delay)) {
 		signal(e.timerChanged)
 	}
 }
 
-// sweepLock lets one of several concurrent sweeps run a statement. All other sweeps find nothing.
-const sweepLock = `sweeps as materialized (select pg_try_advisory_xact_lock(hashtextextended('sweep executions', 0)) as mine)`
+// sweepLock is a CTE that acquires the lock of sweeps. Without the lock, a statement of a concurrent sweep does
+// nothing.
+const sweepLock = `sweep_lock as materialized (
+	select pg_try_advisory_xact_lock(hashtextextended('sweep executions', 0)) as acquired)`
 
 // queueSweep queues the transaction of a sweep. It releases claims of expired and unregistered workers and of
-// executions without progress. It resumes waits whose time has passed or whose lane is free. Workers are locked before
-// executions, so none renews meanwhile. Sequential scans are off, because a plan may outlive the size of its table.
+// executions without progress. It resumes waits whose time has passed or whose lane is free. It locks workers before
+// executions, so no worker renews its lease meanwhile. It disables sequential scans, because a cached plan may be older
+// than the growth of its table.
 func queueSweep(b *pgx.Batch) {
 	b.Queue(`select set_config('lock_timeout', @lock_timeout, true), set_config('enable_seqscan', 'off', true)`,
 		postgres.Strict{"lock_timeout": lockTimeout})
 	b.Queue(`
 		with ` + sweepLock + `,
-		over as materialized (
-		  select w.id from sweeps cross join agent_workers w where mine and w.expires_at < statement_timestamp() order by w.expires_at for update of w skip locked),
-		unknown as (
-		  select distinct x.claimed_by from sweeps cross join agent_executions x
-		   where mine and x.claimed_by is not null and not exists (select from agent_workers w where w.id = x.claimed_by))
-		select count(lanekeeper.lose_agent_claims(l.id)) from (select o.id from over o union select u.claimed_by from unknown u) l`)
+		expired as materialized (
+		  select w.id
+		    from sweep_lock cross join agent_workers w
+		   where acquired and w.expires_at < statement_timestamp()
+		   order by w.expires_at for update of w skip locked),
+		unregistered as (
+		  select distinct x.claimed_by as id
+		    from sweep_lock cross join agent_executions x
+		   where acquired and x.claimed_by is not null
+		     and not exists (select from agent_workers w where w.id = x.claimed_by))
+		select count(lanekeeper.lose_agent_claims(l.id))
+		  from (select e.id from expired e union select u.id from unregistered u) l`)
 	b.Queue(`
 		with ` + sweepLock + `,
-		stalled as materialized (select s.id, s.claimed_by from sweeps cross join lanekeeper.agent_stalled_executions s where mine order by s.id)
+		stalled as materialized (
+		  select s.id, s.claimed_by
+		    from sweep_lock cross join lanekeeper.agent_stalled_executions s
+		   where acquired order by s.id)
 		select count(lanekeeper.lose_agent_claims(s.claimed_by, s.id)) from stalled s`)
-	b.Queue(`with ` + sweepLock + ` select lanekeeper.sweep_agent_waits() from sweeps where mine`)
+	b.Queue(`with ` + sweepLock + ` select lanekeeper.sweep_agent_waits() from sweep_lock where acquired`)
 }
 
 // sweepLimit bounds the work of one sweep.
 const sweepLimit = 500
 
-// Sweep runs one sweep: lost claims, due timers, free lanes, and ready executions without a notification. Of many
-// concurrent calls, one does the work.
+// Sweep runs one sweep: it releases lost claims, fires due timers, ends waits for free lanes, and wakes workers for
+// ready executions. Of concurrent calls, one does the work.
 func (e *Engine) Sweep(ctx context.Context) error {
 	type readyCount struct {
 		Queue string
@@ -190,12 +202,15 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	queueSweep(b)
 	queueEnded(b, &ended)
 	b.Queue(`
-		select k.queue, sum(r.n)::int from lanekeeper.agent_ready_kinds k cross join lateral (
-		  select count(*) as n from (
-		    select from lanekeeper.agent_ready_executions x where x.queue = k.queue and x.flow = k.flow
-		      and x.surface = k.surface
-		     limit least(k.places, @most::int)) one) r
-		 where (k.places > 0) is not false group by k.queue`, postgres.Strict{"most": sweepLimit}).Query(func(rows pgx.Rows) (err error) {
+		select k.queue, sum(r.n)::int
+		  from lanekeeper.agent_ready_kinds k
+		 cross join lateral (
+		       select count(*) as n
+		         from (select from lanekeeper.agent_ready_executions x
+		                where x.queue = k.queue and x.flow = k.flow and x.surface = k.surface
+		                limit least(k.places, @limit::int)) x) r
+		 where (k.places > 0) is not false
+		 group by k.queue`, postgres.Strict{"limit": sweepLimit}).Query(func(rows pgx.Rows) (err error) {
 		ready, err = pgx.CollectRows(rows, pgx.RowToStructByPos[readyCount])
 		return err
 	})
@@ -215,13 +230,15 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	return err
 }
 
-// deliverCompletions resumes the parents of ended executions after the ending process could not. Each delivery has its
-// own transaction, so a blocked delivery delays few others.
+// deliverCompletions resumes the parents of ended executions that the ending process did not resume. Each delivery has
+// its own transaction, so a blocked delivery delays few others.
 func (e *Engine) deliverCompletions(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `
-		select t.id::text from (select u.execution_id as id from agent_unpublished_completions u order by u.execution_id limit @most) t
-		  order by random()`,
-		postgres.Strict{"most": sweepLimit})
+		select u.id::text
+		  from (select c.execution_id as id from agent_unpublished_completions c
+		         order by c.execution_id limit @limit) u
+		 order by random()`,
+		postgres.Strict{"limit": sweepLimit})
 	ids, err := postgres.Collect(rows, err, "list undelivered completions", pgx.RowTo[string])
 	if err != nil {
 		return err
@@ -241,40 +258,49 @@ func (e *Engine) deliverCompletions(ctx context.Context) error {
 }
 
 const (
-	// ReleaseStaleThreads releases the lane of a thread whose holder has ended, or has sent no message for the lease and
-	// @overdue seconds more. Without a queued message, the holder keeps the lane @grace seconds longer, visible to people.
+	// ReleaseStaleThreads releases the lanes of threads whose holder has ended, or whose lease expired @overdue seconds
+	// ago. Without a queued message, it releases an expired lane only after @grace seconds, so people can still see it.
 	ReleaseStaleThreads = `
 		with stale as materialized (
-		  select k.lane, k.locked_by, k.execution_id, k.expires_at, k.ttl_seconds from agent_locks k
-		   where k.lane like 'thread:%' and k.locked_by <> '' and not k.parked
-		     and (k.expires_at <= clock_timestamp() - make_interval(secs => @overdue)
-		          and (k.expires_at <= clock_timestamp() - make_interval(secs => @grace) or exists (
-		            select from agent_messages m where m.thread_id = substr(k.lane, 8) and m.status = 'queued'))
-		          or k.execution_id is not null and not exists (
-		            select from agent_executions x where x.id = k.execution_id and x.completed_at is null))
-		   order by k.lane for update of k skip locked)
+		  select l.lane, l.locked_by, l.execution_id, l.expires_at, l.ttl_seconds
+		    from agent_locks l
+		   where l.lane like 'thread:%' and l.locked_by <> '' and not l.parked
+		     and (l.expires_at <= clock_timestamp() - make_interval(secs => @overdue)
+		            and (l.expires_at <= clock_timestamp() - make_interval(secs => @grace)
+		                 or exists (select from agent_messages m
+		                             where m.thread_id = substr(l.lane, 8) and m.status = 'queued'))
+		          or l.execution_id is not null
+		            and not exists (select from agent_executions x
+		                             where x.id = l.execution_id and x.completed_at is null))
+		   order by l.lane for update of l skip locked)
 		select substr(s.lane, 8) as thread_id, s.locked_by as holder, s.execution_id::text,
-		       extract(epoch from clock_timestamp() - s.expires_at + make_interval(secs => s.ttl_seconds))::bigint
-		         as idle_seconds
+		       extract(epoch from clock_timestamp() - s.expires_at
+		                          + make_interval(secs => s.ttl_seconds))::bigint as idle_seconds
 		  from stale s, lanekeeper.return_agent_lock(s.lane, null, 'expired')`
 	flushThreads = `
 		with recursive queued as (
 		  (select m.thread_id from agent_messages m where m.status = 'queued' order by m.thread_id limit 1)
 		  union all
-		  select (select m.thread_id from agent_messages m where m.status = 'queued' and m.thread_id > q.thread_id
-		           order by m.thread_id limit 1) from queued q where q.thread_id is not null)
-		select coalesce(sum(f.n), 0)::int, coalesce(array_agg('thread:' || f.thread_id), '{}')
-		  from (select d.thread_id, lanekeeper.flush_agent_thread(d.thread_id, 100, false) as n from (
-		  select q.thread_id from queued q left join agent_locks l on l.lane = 'thread:' || q.thread_id
-		    and l.expires_at > clock_timestamp()
+		  select (select m.thread_id from agent_messages m
+		           where m.status = 'queued' and m.thread_id > q.thread_id
+		           order by m.thread_id limit 1)
+		    from queued q where q.thread_id is not null),
+		ready as (
+		  select q.thread_id
+		    from queued q
+		    left join agent_locks l on l.lane = 'thread:' || q.thread_id and l.expires_at > clock_timestamp()
 		   where q.thread_id is not null
-		     and (l.lane is null or exists (
-		       select from agent_messages m join agent_executions x on x.id = m.execution_id
-		        where m.thread_id = q.thread_id and m.status = 'queued' and (x.id = l.execution_id or x.inherits)))
-		   order by random() limit @most) d) f`
+		     and (l.lane is null
+		          or exists (select from agent_messages m
+		                       join agent_executions x on x.id = m.execution_id
+		                      where m.thread_id = q.thread_id and m.status = 'queued'
+		                        and (x.id = l.execution_id or x.inherits)))
+		   order by random() limit @max_threads)
+		select coalesce(sum(f.n), 0)::int, coalesce(array_agg('thread:' || f.thread_id), '{}')
+		  from (select r.thread_id, lanekeeper.flush_agent_thread(r.thread_id, 100, false) as n from ready r) f`
 )
 
-// ReleasedThread is a thread whose lane was released because its holder has ended, is gone, or was idle.
+// ReleasedThread is a thread whose lane was released because its holder had ended or was idle.
 type ReleasedThread struct {
 	ThreadID    string  `json:"thread_id"`
 	Holder      string  `json:"holder"`
@@ -288,9 +314,9 @@ func (f ReleasedThread) Log(ctx context.Context, log *slog.Logger) {
 		"age", time.Duration(f.IdleSeconds)*time.Second)
 }
 
-// FlushThreads sends queued messages that may leave now, in up to most threads. It logs the lanes that it acquires for
-// these messages. It waits for no lock. The order of threads is random, so a thread with a blocked message delays no
-// other.
+// FlushThreads sends queued messages of up to maxThreads threads whose lane permits it, and returns their number. It
+// logs the lanes that it acquires for these messages. It does not wait for locks. The order of threads is random, so a
+// thread with a blocked message does not delay the others.
 func FlushThreads(ctx context.Context, db postgres.Beginner, log *slog.Logger, maxThreads int) (n int, err error) {
 	type acquiredLane struct {
 		Lane, Owner                  string
@@ -299,15 +325,17 @@ func FlushThreads(ctx context.Context, db postgres.Beginner, log *slog.Logger, m
 	}
 	var acquired []acquiredLane
 	err = postgres.InTxWithin(ctx, db, func(tx pgx.Tx) error {
-		var laneNames []string // lanes
-		err := tx.QueryRow(ctx, flushThreads, postgres.Strict{"most": maxThreads}).Scan(&n, &laneNames)
+		var laneNames []string
+		err := tx.QueryRow(ctx, flushThreads, postgres.Strict{"max_threads": maxThreads}).Scan(&n, &laneNames)
 		if err != nil || len(laneNames) == 0 {
 			return err
 		}
 		rows, err := tx.Query(ctx, `
-			select l.lane, l.locked_by, l.fencing_token, l.execution_id::text, x.trace_id, coalesce((
-			  select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1), '')
-			  from agent_locks l join agent_executions x on x.id = l.execution_id
+			select l.lane, l.locked_by, l.fencing_token, l.execution_id::text, x.trace_id,
+			       coalesce((select o.lender::text from agent_lock_loans o
+			                  where o.lane = l.lane order by o.depth desc limit 1), '')
+			  from agent_locks l
+			  join agent_executions x on x.id = l.execution_id
 			 where l.lane = any (@lanes) and l.xmin = pg_current_xact_id()::xid -- written by this transaction
 			 order by l.lane`, postgres.Strict{"lanes": laneNames})
 		acquired, err = postgres.Collect(rows, err, "read acquired threads", pgx.RowToStructByPos[acquiredLane])
@@ -327,8 +355,8 @@ func FlushThreads(ctx context.Context, db postgres.Beginner, log *slog.Logger, m
 	return n, nil
 }
 
-// sweepThreads ends the leases of abandoned threads, and delivers queued messages of free threads. The outbox usually
-// does both sooner. Locked rows wait for the next sweep.
+// sweepThreads releases the lanes of abandoned threads and sends queued messages of free threads. The outbox usually
+// does both sooner. sweepThreads leaves locked rows to the next sweep.
 func (e *Engine) sweepThreads(ctx context.Context) error {
 	var freed []ReleasedThread
 	b := &pgx.Batch{}
@@ -352,24 +380,24 @@ func (e *Engine) sweepThreads(ctx context.Context) error {
 	return nil
 }
 
-// refreshDue is readDue without a sweep.
+// refreshDue reads the due times again.
 func (e *Engine) refreshDue(ctx context.Context) error {
 	_, err := e.readDue(ctx)
 	return err
 }
 
-// readDue reads when the next timer and schedule are due, and for how long the first lost worker has been expired. It
-// reads durations, because this process's clock may be wrong.
+// readDue reads when the next timer and schedule are due. It returns how long ago the first lease of a lost worker
+// expired. The query returns durations, because the clock of this process may be wrong.
 func (e *Engine) readDue(ctx context.Context) (expiredFor time.Duration, err error) {
 	var schedule, timer, lost *float64
 	var dbTimer float64
 	err = e.pool.QueryRow(ctx, `
 		select extract(epoch from (select min(next_run_at) from agent_schedules) - clock_timestamp())::float8,
-		       extract(epoch from w.first - clock_timestamp())::float8,
+		       extract(epoch from t.due_at - clock_timestamp())::float8,
 		       extract(epoch from clock_timestamp() - (select min(expires_at) from agent_workers))::float8,
-		       coalesce(extract(epoch from w.first), 0)::float8
-		  from (select min(waiting_until) as first from agent_executions
-		    where status = 'waiting') w`).Scan(&schedule, &timer, &lost, &dbTimer)
+		       coalesce(extract(epoch from t.due_at), 0)::float8
+		  from (select min(waiting_until) as due_at from agent_executions where status = 'waiting') t`).
+		Scan(&schedule, &timer, &lost, &dbTimer)
 	if err != nil {
 		return 0, fmt.Errorf("read due times: %w", err)
 	}
@@ -381,7 +409,7 @@ func (e *Engine) readDue(ctx context.Context) (expiredFor time.Duration, err err
 	return expiredFor, nil
 }
 
-// localTime is the local time in some seconds; zero for nil.
+// localTime returns the local time after some seconds; the zero time for nil.
 func localTime(seconds *float64) time.Time {
 	if seconds == nil {
 		return time.Time{}
@@ -389,20 +417,18 @@ func localTime(seconds *float64) time.Time {
 	return time.Now().Add(time.Duration(min(*seconds, 1e6) * float64(time.Second)))
 }
 
-// housekeep creates partitions ahead and deletes unused lanes.
+// housekeep creates the partitions of coming months and deletes unused lanes.
 func (e *Engine) housekeep(ctx context.Context) error {
 	_, err := migrations.EnsureMonths(ctx, e.pool, nil, migrations.MonthsAhead)
 	return errors.Join(err, lanes.Prune(ctx, e.pool, 24*time.Hour))
 }
 
 const (
-	// stuckThreshold is how long a lost worker may keep its claims without a warning; stuckInterval is the pause
-	// between warnings.
-	stuckThreshold = 5 * time.Second
-	stuckInterval  = 15 * time.Second
+	stuckThreshold = 5 * time.Second  // time for which an expired worker may keep its claims without a warning
+	stuckInterval  = 15 * time.Second // pause between warnings
 )
 
-// stuckWarnings limits the rate of warnings.
+// stuckWarnings limits the rate of warnings about stuck executions.
 type stuckWarnings struct {
 	mu          sync.Mutex
 	lastWarning time.Time
@@ -419,9 +445,9 @@ func (n *stuckWarnings) due() bool {
 	return true
 }
 
-// warnStuck names a lost worker whose executions no process can take over, and the open transactions. A sweep skips
-// locked rows, such as those of a process that was stopped in a step's transaction. The server ends such a
-// transaction after a while.
+// warnStuck logs an expired worker whose claims a sweep could not release because their rows are locked, and the open
+// transactions. For example, a process may hang in the transaction of a step. The server ends such a transaction after
+// a while.
 func (e *Engine) warnStuck(ctx context.Context) error {
 	if !e.stuckLimiter.due() {
 		return nil
@@ -430,7 +456,6 @@ func (e *Engine) warnStuck(ctx context.Context) error {
 	var seconds float64
 	var n int
 	err := e.pool.QueryRow(ctx, `
-		-- claims that a sweep skipped
 		select w.name, extract(epoch from clock_timestamp() - w.expires_at)::float8,
 		       (select count(*) from agent_executions x where x.claimed_by = w.id),
 		       (select coalesce(string_agg(format('pid %s of %s, %s for %s', s.pid, s.application_name, s.state,
