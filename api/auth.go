@@ -53,6 +53,19 @@ func newAuthenticator(o Options) (*authenticator, error) {
 	return g, nil
 }
 
+// checkChatKey rejects the name of a chat key that this server does not have. A server without chat keys accepts each
+// name.
+func (g *authenticator) checkChatKey(name string) error {
+	names := make([]string, 0, len(g.chat))
+	for _, key := range g.chat {
+		names = append(names, key.Name)
+	}
+	if name == "" || len(names) == 0 || slices.Contains(names, name) {
+		return nil
+	}
+	return problem.BadBody("there is no chat key named %q; AGENT_CHAT_KEY has %s", name, strings.Join(names, ", "))
+}
+
 // authenticate checks the route's access and scope, and stores the caller in the context.
 func (g *authenticator) authenticate(w http.ResponseWriter, r *http.Request, rt route) (*http.Request, error) {
 	if rt.access != Public {

@@ -252,6 +252,9 @@ func (b startRequest) check() error {
 
 func (s *server) startExecution(r request) (response, error) {
 	b := r.body.(startRequest)
+	if err := s.auth.checkChatKey(b.ChatKey); err != nil {
+		return response{}, err
+	}
 	if err := s.startable(r.Context(), b.Flow, b.Input); err != nil {
 		return response{}, err
 	}

@@ -225,6 +225,9 @@ type accessResponse struct {
 func (s *server) grantAccess(r request) (response, error) {
 	b := r.body.(accessRequest)
 	id, err := pathThread(r)
+	if err == nil {
+		err = s.auth.checkChatKey(b.Key)
+	}
 	if err != nil {
 		return response{}, err
 	}

@@ -102,6 +102,12 @@ func TestValidate(t *testing.T) {
 		"local zone":    {with(func(d *automations.Definition) { d.Timezone = "Local" }), []string{"timezone: "}},
 		"trigger":       {with(func(d *automations.Definition) { d.Trigger = "moon" }), []string{"trigger: "}},
 		"cron on event": {with(func(d *automations.Definition) { d.Event = "e" }), []string{"cron: "}},
+		"zone + event": {
+			automations.Definition{Name: "a", Event: "e", Timezone: "Europe/Madrid", Skill: "s"}, []string{"timezone: "},
+		},
+		"zone + signal": {
+			automations.Definition{Name: "a", Signal: "true", Timezone: "Europe/Madrid", Skill: "s"}, []string{"timezone: "},
+		},
 		"no event":      {automations.Definition{Name: "a", Trigger: "event", Skill: "s"}, []string{"event: "}},
 		"no signal":     {automations.Definition{Name: "a", Trigger: "signal", Skill: "s"}, []string{"signal: "}},
 		"signal + cron": {with(func(d *automations.Definition) { d.Signal = "true" }), []string{"cron: "}},

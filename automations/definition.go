@@ -22,6 +22,7 @@ const (
 	maxName         = 255
 	maxText         = 8192
 	defaultAttempts = 3
+	defaultZone     = "UTC" // a time zone
 	maxAttempts     = 20
 )
 
@@ -41,7 +42,7 @@ type Definition struct {
 	// cron, event, signal; empty: implied by the other fields
 	Trigger string `yaml:"trigger" json:"trigger,omitempty"`
 	Cron    string `yaml:"cron" json:"cron,omitempty"` // five fields, @daily, @every 30m
-	// of the cron expression; UTC when empty
+	// of the cron expression; UTC when empty. Other triggers have none.
 	Timezone string `yaml:"timezone" json:"timezone,omitempty"`
 	Event    string `yaml:"event" json:"event,omitempty"` // the event's name
 	// of an event: a condition, such as payload.action == "opened"
@@ -80,7 +81,7 @@ func resolve(d Definition) (resolved, error) {
 			r.Trigger = Signal
 		}
 	}
-	r.Timezone = cmp.Or(r.Timezone, "UTC")
+	r.Timezone = cmp.Or(r.Timezone, defaultZone)
 	r.MaxAttempts = cmp.Or(r.MaxAttempts, defaultAttempts)
 	problems := r.checkTexts()
 	problems = append(problems, r.checkTrigger()...)
@@ -121,6 +122,9 @@ func (r *resolved) checkTrigger() fielderr.List {
 		if field.value != "" && r.Trigger != field.trigger && slices.Contains([]string{Cron, Event, Signal}, r.Trigger) {
 			problems.Add(field.name, "an automation with trigger %s has none", r.Trigger)
 		}
+	}
+	if r.Timezone != defaultZone && slices.Contains([]string{Event, Signal}, r.Trigger) {
+		problems.Add("timezone", "an automation with trigger %s has none; only a cron has one", r.Trigger)
 	}
 	switch r.Trigger {
 	case Cron:

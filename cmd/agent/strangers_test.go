@@ -463,6 +463,9 @@ func TestThreadAccess(t *testing.T) {
 	})
 	t.Run("named key", func(t *testing.T) {
 		h := &strangerTest{t, h.base, h.db}
+		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "juan", "chat_key": "siet"},
+			http.StatusBadRequest, nil)
+		h.admin("POST", "/v1/threads/maria/participants", map[string]any{"key": "siet"}, http.StatusBadRequest, nil)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "juan", "chat_key": "site"},
 			http.StatusCreated, nil)
 		h.startWaitingFlow("juan", "juan")
