@@ -21,9 +21,9 @@ const (
 	maxRedirects   = 5
 )
 
-// newTransport returns a transport for public addresses and those in allow. It uses no proxy, because a proxy
-// resolves names unchecked. It keeps no connection: net/http silently repeats a request with an idempotency key when
-// a kept connection breaks.
+// newTransport returns a transport for public addresses and those in allow. It uses no proxy, because a proxy resolves
+// names without the guard's check. It reuses no connection, because net/http silently repeats a request with an
+// idempotency key if a reused connection breaks.
 func newTransport(allow []string, tlsConfig *tls.Config) (*http.Transport, error) {
 	g, err := newGuard(allow)
 	if err != nil {
@@ -92,8 +92,8 @@ func (g *guard) dial(ctx context.Context, network, address string) (net.Conn, er
 	return retryDial(ctx, func() (net.Conn, error) { return d.DialContext(ctx, network, address) })
 }
 
-// retryDial dials again while the process or the machine is out of file descriptors. The service is not at fault then,
-// and the client sent nothing. When ctx ends, retryDial returns the last error.
+// retryDial dials again while the process or the machine has no free file descriptor. That is no failure of the
+// service, and the client has sent nothing. When ctx ends, retryDial returns the last error.
 func retryDial(ctx context.Context, dial func() (net.Conn, error)) (net.Conn, error) {
 	ticker := time.NewTicker(redialEvery)
 	defer ticker.Stop()
@@ -113,18 +113,18 @@ func retryDial(ctx context.Context, dial func() (net.Conn, error)) (net.Conn, er
 func (g *guard) control(_, address string, _ syscall.RawConn) error {
 	ap, err := netip.ParseAddrPort(address)
 	if err != nil {
-		return newCallError(ClassRefused, "cannot tell whether %s is a public address", address)
+		return newCallError(ClassRefused, "%s is not a numeric address, so it may be private", address)
 	}
 	ip := ap.Addr().Unmap().WithZone("")
-	if public(ip) || slices.ContainsFunc(g.ranges, func(p netip.Prefix) bool { return p.Contains(ip) }) {
+	if isPublic(ip) || slices.ContainsFunc(g.ranges, func(p netip.Prefix) bool { return p.Contains(ip) }) {
 		return nil
 	}
 	return newCallError(ClassRefused, "%s is not a public address; if the skill may reach it, add it to "+
 		"AGENT_ALLOW_PRIVATE_HTTP", ip)
 }
 
-// special lists the unicast ranges without a public host, or with an embedded IPv4 address.
-var special = []netip.Prefix{
+// nonPublicRanges lists the unicast ranges without public hosts, and those with an embedded IPv4 address.
+var nonPublicRanges = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/8"),
 	netip.MustParsePrefix("100.64.0.0/10"), // carrier-grade NAT
 	netip.MustParsePrefix("192.0.0.0/24"),
@@ -142,15 +142,15 @@ var special = []netip.Prefix{
 
 var globalUnicast6 = netip.MustParsePrefix("2000::/3")
 
-// public reports whether ip, unmapped, is an address of the public internet.
-func public(ip netip.Addr) bool {
+// isPublic reports whether ip, unmapped, is an address of the public internet.
+func isPublic(ip netip.Addr) bool {
 	if !ip.IsGlobalUnicast() || ip.IsPrivate() || ip.Is6() && !globalUnicast6.Contains(ip) {
 		return false
 	}
-	return !slices.ContainsFunc(special, func(p netip.Prefix) bool { return p.Contains(ip) })
+	return !slices.ContainsFunc(nonPublicRanges, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
-// checkRedirect follows a redirect within the host, and never from https to http. Headers carry secrets.
+// checkRedirect allows a redirect within the host, and never from https to http, because headers may contain secrets.
 func checkRedirect(next *http.Request, via []*http.Request) error {
 	first := via[0].URL
 	switch {

@@ -29,12 +29,12 @@ func TestPublicAddresses(t *testing.T) {
 		"::127.0.0.1": false, "64:ff9b::7f00:1": false, "2002:7f00:1::": false, "2001::1": false,
 		"2001:db8::1": false, "fec0::1": false,
 	} {
-		assert.Equal(t, want, public(netip.MustParseAddr(address).Unmap()), address)
+		assert.Equal(t, want, isPublic(netip.MustParseAddr(address).Unmap()), address)
 	}
 }
 
 // A name that resolves to a private address is rejected at the dial.
-func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
+func TestControlChecksDialledAddress(t *testing.T) {
 	t.Parallel()
 	g, err := newGuard(nil)
 	require.NoError(t, err)
@@ -50,27 +50,27 @@ func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
 	assert.Truef(t, strings.Contains(redact.Text(err.Error(), 0), want), "refused with %q, want %q", err, want)
 }
 
-// File descriptors become free again after a burst of connections.
-func TestADialWaitsForAFileDescriptor(t *testing.T) {
+// A dial waits while no file descriptor is free, for example after a burst of connections.
+func TestDialWaitsForFileDescriptor(t *testing.T) {
 	t.Parallel()
-	here, there := net.Pipe()
-	defer there.Close()
-	defer here.Close()
+	local, remote := net.Pipe()
+	defer remote.Close()
+	defer local.Close()
 	for name, test := range map[string]struct {
 		errs  []error
 		tries int
 		want  error
 	}{
-		"at once": {errs: []error{nil}, tries: 1},
-		"of the process": {
+		"first try": {errs: []error{nil}, tries: 1},
+		"limit of the process": {
 			errs:  []error{&net.OpError{Op: "dial", Err: os.NewSyscallError("socket", syscall.EMFILE)}, nil},
 			tries: 2,
 		},
-		"of the machine": {
+		"limit of the machine": {
 			errs:  []error{&net.OpError{Op: "dial", Err: os.NewSyscallError("socket", syscall.ENFILE)}, nil},
 			tries: 2,
 		},
-		"to ask for a name": {
+		"limit at name resolution": {
 			errs:  []error{&net.DNSError{UnwrapErr: os.NewSyscallError("socket", syscall.EMFILE)}, nil},
 			tries: 2,
 		},
@@ -80,9 +80,9 @@ func TestADialWaitsForAFileDescriptor(t *testing.T) {
 			tries := 0
 			conn, err := retryDial(t.Context(), func() (net.Conn, error) {
 				tries++
-				return here, test.errs[tries-1]
+				return local, test.errs[tries-1]
 			})
-			assert.Truef(t, tries == test.tries && errors.Is(err, test.want) && (err != nil || conn == here),
+			assert.Truef(t, tries == test.tries && errors.Is(err, test.want) && (err != nil || conn == local),
 				"%d tries, %v", tries, err)
 		})
 	}
@@ -125,7 +125,7 @@ func FuzzArguments(f *testing.F) {
 			return
 		}
 		compiled, err := compile(raw)
-		require.NoError(t, err, raw, "is resolved, and not compiled")
+		require.NoError(t, err, raw, "is resolved but does not compile")
 		assert.Truef(t, !bytes.Contains(raw, []byte("\x00")) && !bytes.Contains(raw, []byte(`\u0000`)),
 			"%s cannot be stored", raw)
 		value, wrong := decodeArgs(json.RawMessage(args))
@@ -140,6 +140,6 @@ func FuzzArguments(f *testing.F) {
 		}
 		stored, err := json.Marshal(value)
 		assert.Truef(t, err == nil && !bytes.Contains(stored, []byte(`\u0000`)),
-			"%s takes %s, which is %s, %v", raw, args, stored, err)
+			"%s accepts %s, stored as %s, %v", raw, args, stored, err)
 	})
 }

@@ -24,15 +24,15 @@ import (
 
 const userAgent = "lanekeeper"
 
-// httpHandler calls a service. An argument replaces {name} in the path and query of the URL, escaped. All other
-// arguments become query parameters (GET, HEAD, DELETE) or a JSON object.
+// httpHandler calls a service. An argument replaces {name} in the path and query of the URL, escaped. The other
+// arguments become query parameters (GET, HEAD, DELETE) or a JSON body.
 type httpHandler struct {
-	method  string
-	url     string
-	headers map[string]string
-	body    any // a template instead of that object; nil for none
-	inURL   []string
-	inBody  []string
+	method        string
+	url           string
+	headers       map[string]string
+	body          any // template of the body; nil for the object of the other arguments
+	urlArguments  []string
+	bodyArguments []string
 }
 
 func (h httpHandler) ready(*Registry) error { return nil }
@@ -42,7 +42,7 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	if err != nil {
 		return nil, err
 	}
-	mask := newRedactor(secrets)
+	redactText := redactSecrets(secrets)
 	request, err := h.request(ctx, args)
 	if err != nil {
 		return nil, err
@@ -55,21 +55,21 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	}
 	response, err := r.client.Do(request)
 	if err != nil {
-		return nil, classifyHTTPError(request, mask, err)
+		return nil, classifyHTTPError(request, redactText, err)
 	}
-	defer func() { _ = response.Body.Close() }() // closing a response loses nothing
+	defer func() { _ = response.Body.Close() }()
 	body, err := io.ReadAll(io.LimitReader(response.Body, maxResult+1))
 	if err != nil {
-		return nil, classifyHTTPError(request, mask, err)
+		return nil, classifyHTTPError(request, redactText, err)
 	}
 	if response.StatusCode >= 300 {
-		return nil, newCallError(ClassHTTPStatus, "%s answered %s: %s", target(request), response.Status,
-			excerpt(mask(string(body))))
+		return nil, newCallError(ClassHTTPStatus, "%s answered %s: %s", requestTarget(request), response.Status,
+			excerpt(redactText(string(body))))
 	}
 	if len(body) > maxResult {
-		return nil, newCallError(ClassTooLarge, "%s answered with more than %d bytes", target(request), maxResult)
+		return nil, newCallError(ClassTooLarge, "%s answered with more than %d bytes", requestTarget(request), maxResult)
 	}
-	return readAnswer(response.Header.Get("Content-Type"), body, mask)
+	return decodeResponse(response.Header.Get("Content-Type"), body, redactText)
 }
 
 func (h httpHandler) request(ctx context.Context, args map[string]any) (*http.Request, error) {
@@ -79,7 +79,7 @@ func (h httpHandler) request(ctx context.Context, args map[string]any) (*http.Re
 	}
 	rest := make(map[string]any, len(args))
 	for name, value := range args {
-		if !slices.Contains(h.inURL, name) {
+		if !slices.Contains(h.urlArguments, name) {
 			rest[name] = value
 		}
 	}
@@ -120,28 +120,28 @@ func carriesBody(method string) bool {
 	return method == http.MethodPost || method == http.MethodPut || method == http.MethodPatch
 }
 
-// classifyHTTPError classifies an error of the connection. It omits the URL's query, which holds arguments.
-func classifyHTTPError(request *http.Request, mask func(string) string, err error) error {
+// classifyHTTPError classifies an error of the connection. Its message omits the URL's query, which contains arguments.
+func classifyHTTPError(request *http.Request, redactText func(string) string, err error) error {
 	if ue, ok := errors.AsType[*url.Error](err); ok {
 		err = ue.Err
 	}
 	if ce, ok := errors.AsType[*CallError](err); ok {
-		return newCallError(ce.Class, "%s: %s", target(request), mask(ce.Message))
+		return newCallError(ce.Class, "%s: %s", requestTarget(request), redactText(ce.Message))
 	}
-	return newCallError(ClassNetwork, "%s: %s", target(request), mask(err.Error()))
+	return newCallError(ClassNetwork, "%s: %s", requestTarget(request), redactText(err.Error()))
 }
 
-func target(request *http.Request) string {
+func requestTarget(request *http.Request) string {
 	return request.Method + " " + request.URL.Scheme + "://" + request.URL.Host + request.URL.EscapedPath()
 }
 
 func excerpt(text string) string {
-	const most = 500
-	return strings.ToValidUTF8(strings.Join(strings.Fields(text[:min(len(text), most)]), " "), "")
+	const maxBytes = 500
+	return strings.ToValidUTF8(strings.Join(strings.Fields(text[:min(len(text), maxBytes)]), " "), "")
 }
 
-// readAnswer returns the JSON value of a body, or its text; nil for an empty body.
-func readAnswer(contentType string, body []byte, mask func(string) string) (any, error) {
+// decodeResponse returns the JSON value of a body, or its text. It returns nil for an empty body.
+func decodeResponse(contentType string, body []byte, redactText func(string) string) (any, error) {
 	if len(bytes.TrimSpace(body)) == 0 {
 		return nil, nil
 	}
@@ -149,7 +149,7 @@ func readAnswer(contentType string, body []byte, mask func(string) string) (any,
 	isJSON := kind == "" || kind == "application/json" || strings.HasSuffix(kind, "+json")
 	if isJSON || kind == "text/plain" {
 		if value, err := exactjson.Decode(body); err == nil && json.Valid(body) {
-			return redact.Known(value, mask), nil
+			return redact.Known(value, redactText), nil
 		}
 	}
 	textual := isJSON || strings.HasPrefix(kind, "text/") || strings.HasSuffix(kind, "xml") ||
@@ -157,11 +157,11 @@ func readAnswer(contentType string, body []byte, mask func(string) string) (any,
 	if !textual || !utf8.Valid(body) && kind == "" {
 		return nil, newCallError(ClassHandler, "the answer is %q, neither JSON nor text", contentType)
 	}
-	return mask(strings.ToValidUTF8(string(body), "\uFFFD")), nil
+	return redactText(strings.ToValidUTF8(string(body), "\uFFFD")), nil
 }
 
-// newRedactor redacts the given secrets.
-func newRedactor(secrets []string) func(string) string {
+// redactSecrets returns a function that redacts the secrets in a text.
+func redactSecrets(secrets []string) func(string) string {
 	pairs := make([]string, 0, 2*len(secrets))
 	for _, secret := range secrets {
 		pairs = append(pairs, secret, "[secret]")
@@ -175,8 +175,8 @@ func (h httpHandler) resolveHeaders(
 	headers = make(map[string]string, len(h.headers))
 	var missing []string
 	for name, template := range h.headers {
-		headers[name] = envReference.ReplaceAllStringFunc(template, func(reference string) string {
-			variable := envReference.FindStringSubmatch(reference)[1]
+		headers[name] = envRegexp.ReplaceAllStringFunc(template, func(reference string) string {
+			variable := envRegexp.FindStringSubmatch(reference)[1]
 			value := getenv(variable)
 			if value == "" {
 				missing = append(missing, variable)
@@ -225,11 +225,11 @@ type httpConfig struct {
 }
 
 var (
-	argumentReference = regexp.MustCompile(`\{([a-zA-Z_][a-zA-Z0-9_-]*)\}`)
-	envReference      = regexp.MustCompile(`\$\{env:([a-zA-Z_][a-zA-Z0-9_]*)\}`)
-	headerName        = regexp.MustCompile("^[a-zA-Z0-9!#$%&'*+.^_`|~-]+$")
-	httpMethods       = []string{"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"}
-	ownHeaders        = []string{
+	argumentRegexp   = regexp.MustCompile(`\{([a-zA-Z_][a-zA-Z0-9_-]*)\}`)
+	envRegexp        = regexp.MustCompile(`\$\{env:([a-zA-Z_][a-zA-Z0-9_]*)\}`)
+	headerNameRegexp = regexp.MustCompile("^[a-zA-Z0-9!#$%&'*+.^_`|~-]+$")
+	httpMethods      = []string{"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"}
+	runtimeHeaders   = []string{
 		"Host", "Content-Length", "Transfer-Encoding", "Connection", "Idempotency-Key",
 		"Upgrade", "Trailer",
 	}
@@ -257,8 +257,8 @@ func parseHTTP(rest string, config json.RawMessage, parameters []string) (handle
 	problems = append(problems, oneOf(methodField, h.method, httpMethods...)...)
 	problems = append(problems, checkURL(urlField, h.url)...)
 	problems = append(problems, checkHeaders(h.headers)...)
-	h.inURL = references(h.url)
-	h.inBody = templateReferences(h.body, nil)
+	h.urlArguments = argumentNames(h.url)
+	h.bodyArguments = templateArguments(h.body, nil)
 	if h.body != nil && !carriesBody(h.method) && h.method != http.MethodDelete {
 		problems.Add("config.body", "a %s request has none", h.method)
 	}
@@ -270,12 +270,12 @@ func mergeHandlerText(rest string, c *httpConfig) fielderr.List {
 	if rest == "" {
 		return nil
 	}
-	method, address, two := strings.Cut(rest, " ")
-	if !two {
+	method, address, hasMethod := strings.Cut(rest, " ")
+	if !hasMethod {
 		method, address = "", rest
 	}
 	if c.URL != "" || method != "" && c.Method != "" {
-		return []error{errors.New("handler: method or URL is here and in config; keep one")}
+		return []error{errors.New("handler: the method or URL is also in config; keep one")}
 	}
 	c.URL = strings.TrimSpace(address)
 	if method != "" {
@@ -292,7 +292,7 @@ func checkURL(field, text string) fielderr.List {
 		return []error{fmt.Errorf("%s: secrets are only taken in headers", field)}
 	}
 	// A reference becomes the name of its argument here, so braces do not hide a bad URL.
-	u, err := url.Parse(argumentReference.ReplaceAllString(text, "$1"))
+	u, err := url.Parse(argumentRegexp.ReplaceAllString(text, "$1"))
 	if err != nil {
 		return []error{fmt.Errorf("%s: is not a URL", field)}
 	}
@@ -319,15 +319,15 @@ func checkHeaders(headers map[string]string) fielderr.List {
 		canonical := http.CanonicalHeaderKey(name)
 		path := "config.headers." + name
 		switch {
-		case !headerName.MatchString(name):
+		case !headerNameRegexp.MatchString(name):
 			problems.Add("config.headers", "%q is not a header name", name)
-		case slices.Contains(ownHeaders, canonical):
+		case slices.Contains(runtimeHeaders, canonical):
 			problems.Add(path, "is set by the runtime")
 		case strings.ContainsAny(value, "\r\n\x00"):
 			problems.Add(path, "must be one line")
-		case strings.Contains(envReference.ReplaceAllString(value, ""), "${"):
+		case strings.Contains(envRegexp.ReplaceAllString(value, ""), "${"):
 			problems.Add(path, "write a reference as ${env:NAME}")
-		case slices.Contains(secretHeaders, canonical) && !envReference.MatchString(value):
+		case slices.Contains(secretHeaders, canonical) && !envRegexp.MatchString(value):
 			problems.Add(path, "do not write a secret here; put it into an environment variable and refer to it as "+
 				"${env:NAME}")
 		}
@@ -336,15 +336,15 @@ func checkHeaders(headers map[string]string) fielderr.List {
 	return problems
 }
 
-// checkArguments requires that every reference is a parameter, and that the request uses every parameter.
+// checkArguments returns the references that are not parameters, and the parameters that the request does not use.
 func (h httpHandler) checkArguments(urlField string, parameters []string) fielderr.List {
 	var problems fielderr.List
-	for _, name := range h.inURL {
+	for _, name := range h.urlArguments {
 		if !slices.Contains(parameters, name) {
 			problems.Add(urlField, "{%s} is not declared under parameters.properties", name)
 		}
 	}
-	for _, name := range h.inBody {
+	for _, name := range h.bodyArguments {
 		if !slices.Contains(parameters, name) {
 			problems.Add("config.body", "{%s} is not declared under parameters.properties", name)
 		}
@@ -353,16 +353,16 @@ func (h httpHandler) checkArguments(urlField string, parameters []string) fielde
 		return problems // the remaining arguments go into the query or the body
 	}
 	for _, name := range parameters {
-		if !slices.Contains(h.inURL, name) && !slices.Contains(h.inBody, name) {
+		if !slices.Contains(h.urlArguments, name) && !slices.Contains(h.bodyArguments, name) {
 			problems.Add("parameters.properties."+name, "neither config.url nor config.body uses {%s}", name)
 		}
 	}
 	return problems
 }
 
-func references(text string) []string {
+func argumentNames(text string) []string {
 	var names []string
-	for _, match := range argumentReference.FindAllStringSubmatch(text, -1) {
+	for _, match := range argumentRegexp.FindAllStringSubmatch(text, -1) {
 		if !slices.Contains(names, match[1]) {
 			names = append(names, match[1])
 		}
@@ -370,13 +370,12 @@ func references(text string) []string {
 	return names
 }
 
-// fill puts arguments into the URL. In the path an argument is one segment, or a part of a segment. fill escapes the
-// argument, and refuses an argument that leads to a parent folder (".."). It leaves out the query parameter of an
-// absent optional argument.
+// fill puts arguments into the URL. It escapes an argument of the path, so the argument stays within a segment, and
+// refuses empty arguments and those of dots, such as "..". It omits the query parameter of an absent argument.
 func (h httpHandler) fill(args map[string]any) (*url.URL, error) {
 	path, query, _ := strings.Cut(h.url, "?")
 	var refused error
-	path = argumentReference.ReplaceAllStringFunc(path, func(reference string) string {
+	path = argumentRegexp.ReplaceAllStringFunc(path, func(reference string) string {
 		name := strings.Trim(reference, "{}")
 		text := scalarText(args[name])
 		if text == "" || strings.Trim(text, ".") == "" {
@@ -402,7 +401,7 @@ func fillQuery(query string, args map[string]any) string {
 			continue
 		}
 		absent := false
-		part = argumentReference.ReplaceAllStringFunc(part, func(reference string) string {
+		part = argumentRegexp.ReplaceAllStringFunc(part, func(reference string) string {
 			value, ok := args[strings.Trim(reference, "{}")]
 			absent = absent || !ok || value == nil
 			return url.QueryEscape(scalarText(value))
@@ -414,9 +413,9 @@ func fillQuery(query string, args map[string]any) string {
 	return strings.Join(parts, "&")
 }
 
-// fillTemplate puts arguments into a body. A string of only {name} becomes the argument with its type; {name} inside a
-// longer string becomes the argument's text. ok is false when an argument is absent. fillTemplate leaves such an entry
-// out of its object or array.
+// fillTemplate puts arguments into a body. The string {name} becomes the argument with its type. Within a longer
+// string, {name} becomes the argument's text. ok is false if an argument is absent. An object or array omits such an
+// entry.
 func fillTemplate(template any, args map[string]any) (value any, ok bool) {
 	switch t := template.(type) {
 	case string:
@@ -442,12 +441,12 @@ func fillTemplate(template any, args map[string]any) (value any, ok bool) {
 }
 
 func fillString(text string, args map[string]any) (any, bool) {
-	if match := argumentReference.FindString(text); match != "" && match == text {
+	if match := argumentRegexp.FindString(text); match != "" && match == text {
 		value, ok := args[strings.Trim(text, "{}")]
 		return value, ok
 	}
 	complete := true
-	filled := argumentReference.ReplaceAllStringFunc(text, func(reference string) string {
+	filled := argumentRegexp.ReplaceAllStringFunc(text, func(reference string) string {
 		value, ok := args[strings.Trim(reference, "{}")]
 		complete = complete && ok
 		return scalarText(value)
@@ -455,21 +454,21 @@ func fillString(text string, args map[string]any) (any, bool) {
 	return filled, complete
 }
 
-func templateReferences(template any, found []string) []string {
+func templateArguments(template any, found []string) []string {
 	switch t := template.(type) {
 	case string:
-		for _, name := range references(t) {
+		for _, name := range argumentNames(t) {
 			if !slices.Contains(found, name) {
 				found = append(found, name)
 			}
 		}
 	case []any:
 		for _, item := range t {
-			found = templateReferences(item, found)
+			found = templateArguments(item, found)
 		}
 	case map[string]any:
 		for _, item := range t {
-			found = templateReferences(item, found)
+			found = templateArguments(item, found)
 		}
 	}
 	return found

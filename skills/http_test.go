@@ -25,7 +25,7 @@ func env(name string) string {
 	return map[string]string{"TOKEN": testSecret, "EVIL": "a\r\nX-Evil: 1"}[name]
 }
 
-func serve(t *testing.T, h http.HandlerFunc) *httptest.Server {
+func startServer(t *testing.T, h http.HandlerFunc) *httptest.Server {
 	t.Helper()
 	s := httptest.NewServer(h)
 	t.Cleanup(s.Close)
@@ -49,9 +49,9 @@ func echo(w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-func TestHTTPPutsArgumentsWhereTheyBelong(t *testing.T) {
+func TestHTTPArguments(t *testing.T) {
 	t.Parallel()
-	server := serve(t, echo)
+	server := startServer(t, echo)
 	anything := map[string]any{}
 	tests := map[string]struct {
 		handler string
@@ -98,19 +98,19 @@ func TestHTTPPutsArgumentsWhereTheyBelong(t *testing.T) {
 	}
 }
 
-func TestHTTPRefusesToClimb(t *testing.T) {
+func TestHTTPRejectsParentPath(t *testing.T) {
 	t.Parallel()
-	server := serve(t, echo)
+	server := startServer(t, echo)
 	for _, value := range []string{"..", ".", ""} {
 		args, _ := json.Marshal(map[string]string{"q": value})
 		_, err := invokeHTTP(t, skills.Definition{
 			Handler: "http:GET " + server.URL + "/a/{q}/b", Parameters: object(map[string]any{"q": map[string]any{}}),
 		}, string(args))
-		assert.Equal(t, skills.ClassRefused, class(err), value, err)
+		assert.Equal(t, skills.ClassRefused, errorClass(err), value, err)
 	}
 }
 
-func TestHTTPAnswers(t *testing.T) {
+func TestHTTPResponses(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("x", 257<<10)
 	tests := map[string]struct {
@@ -136,7 +136,7 @@ func TestHTTPAnswers(t *testing.T) {
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
-			server := serve(t, func(w http.ResponseWriter, r *http.Request) {
+			server := startServer(t, func(w http.ResponseWriter, r *http.Request) {
 				assert.Equal(t, "Bearer "+testSecret, r.Header.Get("Authorization"))
 				w.Header().Set("Content-Type", test.kind)
 				w.WriteHeader(test.status)
@@ -146,8 +146,8 @@ func TestHTTPAnswers(t *testing.T) {
 				Handler: "http:" + server.URL,
 				Config:  map[string]any{"headers": map[string]any{"Authorization": "Bearer ${env:TOKEN}"}},
 			}, "")
-			if string(got) != test.want || class(err) != test.class {
-				t.Errorf("got %s, %v of class %q", got, err, class(err))
+			if string(got) != test.want || errorClass(err) != test.class {
+				t.Errorf("got %s, %v of class %q", got, err, errorClass(err))
 			}
 			assert.Truef(t, err == nil || strings.Contains(err.Error(), test.text) &&
 				!strings.Contains(err.Error(), testSecret[:5]), "got %v", err)
@@ -155,10 +155,10 @@ func TestHTTPAnswers(t *testing.T) {
 	}
 }
 
-func TestHTTPSecretsThatAreMissingOrBroken(t *testing.T) {
+func TestHTTPInvalidSecrets(t *testing.T) {
 	t.Parallel()
-	asked := false
-	server := serve(t, func(http.ResponseWriter, *http.Request) { asked = true })
+	called := false
+	server := startServer(t, func(http.ResponseWriter, *http.Request) { called = true })
 	for reference, want := range map[string]string{"${env:NOPE} ${env:NIX}": "NIX and NOPE", "${env:EVIL}": "line break"} {
 		_, err := invokeHTTP(t, skills.Definition{
 			Handler: "http:" + server.URL,
@@ -168,17 +168,17 @@ func TestHTTPSecretsThatAreMissingOrBroken(t *testing.T) {
 		if strings.Contains(want, "NOPE") {
 			wanted = skills.ClassConfiguration
 		}
-		assert.Truef(t, class(err) == wanted && strings.Contains(err.Error(), want), "%s: %v", reference, err)
+		assert.Truef(t, errorClass(err) == wanted && strings.Contains(err.Error(), want), "%s: %v", reference, err)
 	}
-	assert.True(t, !asked, "the service was asked without its secret")
+	assert.True(t, !called, "the service was called without its secret")
 }
 
-func TestHTTPTimeoutClosesTheRequest(t *testing.T) {
+func TestHTTPTimeoutClosesRequest(t *testing.T) {
 	t.Parallel()
 	for _, phase := range []string{"before the headers", "in the body"} {
 		t.Run(phase, func(t *testing.T) {
 			ended := make(chan struct{})
-			server := serve(t, func(w http.ResponseWriter, r *http.Request) {
+			server := startServer(t, func(w http.ResponseWriter, r *http.Request) {
 				if phase == "in the body" {
 					w.WriteHeader(http.StatusOK)
 					_ = http.NewResponseController(w).Flush()
@@ -189,38 +189,38 @@ func TestHTTPTimeoutClosesTheRequest(t *testing.T) {
 			r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.0/8"}})
 			s := row(t, skills.Definition{Name: "h", Handler: "http:" + server.URL})
 			s.TimeoutMS = 200
-			if _, err := r.Invoke(t.Context(), skills.Call{Skill: s}); class(err) != skills.ClassTimeout {
-				t.Errorf("got %v of class %q", err, class(err))
+			if _, err := r.Invoke(t.Context(), skills.Call{Skill: s}); errorClass(err) != skills.ClassTimeout {
+				t.Errorf("got %v of class %q", err, errorClass(err))
 			}
 			select {
 			case <-ended:
 			case <-time.After(90 * time.Second):
-				t.Error("the service never saw the end")
+				t.Error("the request of the service did not end")
 			}
 		})
 	}
 }
 
-func TestHTTPCancelIsNotTheSkillsFailure(t *testing.T) {
+func TestHTTPCancelIsNoFailure(t *testing.T) {
 	t.Parallel()
-	gone := errors.New("lane lost")
+	cause := errors.New("lane lost")
 	ctx, cancel := context.WithCancelCause(t.Context())
-	server := serve(t, func(_ http.ResponseWriter, r *http.Request) {
-		cancel(gone)
+	server := startServer(t, func(_ http.ResponseWriter, r *http.Request) {
+		cancel(cause)
 		<-r.Context().Done()
 	})
 	r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.1"}})
 	_, err := r.Invoke(ctx, skills.Call{Skill: row(t, skills.Definition{Name: "h", Handler: "http:" + server.URL})})
-	if !errors.Is(err, gone) || class(err) != "" {
-		t.Errorf("got %v of class %q", err, class(err))
+	if !errors.Is(err, cause) || errorClass(err) != "" {
+		t.Errorf("got %v of class %q", err, errorClass(err))
 	}
 }
 
 func TestHTTPRedirects(t *testing.T) {
 	t.Parallel()
-	other := serve(t, func(http.ResponseWriter, *http.Request) { t.Error("the other host was asked") })
+	other := startServer(t, func(http.ResponseWriter, *http.Request) { t.Error("the other host was called") })
 	var server *httptest.Server
-	server = serve(t, func(w http.ResponseWriter, r *http.Request) {
+	server = startServer(t, func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case "/here":
 			http.Redirect(w, r, "/end", http.StatusFound)
@@ -234,14 +234,14 @@ func TestHTTPRedirects(t *testing.T) {
 	})
 	for path, want := range map[string]string{"/here": "", "/away": skills.ClassRefused, "/loop": skills.ClassRefused} {
 		got, err := invokeHTTP(t, skills.Definition{Handler: "http:" + server.URL + path}, "")
-		assert.Truef(t, class(err) == want && (want != "" || string(got) == `"end"`), "%s: got %s, %v", path, got, err)
+		assert.Truef(t, errorClass(err) == want && (want != "" || string(got) == `"end"`), "%s: got %s, %v", path, got, err)
 	}
 }
 
-func TestHTTPReachesNoPrivateAddressUnlessAllowed(t *testing.T) {
+func TestHTTPPrivateAddresses(t *testing.T) {
 	t.Parallel()
-	asked := 0
-	server := serve(t, func(http.ResponseWriter, *http.Request) { asked++ })
+	requests := 0
+	server := startServer(t, func(http.ResponseWriter, *http.Request) { requests++ })
 	u, err := url.Parse(server.URL)
 	require.NoError(t, err)
 	byName := "http://localhost:" + u.Port()
@@ -256,7 +256,7 @@ func TestHTTPReachesNoPrivateAddressUnlessAllowed(t *testing.T) {
 		"another name":     {byName, []string{"localhost.example"}, skills.ClassRefused},
 		"another port":     {byName, []string{"localhost:1"}, skills.ClassRefused},
 		"metadata service": {"http://169.254.169.254/latest", []string{"127.0.0.1"}, skills.ClassRefused},
-		"in IPv6 clothes":  {"http://[::ffff:127.0.0.1]:" + u.Port(), nil, skills.ClassRefused},
+		"mapped to IPv6":   {"http://[::ffff:127.0.0.1]:" + u.Port(), nil, skills.ClassRefused},
 		"any address":      {"http://0.0.0.0:" + u.Port(), nil, skills.ClassRefused},
 		"decimal":          {"http://2130706433:" + u.Port(), nil, skills.ClassNetwork},
 		"address allowed":  {server.URL, []string{"127.0.0.1"}, ""},
@@ -267,19 +267,19 @@ func TestHTTPReachesNoPrivateAddressUnlessAllowed(t *testing.T) {
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
-			asked = 0
+			requests = 0
 			r := registry(t, skills.Options{AllowPrivate: test.allow})
 			_, err := r.Invoke(t.Context(),
 				skills.Call{Skill: row(t, skills.Definition{Name: "h", Handler: "http:" + test.url})})
-			if got := class(err); got != test.class && (test.class != skills.ClassNetwork || got != skills.ClassRefused) {
+			if got := errorClass(err); got != test.class && (test.class != skills.ClassNetwork || got != skills.ClassRefused) {
 				t.Errorf("got %v of class %q, want %q", err, got, test.class)
 			}
-			assert.Equal(t, test.class == "", asked > 0, asked)
+			assert.Equal(t, test.class == "", requests > 0, requests)
 		})
 	}
 }
 
-func TestNewRefusesBadAllowances(t *testing.T) {
+func TestNewRejectsInvalidAllowPrivate(t *testing.T) {
 	t.Parallel()
 	for _, entry := range []string{"", "10.0.0.0/99", "*.internal", "a b"} {
 		_, err := skills.New(skills.Options{AllowPrivate: []string{entry}})
@@ -288,11 +288,11 @@ func TestNewRefusesBadAllowances(t *testing.T) {
 }
 
 // net/http repeats a request with an idempotency key if a reused connection breaks.
-func TestHTTPSendsARequestOnce(t *testing.T) {
+func TestHTTPSendsRequestOnce(t *testing.T) {
 	t.Parallel()
-	var asked atomic.Int32
-	server := serve(t, func(w http.ResponseWriter, _ *http.Request) {
-		if asked.Add(1) == 1 {
+	var requests atomic.Int32
+	server := startServer(t, func(w http.ResponseWriter, _ *http.Request) {
+		if requests.Add(1) == 1 {
 			return
 		}
 		conn, _, err := http.NewResponseController(w).Hijack()
@@ -309,7 +309,7 @@ func TestHTTPSendsARequestOnce(t *testing.T) {
 	}
 	_, err := r.Invoke(t.Context(), call)
 	require.NoError(t, err)
-	if _, err := r.Invoke(t.Context(), call); class(err) != skills.ClassNetwork || asked.Load() != 2 {
-		t.Errorf("%d requests for 2 calls, %v", asked.Load(), err)
+	if _, err := r.Invoke(t.Context(), call); errorClass(err) != skills.ClassNetwork || requests.Load() != 2 {
+		t.Errorf("%d requests for 2 calls, %v", requests.Load(), err)
 	}
 }

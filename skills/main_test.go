@@ -21,7 +21,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// put declares a skill and returns its row.
+// put stores a skill and returns its row.
 func put(t *testing.T, pool *pgxpool.Pool, d skills.Definition) skills.Skill {
 	t.Helper()
 	_, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace)
@@ -38,7 +38,7 @@ func registry(t *testing.T, o skills.Options) *skills.Registry {
 	return r
 }
 
-// row makes a Skill from a definition without a database.
+// row returns the row of a definition without a database.
 func row(t *testing.T, d skills.Definition) skills.Skill {
 	t.Helper()
 	parameters := d.Parameters
@@ -68,7 +68,7 @@ func sorted(list []string) []string {
 	return list
 }
 
-func TestASkillStartsAFlow(t *testing.T) {
+func TestFlowSkill(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := enginetest.New(t, pool)
@@ -121,14 +121,14 @@ func TestASkillStartsAFlow(t *testing.T) {
 		string(got.Variables) == `{"greeted":"Eva"}` && string(got.Result) == "3", "answer %+v", got)
 	assert.Equal(t, got.ExecutionID, call(greet, `{"name": "Eva"}`, "k1").ExecutionID)
 	if got := call(greet, `{"name": "nobody"}`, ""); got.Status != executions.Failed || got.Error != "there is nobody" {
-		t.Errorf("a failure is answered as %+v", got)
+		t.Errorf("the answer about a failed execution is %+v", got)
 	}
 	if got := call(start, `{}`, ""); got.Status != executions.Pending && got.Status != executions.Running ||
 		got.ExecutionID == "" {
 		t.Errorf("without wait: %+v", got)
 	}
 	pgtest.Eventually(t, func() bool { return call(slow, `{}`, "").Status == executions.Waiting },
-		"when the time is up, the answer has the present state")
+		"after the timeout, the answer has the current status")
 	// The execution of a call inside an execution is its child.
 	parent, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "caller", Surface: trace.Webhook, ThreadID: "t1"})
 	require.NoError(t, err)
@@ -141,7 +141,7 @@ func TestASkillStartsAFlow(t *testing.T) {
 		*child.ThreadID == "t1" && child.Surface == "webhook", "the child is %+v, %v", child, err)
 }
 
-func TestASkillOfAnUnknownFlow(t *testing.T) {
+func TestUnknownFlow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := enginetest.New(t, pool)
@@ -154,5 +154,5 @@ func TestASkillOfAnUnknownFlow(t *testing.T) {
 		row(t, skills.Definition{Name: "a", Handler: "flow:nothing"})), "a registry without flows can run one")
 	external := row(t, skills.Definition{Name: "b", Handler: "flow:external:import"})
 	_, err = r.Invoke(t.Context(), skills.Call{Skill: external})
-	assert.NoError(t, err, "a flow of workers outside")
+	assert.NoError(t, err, "a flow of external workers")
 }

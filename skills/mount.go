@@ -19,22 +19,19 @@ import (
 type FlowRequest struct {
 	Flow  string
 	Input json.RawMessage
-	// Wait waits for the end of the execution while the context lasts.
-	Wait bool
-	// Key identifies the call: requests with the same key share one execution. Key may be empty.
-	Key string
+	Wait  bool   // wait for the end of the execution, until the context ends
+	Key   string // requests with the same key share one execution; may be empty
 }
 
-// FlowAnswer describes the execution that a flow: skill started. Without Wait, FlowAnswer has no summary. With Wait, it
-// has the final status, or the status at the skill's timeout. After the timeout the execution continues.
+// FlowAnswer describes the execution that a flow: skill started. With Wait, it has the final status, or the status
+// shortly before the skill's timeout. The execution continues after the timeout.
 type FlowAnswer struct {
 	ExecutionID string            `json:"execution_id"`
 	Status      executions.Status `json:"status"`
 	Summary     string            `json:"summary,omitempty"`
 	Error       string            `json:"error,omitempty"`
 	Variables   json.RawMessage   `json:"variables,omitempty"`
-	// Result is the flow's result; left out above 64 KiB.
-	Result json.RawMessage `json:"result,omitempty"`
+	Result      json.RawMessage   `json:"result,omitempty"` // omitted above 64 KiB
 }
 
 const maxFlowResult = 64 << 10
@@ -78,17 +75,17 @@ func (h flowHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	return r.flow(ctx, FlowRequest{Flow: h.flow, Input: input, Wait: h.wait, Key: c.IdempotencyKey})
 }
 
-// maxAnswerTime is the time before the deadline that remains for an answer with the id of an unfinished execution.
+// maxAnswerTime bounds the time before the deadline that is reserved for the answer about an unfinished execution.
 const maxAnswerTime = time.Second
 
 // Flows runs flows with an engine, for Options.Flow. Inside an execution, the new execution is a child with the same
 // trace, surface, agent and thread. Elsewhere the new execution has its own trace and acts as agent.
 func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
 	return func(ctx context.Context, r FlowRequest) (FlowAnswer, error) {
-		switch known, err := canStart(ctx, e, r.Flow); {
+		switch exists, err := canStart(ctx, e, r.Flow); {
 		case err != nil:
 			return FlowAnswer{}, err
-		case !known:
+		case !exists:
 			return FlowAnswer{}, newCallError(ClassHandler, "there is no flow %q; see agent flows ls", r.Flow)
 		}
 		s := executions.Spec{Flow: r.Flow, Surface: trace.Flow, Agent: agent, Input: r.Input}
@@ -113,7 +110,7 @@ func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
 	}
 }
 
-// canStart reports whether a flow can start: this program registers it, or an external worker handles it.
+// canStart reports whether a flow can start: it is registered or stored, or external workers run it.
 func canStart(ctx context.Context, e *executions.Engine, flow string) (bool, error) {
 	if executions.IsExternal(flow) {
 		return true, nil
@@ -125,24 +122,24 @@ func canStart(ctx context.Context, e *executions.Engine, flow string) (bool, err
 func awaitEnd(
 	ctx context.Context, db postgres.DB, e *executions.Engine, x executions.Execution,
 ) (executions.Execution, error) {
-	waiting := ctx
+	waitCtx := ctx
 	if deadline, limited := ctx.Deadline(); limited {
-		left := time.Until(deadline)
-		within, cancel := context.WithTimeout(ctx, left-min(left/10, maxAnswerTime))
+		remaining := time.Until(deadline)
+		within, cancel := context.WithTimeout(ctx, remaining-min(remaining/10, maxAnswerTime))
 		defer cancel()
-		waiting = within
+		waitCtx = within
 	}
-	ended, err := e.Await(waiting, x.ID)
+	ended, err := e.Await(waitCtx, x.ID)
 	switch {
 	case err == nil:
 		return ended, nil
 	case ctx.Err() != nil:
 		return x, context.Cause(ctx)
-	case waiting.Err() != nil:
+	case waitCtx.Err() != nil:
 		if now, err := executions.Get(ctx, db, x.ID); err == nil {
 			x = now
 		}
-		return x, nil // without its id, a model would start it again
+		return x, nil // without the id of the execution, a model would start another one
 	}
 	return x, err
 }
@@ -161,7 +158,7 @@ func flowAnswer(x executions.Execution) FlowAnswer {
 	return got
 }
 
-// RemoteTool is the accepted tool of an mcp: skill. Pin is the hash of its definition. RemoteCall never calls a tool
+// RemoteTool is the accepted tool of an mcp: skill. Pin is the hash of its definition. A RemoteCall must refuse a tool
 // with another hash.
 type RemoteTool struct {
 	Server, Tool, Pin string

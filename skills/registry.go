@@ -34,14 +34,14 @@ type Call struct {
 	Skill          Skill
 	Args           json.RawMessage // a JSON object; empty is {}
 	IdempotencyKey string          // equal for every retry of a call; may be empty
-	// Guarded replaces Args for a builtin: it is Args with the runtime's additions; nil for none. The registry checks only
-	// Args.
+	// Guarded replaces Args for a builtin, unless it is nil. It is Args with additions of the runtime. The registry
+	// validates only Args.
 	Guarded json.RawMessage
 }
 
 // Options configure a registry. The zero value runs only http: skills.
 type Options struct {
-	// Builtins by the name behind "builtin:".
+	// Builtins are the builtins by the name after "builtin:".
 	Builtins map[string]Builtin
 	// Pool runs the sql: skills; nil for none.
 	Pool *pgxpool.Pool
@@ -58,7 +58,7 @@ type Options struct {
 	TLS *tls.Config
 	// Getenv resolves ${env:NAME}; os.Getenv when nil.
 	Getenv func(string) string
-	// Logger receives problems of rows and stacks of panics; nil for none.
+	// Logger logs rows that cannot run and stacks of panics; nil for none.
 	Logger *slog.Logger
 }
 
@@ -77,7 +77,7 @@ type Registry struct {
 	prepared map[string]*prepared // by skill id
 }
 
-// prepared is a row compiled for calls.
+// prepared is a skill with compiled schema and handler.
 type prepared struct {
 	revision int
 	schema   *jsonschema.Schema
@@ -120,8 +120,8 @@ func (r *Registry) Available(ctx context.Context, db postgres.DB, scopes ...stri
 	return r.runnable(ctx, all), nil
 }
 
-// Split divides the skills of [QueueCallable], in their order, into enabled skills and skills on trial. It leaves out
-// skills that this registry cannot run, and logs those that are enabled.
+// Split divides the skills of [QueueCallable] into enabled skills and skills on trial, and keeps their order. It omits
+// skills that this registry cannot run, and logs them if they are enabled.
 func (r *Registry) Split(ctx context.Context, callable []Skill) (enabled, onTrial []Skill) {
 	for _, s := range callable {
 		switch {
@@ -144,7 +144,7 @@ func (r *Registry) runnable(ctx context.Context, all []Skill) []Skill {
 	})
 }
 
-// Runnable returns why this registry cannot run s, enabled or not; nil if it can.
+// Runnable returns why this registry cannot run s, or nil if it can. It ignores whether s is enabled.
 func (r *Registry) Runnable(s Skill) error {
 	p, err := r.prepare(s)
 	if err != nil {
@@ -183,7 +183,7 @@ func (r *Registry) check(s Skill, raw json.RawMessage) (*prepared, map[string]an
 	return p, schema.WithDefaults(p.schema, args), nil
 }
 
-// prepare compiles a row once per revision.
+// prepare compiles a skill once per revision.
 func (r *Registry) prepare(s Skill) (*prepared, error) {
 	r.mu.Lock()
 	p := r.prepared[s.ID]
@@ -251,7 +251,7 @@ func (r *Registry) recoverPanic(
 	return encodeResult(value)
 }
 
-// handler runs one skill. Its arguments are validated.
+// handler runs one skill with validated arguments.
 type handler interface {
 	call(ctx context.Context, r *Registry, c Call, args map[string]any) (any, error)
 	// ready returns why the registry cannot run the handler.
@@ -281,13 +281,13 @@ func parseHandler(text string, config json.RawMessage, parameters []string) (han
 }
 
 // decodeConfig decodes config into to and rejects unknown fields.
-func decodeConfig(config json.RawMessage, to any) error {
+func decodeConfig(config json.RawMessage, target any) error {
 	if len(config) == 0 {
 		return nil
 	}
 	d := json.NewDecoder(bytes.NewReader(config))
 	d.DisallowUnknownFields()
-	if err := d.Decode(to); err != nil && !errors.Is(err, io.EOF) {
+	if err := d.Decode(target); err != nil && !errors.Is(err, io.EOF) {
 		if te, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
 			return fmt.Errorf("config.%s: must be a %s, not a %s", te.Field, te.Type, te.Value)
 		}
@@ -303,8 +303,8 @@ func parseBuiltin(name string, config json.RawMessage) (handler, []error) {
 		return nil, []error{fmt.Errorf("handler: builtin:%s must name a builtin with 1 to 64 of the characters a-z A-Z 0-9 "+
 			"_ -", name)}
 	}
-	var own map[string]any // the builtin reads its config
-	if err := decodeConfig(config, &own); err != nil {
+	var builtinConfig map[string]any // only the builtin knows its config
+	if err := decodeConfig(config, &builtinConfig); err != nil {
 		return nil, []error{err}
 	}
 	return builtinHandler{name: name}, nil
@@ -321,9 +321,9 @@ func (h builtinHandler) call(ctx context.Context, r *Registry, c Call, _ map[str
 	return r.builtins[h.name](ctx, c)
 }
 
-// Enable enables a disabled skill. It clears the trial, and earlier failures no longer count. It stores by and reason
-// as evidence; the caller writes the activity. It returns false for an enabled skill, and [ErrNotFound] for an unknown
-// skill.
+// Enable enables a disabled skill and ends its trial. Earlier failures no longer count. Enable stores by and reason as
+// evidence; the caller writes the activity. It returns false for an enabled skill, and [ErrNotFound] for an unknown
+// one.
 func Enable(ctx context.Context, db postgres.DB, name, by, reason string) (bool, error) {
 	evidence, err := marshalEvidence(map[string]string{"enabled_by": by, "reason": reason})
 	if err != nil {
@@ -337,12 +337,13 @@ func Enable(ctx context.Context, db postgres.DB, name, by, reason string) (bool,
 	if err != nil {
 		return false, fmt.Errorf("enable skill %q: %w", name, err)
 	}
-	return settled(ctx, db, name, tag.RowsAffected())
+	return wasChanged(ctx, db, name, tag.RowsAffected())
 }
 
 // Disable disables a skill. by names the actor ("self_heal" or an admin) and must not be empty. evidence is any value
-// that encodes as JSON. For a disabled skill, Disable returns false and changes nothing, with one exception: an admin
-// replaces self-heal, and the state becomes permanent. It returns [ErrNotFound] for an unknown skill.
+// that encodes as JSON. For a disabled skill, Disable returns false and changes nothing. An exception is a skill that
+// self-heal disabled: an admin may disable it, too, which ends its trials. Disable returns [ErrNotFound] for an unknown
+// skill.
 func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evidence any) (bool, error) {
 	if strings.TrimSpace(by) == "" {
 		return false, fmt.Errorf("disable skill %q: %w", name, errors.New("an actor is required"))
@@ -360,10 +361,10 @@ func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evide
 	if err != nil {
 		return false, fmt.Errorf("disable skill %q: %w", name, err)
 	}
-	return settled(ctx, db, name, tag.RowsAffected())
+	return wasChanged(ctx, db, name, tag.RowsAffected())
 }
 
-func settled(ctx context.Context, db postgres.DB, name string, rows int64) (bool, error) {
+func wasChanged(ctx context.Context, db postgres.DB, name string, rows int64) (bool, error) {
 	if rows > 0 {
 		return true, nil
 	}

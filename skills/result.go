@@ -85,7 +85,7 @@ func sanitize(value any, depth int) (any, error) {
 
 func stripNUL(s string) string { return strings.ReplaceAll(s, "\x00", "\uFFFD") }
 
-// portableNumber returns n, or its text if its exponent would overflow a float64.
+// portableNumber returns n, or its text if the exponent would overflow a float64.
 func portableNumber(n json.Number) any {
 	_, exponent, ok := strings.Cut(strings.ToLower(n.String()), "e")
 	if !ok {
@@ -104,7 +104,7 @@ var ErrNotFound = errors.New("skill not found")
 const (
 	ClassTimeout     = "timeout"     // no answer within the skill's timeout
 	ClassHTTPStatus  = "http_status" // the service answered with an error
-	ClassNetwork     = "network"     // the service or the database was unreachable
+	ClassNetwork     = "network"     // the service or the database is unreachable
 	ClassSQL         = "sql"         // the database rejected the query
 	ClassTooLarge    = "too_large"   // the result exceeds the limit
 	ClassRefused     = "refused"     // a rule forbids the call
@@ -112,8 +112,8 @@ const (
 	ClassPanic       = "panic"
 	ClassHandler     = "handler" // the handler failed or cannot run
 
-	// ClassConfiguration marks a call that this process cannot make: a setting is missing or invalid. Self-heal does not
-	// count the call as a failure of the skill.
+	// ClassConfiguration is the class of a call that this process cannot make, because a setting is missing or invalid.
+	// Self-heal does not count the call as a failure of the skill.
 	ClassConfiguration = "configuration"
 )
 
@@ -134,13 +134,14 @@ func newCallError(class, format string, args ...any) *CallError {
 	return &CallError{Class: class, Message: textcut.Stored(fmt.Sprintf(format, args...), maxMessage)}
 }
 
-// ClassBusy marks a skipped call: another owner holds its lane. Such a call is no failure of the skill.
+// ClassBusy is the class of a call that was skipped because another owner holds the lane. Such a call is no failure of
+// the skill.
 const ClassBusy = "lane_busy"
 
 const maxMessage = 1000
 
 // classify maps err to a CallError. outer is the caller's context, inner the call's context with its timeout. If outer
-// has ended, classify returns its cause unclassified: the skill did not fail.
+// has ended, classify returns the cause of outer, because the skill did not fail.
 func classify(outer, inner context.Context, c Call, err error) error {
 	if outer.Err() != nil {
 		return fmt.Errorf("call %s: %w", c.Skill.Name, context.Cause(outer))

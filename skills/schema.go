@@ -52,7 +52,7 @@ func resolveParameters(parameters map[string]any) (json.RawMessage, []string, fi
 		return raw, names, nil
 	}
 	var problems fielderr.List
-	for _, name := range compiled.Required { // no call could have it
+	for _, name := range compiled.Required { // no call could pass an undeclared argument
 		if !slices.Contains(names, name) {
 			problems.Add("parameters.required", "%q is not declared under parameters.properties", name)
 		}
@@ -63,7 +63,7 @@ func resolveParameters(parameters map[string]any) (json.RawMessage, []string, fi
 // maxSchemaDepth bounds the nesting of a schema: a deep schema of 100 KB could take minutes to compile.
 const maxSchemaDepth = 200
 
-// closeSchema forbids undeclared arguments, unless the schema decides about them.
+// closeSchema forbids undeclared arguments, unless the schema has a rule about them.
 func closeSchema(schema map[string]any) {
 	for _, k := range []string{
 		"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames",
@@ -95,7 +95,7 @@ func propertyNames(s *jsonschema.Schema) []string {
 
 // Violation is one mismatch between arguments and their schema.
 type Violation struct {
-	Path    string `json:"path"` // JSON pointer into the arguments; empty for the whole
+	Path    string `json:"path"` // JSON pointer into the arguments; empty for the arguments themselves
 	Message string `json:"message"`
 }
 
@@ -119,7 +119,7 @@ func (e *InvalidParams) Error() string {
 	return b.String()
 }
 
-// violations lists the innermost causes of a validation error. The library's flat list drops causes behind a
+// violations lists the innermost causes of a validation error. The library's own flat list omits causes behind a
 // reference.
 func violations(e *jsonschema.ValidationError) []Violation {
 	var all []Violation
@@ -148,7 +148,7 @@ func decodeArgs(raw json.RawMessage) (any, []Violation) {
 	return value, unstorable("", value, nil)
 }
 
-// unstorable finds NUL characters and huge numbers, which neither PostgreSQL nor most services accept.
+// unstorable appends a violation for each NUL character and each huge number. PostgreSQL and most services reject them.
 func unstorable(path string, value any, found []Violation) []Violation {
 	switch v := value.(type) {
 	case string:

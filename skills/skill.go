@@ -48,9 +48,9 @@ const (
 
 // The trust levels of a skill.
 const (
-	TrustAuto    = "auto"    // acts
-	TrustNotify  = "notify"  // acts and notifies an admin
-	TrustApprove = "approve" // acts after an admin's approval
+	TrustAuto    = "auto"    // calls need no approval
+	TrustNotify  = "notify"  // calls need no approval and notify an admin
+	TrustApprove = "approve" // calls need an admin's approval
 )
 
 // Sources of a declaration.
@@ -70,7 +70,7 @@ type Skill struct {
 	Config         json.RawMessage `json:"config"`
 	Scope          string          `json:"scope"`
 	Trust          string          `json:"trust"`
-	FourEyes       bool            `json:"four_eyes"` // who asked for a call cannot approve it
+	FourEyes       bool            `json:"four_eyes"` // the person who caused a call cannot approve it
 	Idempotent     bool            `json:"idempotent"`
 	TimeoutMS      int             `json:"timeout_ms"`
 	Enabled        bool            `json:"enabled"`
@@ -78,7 +78,7 @@ type Skill struct {
 	DisabledBy     string          `json:"disabled_by"`
 	DisabledAt     *time.Time      `json:"disabled_at"`
 	EnabledAt      time.Time       `json:"enabled_at"` // earlier failures do not count
-	TrialAt        *time.Time      `json:"trial_at"`   // time of the one trial after the cool-down
+	TrialAt        *time.Time      `json:"trial_at"`   // when self-heal offered a trial; nil for none
 	Evidence       json.RawMessage `json:"evidence"`
 	Revision       int             `json:"revision"`       // grows when the behaviour of a call changes
 	StateRevision  int             `json:"state_revision"` // grows when the behaviour or the state changes
@@ -90,8 +90,8 @@ type Skill struct {
 // Timeout bounds the duration of a call.
 func (s Skill) Timeout() time.Duration { return time.Duration(s.TimeoutMS) * time.Millisecond }
 
-// Callable reports whether a caller without a model may call the skill. The skill must be enabled, or on trial without
-// a need for approval. The call admits one of several concurrent trials.
+// Callable reports whether a caller without a model may call the skill: it is enabled, or it is on trial and needs no
+// approval. Of several concurrent calls on trial, the runtime admits one.
 func (s Skill) Callable() bool { return s.Enabled || s.TrialAt != nil && s.Trust != TrustApprove }
 
 // OutOfService returns why a skill cannot be called, as the end of a sentence that starts with its name.
@@ -150,11 +150,11 @@ type Definition struct {
 
 // Approvals says who may approve calls of a skill with trust approve.
 type Approvals struct {
-	FourEyes bool `yaml:"four_eyes" json:"four_eyes,omitempty"` // who asked for a call cannot approve it
+	FourEyes bool `yaml:"four_eyes" json:"four_eyes,omitempty"` // the person who caused a call cannot approve it
 }
 
-// Validate returns all problems of d, each as "field path: problem". It uses neither database nor network. It joins the
-// problems like [errors.Join].
+// Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join]. It uses neither
+// database nor network.
 func Validate(d Definition) error {
 	_, err := resolve(d)
 	return err
@@ -197,12 +197,12 @@ func resolve(d Definition) (resolved, error) {
 	r.timeout = timeout
 	parameters, names, errs := resolveParameters(d.Parameters)
 	add(errs...)
-	var act handler
+	var parsed handler
 	if r.config, err = marshalConfig(d.Config); err != nil {
 		add(err)
 	} else {
 		var errs []error
-		act, errs = parseHandler(r.handler, r.config, names)
+		parsed, errs = parseHandler(r.handler, r.config, names)
 		add(errs...)
 	}
 	if len(problems) > 0 {
@@ -211,7 +211,7 @@ func resolve(d Definition) (resolved, error) {
 	if strings.HasPrefix(r.handler, "flow:") {
 		r.idempotent = true // repeated calls share one execution
 	}
-	if query, ok := act.(sqlHandler); ok && query.writes {
+	if query, ok := parsed.(sqlHandler); ok && query.writes {
 		r.idempotent = true // agent_effects records the call in its own transaction
 	}
 	r.tool, err = json.Marshal(toolDefinition{Name: r.name, Description: r.description, Parameters: parameters})

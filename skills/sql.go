@@ -87,7 +87,7 @@ func parseSQL(rest string, config json.RawMessage, parameters []string) (handler
 	}, problems
 }
 
-// checkPlaceholders requires the query's @names and the parameters to be the same set.
+// checkPlaceholders returns the @names of the query that are not parameters, and the parameters that it does not use.
 func checkPlaceholders(query string, parameters []string) fielderr.List {
 	var problems fielderr.List
 	used := placeholders(query)
@@ -104,12 +104,13 @@ func checkPlaceholders(query string, parameters []string) fielderr.List {
 	return problems
 }
 
-var placeholderLike = regexp.MustCompile(`@([\pL_][\pL\pN_]*)`)
+var placeholderRegexp = regexp.MustCompile(`@([\pL_][\pL\pN_]*)`)
 
-// placeholders lists the @names of a query outside strings and comments. pgx finds them, because pgx replaces them.
+// placeholders lists the @names of a query outside strings and comments. It uses the parser of pgx, which replaces them
+// at the call.
 func placeholders(query string) []string {
 	var names []string
-	for _, match := range placeholderLike.FindAllStringSubmatch(query, -1) {
+	for _, match := range placeholderRegexp.FindAllStringSubmatch(query, -1) {
 		name := match[1]
 		probe := pgx.NamedArgs{name: true} //nolint:forbidigo // this probes one name; the call itself is strict
 		_, args, err := probe.RewriteQuery(context.Background(), nil, query, nil)
@@ -135,12 +136,12 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	if err := h.checkVerb(); err != nil {
 		return nil, newCallError(ClassSQL, "%s", err)
 	}
-	on, err := h.target(ctx, r)
+	db, err := h.openDatabase(ctx, r)
 	if err != nil {
 		return nil, err
 	}
 	if h.writes {
-		return h.effect(ctx, on, c, timeout, args)
+		return h.runEffect(ctx, db, c, timeout, args)
 	}
 	query, values, err := h.bind(ctx, h.withRowLimit(), args)
 	if err != nil {
@@ -148,9 +149,9 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	}
 	// A read has no effect, so the skill repeats it after a restart of the database.
 	result, err := executions.RetryTransient(ctx, func(ctx context.Context) (sqlResult, error) {
-		result, err := h.readOnly(ctx, on, timeout, query, values)
+		result, err := h.readOnly(ctx, db, timeout, query, values)
 		if postgres.IsCode(err, "57014") {
-			err = classifySQLError(timeout, err) // not transient: the skill's own timeout
+			err = classifySQLError(timeout, err) // the skill's own timeout is not transient
 		}
 		return result, err
 	})
@@ -160,56 +161,56 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	return result, nil
 }
 
-// target returns the database of the query.
-func (h sqlHandler) target(ctx context.Context, r *Registry) (Database, error) {
+// openDatabase returns the database of the query.
+func (h sqlHandler) openDatabase(ctx context.Context, r *Registry) (Database, error) {
 	if h.database == "" {
 		return Database{Pool: r.pool}, nil
 	}
-	on, err := r.named(ctx, h.database)
-	if err == nil && h.writes && !on.Writes {
+	db, err := r.named(ctx, h.database)
+	if err == nil && h.writes && !db.Writes {
 		err = Misconfigured("database %s is read-only; declare access: write, or leave config.writes out", h.database)
 	}
-	return on, err
+	return db, err
 }
 
-// readOnly runs the query in a read-only transaction and rolls the transaction back. The rollback undoes permitted side
-// effects: notifications, session settings, large objects. Advisory locks outlive a transaction, so readOnly releases
-// them inside it. Behind a pooler, the session belongs to this process only until the transaction ends.
+// readOnly runs the query in a read-only transaction and rolls the transaction back. The rollback undoes the side
+// effects that a read-only transaction permits: notifications, session settings, large objects. Advisory locks outlive
+// a transaction, so readOnly releases them inside it: behind a pooler, the session may then belong to another client.
 func (h sqlHandler) readOnly(
-	ctx context.Context, on Database, timeout time.Duration, query string, values []any,
+	ctx context.Context, db Database, timeout time.Duration, query string, values []any,
 ) (result sqlResult, err error) {
-	tx, err := on.Pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly})
+	tx, err := db.Pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly})
 	if err != nil {
 		return sqlResult{}, err
 	}
 	defer func() {
 		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
 		defer cancel()
-		_, unlocked := tx.Exec(closing, `rollback to savepoint lanekeeper_query; select pg_advisory_unlock_all()`)
-		if unlocked != nil { // the connection is unusable
+		_, unlockErr := tx.Exec(closing, `rollback to savepoint lanekeeper_query; select pg_advisory_unlock_all()`)
+		if unlockErr != nil { // the connection is unusable
 			_ = tx.Conn().Close(closing)
 		}
-		if undone := tx.Rollback(closing); err == nil && unlocked == nil {
-			err = undone
+		if rollbackErr := tx.Rollback(closing); err == nil && unlockErr == nil {
+			err = rollbackErr
 		}
 	}()
-	if _, err = tx.Exec(ctx, prologue(timeout)+"; savepoint lanekeeper_query; "+on.asRole()); err != nil {
+	if _, err = tx.Exec(ctx, transactionSettings(timeout)+"; savepoint lanekeeper_query; "+db.setRole()); err != nil {
 		return sqlResult{}, err
 	}
 	return h.run(ctx, tx.Conn(), query, values)
 }
 
-// prologue sets the timeouts of a transaction.
-func prologue(timeout time.Duration) string {
+// transactionSettings sets the timeouts of a transaction.
+func transactionSettings(timeout time.Duration) string {
 	limit := strconv.FormatInt(max(timeout.Milliseconds(), 1), 10)
 	return "set local statement_timeout = " + limit + "; set local timezone = 'UTC'"
 }
 
-// bind replaces the @names of a query by $numbers and returns their values.
+// bind replaces the @names in text by $numbers and returns their values.
 func (h sqlHandler) bind(ctx context.Context, text string, args map[string]any) (string, []any, error) {
 	named := make(pgx.StrictNamedArgs)
 	for _, name := range placeholders(h.query) {
-		named[name] = args[name] // absent, without a default: NULL
+		named[name] = args[name] // an absent argument without a default is NULL
 	}
 	return named.RewriteQuery(ctx, nil, text, nil)
 }
@@ -219,8 +220,8 @@ func (h sqlHandler) withRowLimit() string {
 	return withSizeLimit("(\n" + h.query + "\n) lanekeeper_row limit " + strconv.Itoa(h.rowLimit+1))
 }
 
-// withSizeLimit wraps a query with the alias lanekeeper_row, which no column may shadow. The server sends the size of
-// each row. It sends the rows themselves until their total size reaches the limit of a result.
+// withSizeLimit wraps rows, an entry of a from clause with the alias lanekeeper_row. The server sends the size of each
+// row. It sends the rows themselves until their total size reaches maxRowsSize.
 func withSizeLimit(rows string) string {
 	return "select case when sum(lanekeeper_size) over (rows unbounded preceding) <= " + strconv.Itoa(maxRowsSize) +
 		" then lanekeeper_text end, lanekeeper_size" +
@@ -256,7 +257,7 @@ func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, value
 	}
 	_, err = reader.Close()
 	if err == nil && large != "" {
-		err = newCallError(ClassTooLarge, "the first row has %s bytes; at most %d are taken: ask for less", large,
+		err = newCallError(ClassTooLarge, "the first row has %s bytes, over the limit of %d: request less", large,
 			maxRowsSize)
 	}
 	result.RowCount = len(result.Rows)
@@ -283,21 +284,21 @@ func (d Database) Check(ctx context.Context) error {
 	defer func() { _ = tx.Rollback(ctx) }() // the transaction only reads
 	var ledger bool
 	if err := tx.QueryRow(ctx, `select to_regclass('agent_effects') is not null`).Scan(&ledger); err != nil {
-		return fmt.Errorf("look for the table agent_effects: %w", err)
+		return fmt.Errorf("find the table agent_effects: %w", err)
 	}
 	if d.Writes && !ledger {
-		return errors.New("the table agent_effects is missing, which writing skills need: agent apply makes it")
+		return errors.New("the table agent_effects is missing, which writing skills need: run agent apply")
 	}
 	if d.Role != "" {
-		if _, err := tx.Exec(ctx, d.asRole()); err != nil {
+		if _, err := tx.Exec(ctx, d.setRole()); err != nil {
 			return fmt.Errorf("set the role %s: %w", d.Role, err)
 		}
 	}
 	return nil
 }
 
-// asRole returns the statement that sets the database's role for a transaction; empty for none.
-func (d Database) asRole() string {
+// setRole returns the statement that sets the database's role for a transaction; empty for none.
+func (d Database) setRole() string {
 	if d.Role == "" {
 		return ""
 	}
@@ -335,8 +336,7 @@ func parameterTexts(values []any, oids []uint32) ([][]byte, error) {
 	return texts, nil
 }
 
-// parameterText encodes a JSON value as text for a parameter of type oid; nil is NULL. The server parses it as that
-// type.
+// parameterText encodes a JSON value as text, which the server parses as type oid. It returns nil for NULL.
 func parameterText(value any, oid uint32) ([]byte, error) {
 	if value == nil {
 		return nil, nil
@@ -389,18 +389,18 @@ func arrayText(b *strings.Builder, items []any) error {
 	return nil
 }
 
-// statementStart matches space, comments and brackets before the first word of a statement.
-var statementStart = regexp.MustCompile(`^(?:\s|--[^\n]*(?:\n|$)|/\*(?s:.*?)\*/|\()*`)
+// statementStartRegexp matches space, comments and brackets before the first word of a statement.
+var statementStartRegexp = regexp.MustCompile(`^(?:\s|--[^\n]*(?:\n|$)|/\*(?s:.*?)\*/|\()*`)
 
-var word = regexp.MustCompile(`^[A-Za-z]+`)
+var wordRegexp = regexp.MustCompile(`^[A-Za-z]+`)
 
 // firstWord returns the first word of a statement and its byte offset.
 func firstWord(query string) (first string, at int) {
-	at = len(statementStart.FindString(query))
-	return word.FindString(query[at:]), at
+	at = len(statementStartRegexp.FindString(query))
+	return wordRegexp.FindString(query[at:]), at
 }
 
-const onlyOne = "only one read-only query is possible: select, with, values or table; " +
+const singleQueryOnly = "only one read-only query is possible: select, with, values or table; " +
 	"to write to a named database, declare config.writes"
 
 // checkVerb rejects a statement of a kind that a skill may not run.
@@ -414,10 +414,10 @@ func (h sqlHandler) checkVerb() error {
 	case h.writes:
 		return fmt.Errorf("%q is not possible; write one insert, update, delete, merge, select or with", first)
 	case slices.Contains(write, lower):
-		return fmt.Errorf("%s; this begins with %s", onlyOne, lower)
+		return fmt.Errorf("%s; this begins with %s", singleQueryOnly, lower)
 	}
 	if near := nearest.To(strings.ToLower(first), read); near != "" {
-		return fmt.Errorf("%s; this begins with %q (did you mean %q?)", onlyOne, first, near)
+		return fmt.Errorf("%s; this begins with %q (did you mean %q?)", singleQueryOnly, first, near)
 	}
-	return errors.New(onlyOne)
+	return errors.New(singleQueryOnly)
 }

@@ -47,7 +47,7 @@ func invokeSQL(
 	return answer, err
 }
 
-func TestSQLArgumentsAreOnlyEverParameters(t *testing.T) {
+func TestSQLArgumentsAreParameters(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create table notes (id int, body text, at timestamptz, tags text[], doc jsonb);
@@ -87,7 +87,7 @@ func TestSQLArgumentsAreOnlyEverParameters(t *testing.T) {
 	}
 }
 
-func TestSQLDefaultsFillAbsentArguments(t *testing.T) {
+func TestSQLDefaults(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	got, err := invokeSQL(t, pool, "select @n::int as n", `{}`, nil,
@@ -95,7 +95,7 @@ func TestSQLDefaultsFillAbsentArguments(t *testing.T) {
 	assert.Truef(t, err == nil && got.Rows[0]["n"] == 7.0, "got %v, %v", got, err)
 }
 
-func TestSQLOnlyReads(t *testing.T) {
+func TestSQLIsReadOnly(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create table notes (id int);
@@ -118,8 +118,8 @@ func TestSQLOnlyReads(t *testing.T) {
 		"set by statement": "set default_transaction_read_only = off",
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got, err := invokeSQL(t, pool, query, `{}`, nil, nil); class(err) != skills.ClassSQL {
-				t.Errorf("got %v, %v of class %q", got, err, class(err))
+			if got, err := invokeSQL(t, pool, query, `{}`, nil, nil); errorClass(err) != skills.ClassSQL {
+				t.Errorf("got %v, %v of class %q", got, err, errorClass(err))
 			}
 		})
 	}
@@ -128,7 +128,7 @@ func TestSQLOnlyReads(t *testing.T) {
 	assert.Truef(t, err == nil && n == 0, "%d rows were written, %v", n, err)
 }
 
-func TestSQLBoundsItsRows(t *testing.T) {
+func TestSQLRowLimit(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, test := range map[string]struct {
@@ -152,10 +152,10 @@ func TestSQLBoundsItsRows(t *testing.T) {
 		})
 	}
 	_, err := invokeSQL(t, pool, "select repeat('x', 300000)", `{}`, nil, nil)
-	assert.Truef(t, class(err) == skills.ClassTooLarge, "one huge row: %v", err)
+	assert.Truef(t, errorClass(err) == skills.ClassTooLarge, "one huge row: %v", err)
 }
 
-func TestSQLValuesAreSensibleJSON(t *testing.T) {
+func TestSQLValuesAsJSON(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	got, err := invokeSQL(t, pool, `select 1::bigint as int, 1.50::numeric as num, 'NaN'::float8 as nan, true as yes,
@@ -173,8 +173,8 @@ func TestSQLValuesAreSensibleJSON(t *testing.T) {
 	assert.NoDiff(t, want, got.Rows)
 }
 
-// sleeping reports whether a query with the marker runs on the server.
-func sleeping(t *testing.T, pool *pgxpool.Pool, marker string) bool {
+// isRunning reports whether a query with the marker runs on the server.
+func isRunning(t *testing.T, pool *pgxpool.Pool, marker string) bool {
 	t.Helper()
 	var n int
 	err := pool.QueryRow(t.Context(), `select count(*) from pg_stat_activity
@@ -184,7 +184,7 @@ func sleeping(t *testing.T, pool *pgxpool.Pool, marker string) bool {
 	return n > 0
 }
 
-func TestSQLTimeoutsStopTheQueryOnTheServer(t *testing.T) {
+func TestSQLTimeoutCancelsQuery(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	tests := map[string]struct {
@@ -200,17 +200,17 @@ func TestSQLTimeoutsStopTheQueryOnTheServer(t *testing.T) {
 			test.config["query"] = "select pg_sleep(60) " + marker
 			s := row(t, skills.Definition{Name: "q", Handler: "sql:", Config: test.config})
 			s.TimeoutMS = test.timeoutMS
-			began := time.Now()
+			start := time.Now()
 			_, err := registry(t, skills.Options{Pool: pool}).Invoke(t.Context(), skills.Call{Skill: s})
-			if class(err) != skills.ClassTimeout || time.Since(began) > 50*time.Second {
-				t.Errorf("got %v of class %q after %s", err, class(err), time.Since(began))
+			if errorClass(err) != skills.ClassTimeout || time.Since(start) > 50*time.Second {
+				t.Errorf("got %v of class %q after %s", err, errorClass(err), time.Since(start))
 			}
-			pgtest.Eventually(t, func() bool { return !sleeping(t, pool, marker) }, "the query still runs")
+			pgtest.Eventually(t, func() bool { return !isRunning(t, pool, marker) }, "the query still runs")
 		})
 	}
 }
 
-func TestSQLCancelStopsTheQueryOnTheServer(t *testing.T) {
+func TestSQLCancelStopsQuery(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	const marker = "/* cancelled sleeper */"
@@ -223,17 +223,17 @@ func TestSQLCancelStopsTheQueryOnTheServer(t *testing.T) {
 		_, err := r.Invoke(ctx, skills.Call{Skill: s})
 		ended <- err
 	}()
-	pgtest.Eventually(t, func() bool { return sleeping(t, pool, marker) }, "the query does not start")
-	gone := errors.New("lane lost")
-	cancel(gone)
-	assert.ErrorIs(t, <-ended, gone)
-	pgtest.Eventually(t, func() bool { return !sleeping(t, pool, marker) }, "the query still runs")
+	pgtest.Eventually(t, func() bool { return isRunning(t, pool, marker) }, "the query does not start")
+	cause := errors.New("lane lost")
+	cancel(cause)
+	assert.ErrorIs(t, <-ended, cause)
+	pgtest.Eventually(t, func() bool { return !isRunning(t, pool, marker) }, "the query still runs")
 	// The pool stays usable.
 	_, err := invokeSQL(t, pool, "select 1", `{}`, nil, nil)
 	assert.NoError(t, err)
 }
 
-func TestSQLLeavesNothingInTheSession(t *testing.T) {
+func TestSQLResetsSession(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	_, err := invokeSQL(t, pool, "select 1", `{}`, map[string]any{"statement_timeout_ms": 1234}, nil)
@@ -255,9 +255,9 @@ func TestSQLLeavesNothingInTheSession(t *testing.T) {
 	}
 }
 
-// The server bounds the rows: a row of 30 MB is never loaded.
-// It measures what the process allocates, so no other test may run beside it.
-func TestSQLRowsAreBoundedBeforeTheyAreSent(t *testing.T) {
+// The server limits the size of rows, so the process never loads a row of 30 MB. The test measures the allocations of
+// the process, so it must not run in parallel with others.
+func TestSQLServerLimitsRowSize(t *testing.T) {
 	pool := pgtest.DB(t)
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
@@ -267,13 +267,13 @@ func TestSQLRowsAreBoundedBeforeTheyAreSent(t *testing.T) {
 	failed, is := errors.AsType[*skills.CallError](err)
 	assert.Truef(t, is && failed.Class == skills.ClassTooLarge && strings.Contains(err.Error(), "30000"), "got %v", err)
 	used := after.TotalAlloc - before.TotalAlloc
-	assert.Truef(t, used <= 20<<20, "it took %d bytes", used)
+	assert.Truef(t, used <= 20<<20, "the call allocated %d bytes", used)
 	got, err := invokeSQL(t, pool, `select n, repeat('x', 100000) as big from generate_series(1, 9) n`, `{}`, nil, nil)
 	assert.Truef(t, err == nil && len(got.Rows) == 2 && got.Truncated && got.Rows[1]["n"] == 2.0,
 		"%d rows, truncated %v, %v", len(got.Rows), got.Truncated, err)
 }
 
-func TestSQLKeepsNoLock(t *testing.T) {
+func TestSQLReleasesAdvisoryLocks(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, query := range map[string]string{
@@ -292,14 +292,14 @@ func TestSQLKeepsNoLock(t *testing.T) {
 	}
 }
 
-// A restart of the database fails neither the run nor the skill.
-func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
+// A skill repeats its query after a restart of the database.
+func TestSQLRetriesAfterDisconnect(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	e := enginetest.New(t, pool)
 	const marker = "/* broken off */"
 	r := registry(t, skills.Options{Pool: pool})
-	asked := put(t, pool, skills.Definition{
+	skill := put(t, pool, skills.Definition{
 		Name: "asked", Handler: "sql:", Timeout: "60s",
 		Config: map[string]any{"query": "select pg_sleep(case when exists (select from broken) then 0 else 50 end)::text " +
 			"as slept " + marker},
@@ -308,14 +308,14 @@ func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 	enginetest.Register(t, e, "asks", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		got, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "asked"}, Idempotent: true},
 			func(ctx context.Context, _ *executions.Effect) (json.RawMessage, error) {
-				return r.Invoke(ctx, skills.Call{Skill: asked})
+				return r.Invoke(ctx, skills.Call{Skill: skill})
 			})
 		return executions.Result{Value: got}, err
 	})
 	enginetest.Run(t, e.Run)
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "asks", Surface: trace.Flow})
 	require.NoError(t, err)
-	pgtest.Eventually(t, func() bool { return sleeping(t, pool, marker) }, "the query does not start")
+	pgtest.Eventually(t, func() bool { return isRunning(t, pool, marker) }, "the query does not start")
 	pgtest.Exec(t, pool, `insert into broken default values`)
 	pgtest.Exec(t, pool, `
 		select pg_terminate_backend(pid) from pg_stat_activity
@@ -329,26 +329,27 @@ func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 	assert.Equal(t, "completed", status, message)
 }
 
-// shop returns a registry with a named database, which has an account of 100.
-func shop(t *testing.T, role string) (*skills.Registry, *pgxpool.Pool) {
+// newShopDatabase returns a registry with the named databases shop and read, and a pool of their database. Its table
+// has an account with the amount 100.
+func newShopDatabase(t *testing.T, role string) (*skills.Registry, *pgxpool.Pool) {
 	t.Helper()
-	there := pgtest.DB(t)
-	pgtest.Exec(t, there, `
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `
 		create table account (id int, amount int); insert into account values (1, 100)`)
 	r := registry(t, skills.Options{Databases: func(_ context.Context, name string) (skills.Database, error) {
 		switch name {
 		case "shop":
-			return skills.Database{Pool: there, Writes: true, Role: role}, nil
+			return skills.Database{Pool: db, Writes: true, Role: role}, nil
 		case "read":
-			return skills.Database{Pool: there, Role: role}, nil
+			return skills.Database{Pool: db, Role: role}, nil
 		}
 		return skills.Database{}, skills.Misconfigured("set %s_URL", name)
 	}})
-	return r, there
+	return r, db
 }
 
-// pay returns a skill that debits the account.
-func pay(t *testing.T, query string, config map[string]any) skills.Skill {
+// newPaySkill returns a skill that debits the account.
+func newPaySkill(t *testing.T, query string, config map[string]any) skills.Skill {
 	t.Helper()
 	all := map[string]any{"database": "shop", "writes": true, "query": query}
 	maps.Copy(all, config)
@@ -360,16 +361,16 @@ func pay(t *testing.T, query string, config map[string]any) skills.Skill {
 
 const payQuery = `update account set amount = amount - @n where id = 1 returning amount`
 
-func amount(t *testing.T, there *pgxpool.Pool) (n int) {
+func readAmount(t *testing.T, db *pgxpool.Pool) (n int) {
 	t.Helper()
-	require.NoError(t, there.QueryRow(t.Context(), `select amount from account where id = 1`).Scan(&n))
+	require.NoError(t, db.QueryRow(t.Context(), `select amount from account where id = 1`).Scan(&n))
 	return n
 }
 
-func TestACallThatIsRepeatedUnderItsKeyWritesOnce(t *testing.T) {
+func TestRepeatedKeyWritesOnce(t *testing.T) {
 	t.Parallel()
-	r, there := shop(t, "")
-	s := pay(t, payQuery, nil)
+	r, db := newShopDatabase(t, "")
+	s := newPaySkill(t, payQuery, nil)
 	group, ctx := errgroup.WithContext(t.Context())
 	answers := make([]string, 8)
 	for i := range answers {
@@ -385,22 +386,22 @@ func TestACallThatIsRepeatedUnderItsKeyWritesOnce(t *testing.T) {
 		err := json.Unmarshal([]byte(answer), &got)
 		assert.Truef(t, err == nil && got.RowCount == 1 && got.Rows[0]["amount"] == 93.0, "answer %s, %v", answer, err)
 	}
-	assert.Equal(t, 93, amount(t, there))
+	assert.Equal(t, 93, readAmount(t, db))
 	_, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(`{"n": 8}`), IdempotencyKey: "k1"})
-	assert.Equal(t, skills.ClassRefused, class(err), err)
+	assert.Equal(t, skills.ClassRefused, errorClass(err), err)
 	for range 2 { // without a key, each call is separate
 		_, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(`{"n": 1}`)})
 		require.NoError(t, err)
 	}
-	assert.Equal(t, 91, amount(t, there))
+	assert.Equal(t, 91, readAmount(t, db))
 }
 
-func TestAWriteThatFailsLeavesNothingAndMayBeMadeAgain(t *testing.T) {
+func TestFailedWriteLeavesNothing(t *testing.T) {
 	t.Parallel()
-	r, there := shop(t, "")
+	r, db := newShopDatabase(t, "")
 	call := func(query string) error {
 		_, err := r.Invoke(t.Context(), skills.Call{
-			Skill: pay(t, query, nil), Args: json.RawMessage(`{"n": 1}`), IdempotencyKey: "k2",
+			Skill: newPaySkill(t, query, nil), Args: json.RawMessage(`{"n": 1}`), IdempotencyKey: "k2",
 		})
 		return err
 	}
@@ -415,22 +416,22 @@ func TestAWriteThatFailsLeavesNothingAndMayBeMadeAgain(t *testing.T) {
 		assert.Error(t, call(query), name, "no error")
 	}
 	var held int
-	err := there.QueryRow(t.Context(), `
+	err := db.QueryRow(t.Context(), `
 		select (select count(*) from pg_locks where locktype = 'advisory' and database = (
 		         select oid from pg_database where datname = current_database()))
 		     + (select count(*) from agent_effects)`).Scan(&held)
-	if got := amount(t, there); got != 100 || held != 0 || err != nil {
+	if got := readAmount(t, db); got != 100 || held != 0 || err != nil {
 		t.Errorf("the account has %d, %d locks and effects are left, %v", got, held, err)
 	}
-	if err := call(payQuery); err != nil || amount(t, there) != 99 {
-		t.Errorf("made again: %d, %v", amount(t, there), err)
+	if err := call(payQuery); err != nil || readAmount(t, db) != 99 {
+		t.Errorf("the retry: %d, %v", readAmount(t, db), err)
 	}
 }
 
-func TestAWritingSkillAnswersWithRowsOrTheirNumber(t *testing.T) {
+func TestWritingSkillResult(t *testing.T) {
 	t.Parallel()
-	r, there := shop(t, "")
-	pgtest.Exec(t, there, `
+	r, db := newShopDatabase(t, "")
+	pgtest.Exec(t, db, `
 		create function book(n int) returns int language sql as
 		'update account set amount = amount - n where id = 1 returning amount'`)
 	for query, want := range map[string]string{
@@ -441,62 +442,62 @@ func TestAWritingSkillAnswersWithRowsOrTheirNumber(t *testing.T) {
 			{"rows":[{"amount":2},{"amount":3}],"row_count":2,"truncated":true}`,
 	} {
 		raw, err := r.Invoke(t.Context(), skills.Call{
-			Skill: pay(t, query, map[string]any{"row_limit": 2}), Args: json.RawMessage(`{"n": 5}`),
+			Skill: newPaySkill(t, query, map[string]any{"row_limit": 2}), Args: json.RawMessage(`{"n": 5}`),
 		})
 		var got, wanted any
 		if err == nil {
 			err = errors.Join(json.Unmarshal(raw, &got), json.Unmarshal([]byte(want), &wanted))
 		}
-		if a, b := compact(t, got), compact(t, wanted); err != nil || a != b {
+		if a, b := marshal(t, got), marshal(t, wanted); err != nil || a != b {
 			t.Errorf("%s: %s, %v, want %s", query, a, err, b)
 		}
 	}
 }
 
-func compact(t *testing.T, value any) string {
+func marshal(t *testing.T, value any) string {
 	t.Helper()
 	raw, err := json.Marshal(value)
 	require.NoError(t, err)
 	return string(raw)
 }
 
-func TestANamedDatabaseIsReadOnlyUnlessItSaysOtherwise(t *testing.T) {
+func TestNamedDatabaseIsReadOnlyByDefault(t *testing.T) {
 	t.Parallel()
-	r, there := shop(t, "")
+	r, db := newShopDatabase(t, "")
 	call := func(query string, config map[string]any) error {
-		_, err := r.Invoke(t.Context(), skills.Call{Skill: pay(t, query, config), Args: json.RawMessage(`{"n": 5}`)})
+		_, err := r.Invoke(t.Context(), skills.Call{Skill: newPaySkill(t, query, config), Args: json.RawMessage(`{"n": 5}`)})
 		return err
 	}
-	if err := call(payQuery, map[string]any{"database": "read"}); class(err) != skills.ClassConfiguration {
+	if err := call(payQuery, map[string]any{"database": "read"}); errorClass(err) != skills.ClassConfiguration {
 		t.Errorf("a writing skill: %v", err)
 	}
-	if err := call(payQuery, map[string]any{"writes": false}); class(err) != skills.ClassSQL {
+	if err := call(payQuery, map[string]any{"writes": false}); errorClass(err) != skills.ClassSQL {
 		t.Errorf("an update in a skill that reads: %v", err)
 	}
 	err := call(payQuery, map[string]any{"database": "SHOP"})
-	assert.Truef(t, class(err) == skills.ClassConfiguration && err.Error() == "set SHOP_URL",
+	assert.Truef(t, errorClass(err) == skills.ClassConfiguration && err.Error() == "set SHOP_URL",
 		"without the setting: %v", err)
-	sneaks := `select setval('s', @n)`
-	pgtest.Exec(t, there, `create sequence s`)
-	err = call(sneaks, map[string]any{"writes": false})
-	assert.Truef(t, class(err) == skills.ClassSQL && strings.Contains(err.Error(), "read-only"),
+	writingFunction := `select setval('s', @n)`
+	pgtest.Exec(t, db, `create sequence s`)
+	err = call(writingFunction, map[string]any{"writes": false})
+	assert.Truef(t, errorClass(err) == skills.ClassSQL && strings.Contains(err.Error(), "read-only"),
 		"a function that writes: %v", err)
 }
 
-func TestQueriesOfANamedDatabaseRunAsItsRole(t *testing.T) {
+func TestNamedDatabaseRole(t *testing.T) {
 	t.Parallel()
 	const role = "lanekeeper_test_reader"
-	r, there := shop(t, role)
-	pgtest.Exec(t, there, `
+	r, db := newShopDatabase(t, role)
+	pgtest.Exec(t, db, `
 		do $$ begin create role `+role+`; exception when duplicate_object or unique_violation then null; end $$;
 		grant select on account to `+role)
-	who := pay(t, `select current_user as who from account where id = @n`, map[string]any{"writes": false})
+	who := newPaySkill(t, `select current_user as who from account where id = @n`, map[string]any{"writes": false})
 	raw, err := r.Invoke(t.Context(), skills.Call{Skill: who, Args: json.RawMessage(`{"n": 1}`)})
 	assert.Truef(t, err == nil && strings.Contains(string(raw), role), "it runs as %s, %v", raw, err)
-	_, err = r.Invoke(t.Context(), skills.Call{Skill: pay(t, payQuery, nil), Args: json.RawMessage(`{"n": 1}`)})
-	assert.Truef(t, class(err) == skills.ClassSQL && strings.Contains(err.Error(), "permission denied"),
+	_, err = r.Invoke(t.Context(), skills.Call{Skill: newPaySkill(t, payQuery, nil), Args: json.RawMessage(`{"n": 1}`)})
+	assert.Truef(t, errorClass(err) == skills.ClassSQL && strings.Contains(err.Error(), "permission denied"),
 		"a write that the role may not make: %v", err)
-	pgtest.Exec(t, there, `grant update on account to `+role)
-	_, err = r.Invoke(t.Context(), skills.Call{Skill: pay(t, payQuery, nil), Args: json.RawMessage(`{"n": 1}`)})
+	pgtest.Exec(t, db, `grant update on account to `+role)
+	_, err = r.Invoke(t.Context(), skills.Call{Skill: newPaySkill(t, payQuery, nil), Args: json.RawMessage(`{"n": 1}`)})
 	assert.NoError(t, err)
 }

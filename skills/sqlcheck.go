@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// SQLError is a problem in the query of a sql: skill, with its position.
+// SQLError is a problem of the query of a sql: skill, with its position.
 type SQLError struct {
 	Field   string // handler or config.query
 	Offset  int    // in bytes within the field; -1 if unknown
@@ -37,8 +37,8 @@ func SQLWrites(d Definition) bool {
 	return writes
 }
 
-// CheckSQL makes the server prepare the query of a sql: skill without executing it. A problem of the query is an
-// [*SQLError]. tx stays usable.
+// CheckSQL lets the server prepare the query of a sql: skill without executing it. It returns a problem of the query as
+// an [*SQLError]. tx stays usable.
 func CheckSQL(ctx context.Context, tx pgx.Tx, d Definition, role string) error {
 	r, err := resolve(d)
 	if err != nil {
@@ -50,7 +50,7 @@ func CheckSQL(ctx context.Context, tx pgx.Tx, d Definition, role string) error {
 	if !ok {
 		return nil
 	}
-	c := sqlCheck{handler: h, tx: tx, on: Database{Role: role}}
+	c := sqlCheck{handler: h, tx: tx, database: Database{Role: role}}
 	c.field, c.offset = "config.query", -1
 	text, _ := d.Config["query"].(string)
 	if text == "" {
@@ -62,11 +62,11 @@ func CheckSQL(ctx context.Context, tx pgx.Tx, d Definition, role string) error {
 
 // sqlCheck checks one query. offset is its position in the field.
 type sqlCheck struct {
-	handler sqlHandler
-	tx      pgx.Tx
-	on      Database
-	field   string
-	offset  int
+	handler  sqlHandler
+	tx       pgx.Tx
+	database Database
+	field    string
+	offset   int
 }
 
 func (c sqlCheck) check(ctx context.Context) error {
@@ -83,7 +83,7 @@ func (c sqlCheck) check(ctx context.Context) error {
 		if seen[f.Name] {
 			_, at := firstWord(c.handler.query)
 			return &SQLError{c.field, c.offset + at, fmt.Sprintf(
-				"several columns are called %q, and a row keeps only one of them; name each with as", f.Name)}
+				"several columns have the name %q; give each its own name with as", f.Name)}
 		}
 		seen[f.Name] = true
 	}
@@ -91,12 +91,12 @@ func (c sqlCheck) check(ctx context.Context) error {
 	case !c.handler.writes:
 		_, err = c.prepare(ctx, c.handler.withRowLimit())
 	case len(fields) > 0:
-		_, err = c.prepare(ctx, c.handler.returning())
+		_, err = c.prepare(ctx, c.handler.wrapReturning())
 	}
 	return err
 }
 
-// prepare makes the server parse a text with the query, and returns the columns.
+// prepare lets the server prepare a text that contains the query, and returns the columns.
 func (c sqlCheck) prepare(ctx context.Context, text string) ([]pgconn.FieldDescription, error) {
 	bound, _, err := c.handler.bind(ctx, text, nil)
 	if err != nil {
@@ -107,73 +107,73 @@ func (c sqlCheck) prepare(ctx context.Context, text string) ([]pgconn.FieldDescr
 		return nil, err
 	}
 	statement, err := func() (*pgconn.StatementDescription, error) {
-		if role := c.on.asRole(); role != "" {
+		if role := c.database.setRole(); role != "" {
 			if _, err := inner.Exec(ctx, role); err != nil {
-				return nil, fmt.Errorf("set the role %s: %w", c.on.Role, err)
+				return nil, fmt.Errorf("set the role %s: %w", c.database.Role, err)
 			}
 		}
 		return inner.Conn().PgConn().Prepare(ctx, "", bound, nil)
 	}()
-	if undone := inner.Rollback(ctx); err == nil {
-		err = undone
+	if rollbackErr := inner.Rollback(ctx); err == nil {
+		err = rollbackErr
 	}
-	refused, ok := errors.AsType[*pgconn.PgError](err)
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	switch {
 	case err == nil:
 		return statement.Fields, nil
 	case !ok:
 		return nil, err
 	}
-	message, err := c.message(ctx, refused)
+	message, err := c.translateError(ctx, pgErr)
 	if err != nil {
 		return nil, err
 	}
-	return nil, &SQLError{c.field, c.locate(text, bound, int(refused.Position)), message}
+	return nil, &SQLError{c.field, c.locate(text, bound, int(pgErr.Position)), message}
 }
 
 var (
-	meantColumn = regexp.MustCompile(`^Perhaps you meant to reference the column "(?:.*\.)?([^".]+)"`)
-	noRelation  = regexp.MustCompile(`^relation "([^"]+)" does not exist$`)
-	parameter   = regexp.MustCompile(`\$(\d+)`)
+	suggestedColumnRegexp = regexp.MustCompile(`^Perhaps you meant to reference the column "(?:.*\.)?([^".]+)"`)
+	missingRelationRegexp = regexp.MustCompile(`^relation "([^"]+)" does not exist$`)
+	parameterRegexp       = regexp.MustCompile(`\$(\d+)`)
 )
 
-// message returns the server's error with its hint, in the terms of the file.
-func (c sqlCheck) message(ctx context.Context, refused *pgconn.PgError) (string, error) {
+// translateError returns the server's error with its hint, in terms of the workspace file.
+func (c sqlCheck) translateError(ctx context.Context, pgErr *pgconn.PgError) (string, error) {
 	switch {
-	case strings.Contains(refused.Message, "cannot insert multiple commands"),
-		strings.Contains(refused.Message, "data-modifying statement must be at the top level"):
-		return onlyOne, nil
-	case refused.Code == undefinedTable:
-		if name := noRelation.FindStringSubmatch(refused.Message); name != nil {
-			near, err := c.nearRelation(ctx, name[1])
-			return refused.Message + near, err
+	case strings.Contains(pgErr.Message, "cannot insert multiple commands"),
+		strings.Contains(pgErr.Message, "data-modifying statement must be at the top level"):
+		return singleQueryOnly, nil
+	case pgErr.Code == undefinedTable:
+		if name := missingRelationRegexp.FindStringSubmatch(pgErr.Message); name != nil {
+			near, err := c.suggestRelation(ctx, name[1])
+			return pgErr.Message + near, err
 		}
 	}
 	names := placeholders(c.handler.query)
-	text := parameter.ReplaceAllStringFunc(refused.Message, func(ref string) string {
+	text := parameterRegexp.ReplaceAllStringFunc(pgErr.Message, func(ref string) string {
 		n := 0
 		if _, err := fmt.Sscanf(ref, "$%d", &n); err != nil || n < 1 || n > len(names) {
 			return ref
 		}
 		return "@" + names[n-1]
 	})
-	if refused.Message == `syntax error at or near ":"` {
+	if pgErr.Message == `syntax error at or near ":"` {
 		text += "; a parameter is written @name, not :name"
 	}
-	if refused.Code == "42P18" { // indeterminate_datatype
-		text += "; say it, for example @limit::int"
+	if pgErr.Code == "42P18" { // indeterminate_datatype
+		text += "; add the type, for example @limit::int"
 	}
-	if meant := meantColumn.FindStringSubmatch(refused.Hint); meant != nil {
+	if meant := suggestedColumnRegexp.FindStringSubmatch(pgErr.Hint); meant != nil {
 		return fmt.Sprintf("%s (did you mean %q?)", text, meant[1]), nil
 	}
-	if refused.Hint != "" {
-		text += "; " + refused.Hint
+	if pgErr.Hint != "" {
+		text += "; " + pgErr.Hint
 	}
 	return text, nil
 }
 
-// nearRelation suggests a similar table or view.
-func (c sqlCheck) nearRelation(ctx context.Context, name string) (string, error) {
+// suggestRelation returns a suggestion of a similar table or view, or "".
+func (c sqlCheck) suggestRelation(ctx context.Context, name string) (string, error) {
 	known, err := postgres.Names(ctx, c.tx, "list tables", `
 		select relname from pg_class
 		 where relkind in ('r', 'p', 'v', 'm', 'f') and pg_table_is_visible(oid)
@@ -190,26 +190,26 @@ func (c sqlCheck) locate(text, bound string, position int) int {
 	if c.offset < 0 || position < 1 {
 		return -1
 	}
-	at := inOriginal(text, bound, position-1) - strings.Index(text, c.handler.query)
+	at := originalOffset(text, bound, position-1) - strings.Index(text, c.handler.query)
 	if at < 0 || at > len(c.handler.query) {
 		return -1
 	}
 	return c.offset + at
 }
 
-var placeholderAt = regexp.MustCompile(`^@[\pL_][\pL\pN_]*`)
+var placeholderPrefixRegexp = regexp.MustCompile(`^@[\pL_][\pL\pN_]*`)
 
-// inOriginal maps a character of the text with $numbers to a byte of the text with @names.
-func inOriginal(text, bound string, character int) int {
+// originalOffset maps a character of the text with $numbers to a byte of the text with @names.
+func originalOffset(text, bound string, character int) int {
 	i, j := 0, 0
 	for n := 0; n < character && j < len(bound) && i < len(text); n++ {
 		if bound[j] == '$' && text[i] == '@' {
-			number := parameter.FindString(bound[j:])
+			number := parameterRegexp.FindString(bound[j:])
 			if n+len(number) > character {
 				return i
 			}
 			n += len(number) - 1
-			i += len(placeholderAt.FindString(text[i:]))
+			i += len(placeholderPrefixRegexp.FindString(text[i:]))
 			j += len(number)
 			continue
 		}
@@ -219,5 +219,5 @@ func inOriginal(text, bound string, character int) int {
 	return i
 }
 
-// Unreachable reports an error of a [Databases] that does not concern the settings: the server may return.
+// Unreachable reports whether an error of a [Databases] means that the server is unreachable for now.
 func Unreachable(err error) bool { return postgres.Unreachable(err) }

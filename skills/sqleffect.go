@@ -15,8 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// effectsDDL creates the ledger of effects in a writable database. The transaction of an effect writes a row under the
-// key of its step.
+// effectsDDL creates the ledger of effects in a writable database. The transaction of a write adds a row under the
+// call's idempotency key.
 const effectsDDL = `
 create table if not exists agent_effects (
   key         text primary key,
@@ -32,13 +32,13 @@ comment on table agent_effects is
 const undefinedTable = "42P01"
 
 // PrepareEffects creates the ledger of effects in a writable database, if it is missing.
-func PrepareEffects(ctx context.Context, on Database) error {
-	return postgres.InTx(ctx, on.Pool, func(tx pgx.Tx) error {
-		var there bool
+func PrepareEffects(ctx context.Context, db Database) error {
+	return postgres.InTx(ctx, db.Pool, func(tx pgx.Tx) error {
+		var exists bool
 		err := tx.QueryRow(ctx, `
 			select to_regclass('agent_effects') is not null
-			  from (select pg_advisory_xact_lock(hashtextextended('lanekeeper effects', 0))) locked`).Scan(&there)
-		if err != nil || there {
+			  from (select pg_advisory_xact_lock(hashtextextended('lanekeeper effects', 0))) locked`).Scan(&exists)
+		if err != nil || exists {
 			return err
 		}
 		_, err = tx.Exec(ctx, effectsDDL)
@@ -46,12 +46,12 @@ func PrepareEffects(ctx context.Context, on Database) error {
 	})
 }
 
-// effect runs a writing query and records its result under the call's key, in one transaction. A repeated call with the
-// same key returns the recorded result without an effect, also after a crash.
-func (h sqlHandler) effect(
-	ctx context.Context, on Database, c Call, timeout time.Duration, args map[string]any,
+// runEffect runs a writing query and records its result under the call's key, in one transaction. A repeated call with
+// the same key returns the recorded result and does not write, even after a crash.
+func (h sqlHandler) runEffect(
+	ctx context.Context, db Database, c Call, timeout time.Duration, args map[string]any,
 ) (any, error) {
-	entry := effect{key: c.IdempotencyKey, skill: c.Skill.Name}
+	entry := ledgerEntry{key: c.IdempotencyKey, skill: c.Skill.Name}
 	if entry.key == "" {
 		entry.key = rand.Text()
 	}
@@ -62,14 +62,14 @@ func (h sqlHandler) effect(
 	sum := sha256.Sum256(append([]byte(c.Skill.Name+"\x00"), text...))
 	entry.fingerprint = hex.EncodeToString(sum[:16])
 	result, err := executions.RetryTransient(ctx, func(ctx context.Context) (json.RawMessage, error) {
-		result, err := h.runOnce(ctx, on, entry, timeout, args)
+		result, err := h.runOnce(ctx, db, entry, timeout, args)
 		if postgres.IsCode(err, undefinedTable) && !errors.As(err, new(queryError)) {
-			if err = PrepareEffects(ctx, on); err == nil {
-				result, err = h.runOnce(ctx, on, entry, timeout, args)
+			if err = PrepareEffects(ctx, db); err == nil {
+				result, err = h.runOnce(ctx, db, entry, timeout, args)
 			}
 		}
 		if postgres.IsCode(err, "57014") {
-			err = classifySQLError(timeout, err) // the skill's own timeout passed
+			err = classifySQLError(timeout, err) // the skill's own timeout is not transient
 		}
 		return result, err
 	})
@@ -79,14 +79,15 @@ func (h sqlHandler) effect(
 	return result, nil
 }
 
-// effect is a row of the ledger.
-type effect struct{ key, skill, fingerprint string }
+// ledgerEntry is a row of the ledger.
+type ledgerEntry struct{ key, skill, fingerprint string }
 
-// runOnce runs the effect unless the ledger has its key. It inserts the key first, so a concurrent call waits.
+// runOnce runs the query unless the ledger has the key. It inserts the key first, so a concurrent call with this key
+// waits.
 func (h sqlHandler) runOnce(
-	ctx context.Context, on Database, e effect, timeout time.Duration, args map[string]any,
+	ctx context.Context, db Database, e ledgerEntry, timeout time.Duration, args map[string]any,
 ) (result json.RawMessage, err error) {
-	tx, err := on.Pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite})
+	tx, err := db.Pool.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite})
 	if err != nil {
 		return nil, err
 	}
@@ -95,7 +96,7 @@ func (h sqlHandler) runOnce(
 		defer cancel()
 		_ = tx.Rollback(closing) // a no-op after the commit
 	}()
-	if _, err := tx.Exec(ctx, prologue(timeout)); err != nil {
+	if _, err := tx.Exec(ctx, transactionSettings(timeout)); err != nil {
 		return nil, err
 	}
 	tag, err := tx.Exec(ctx, `
@@ -108,7 +109,7 @@ func (h sqlHandler) runOnce(
 	if tag.RowsAffected() == 0 {
 		return e.recordedResult(ctx, tx)
 	}
-	if result, err = h.write(ctx, tx, on, args); err != nil {
+	if result, err = h.write(ctx, tx, db, args); err != nil {
 		return nil, err
 	}
 	_, err = tx.Exec(ctx, `update agent_effects set result = @result where key = @key`,
@@ -119,8 +120,8 @@ func (h sqlHandler) runOnce(
 	return result, tx.Commit(ctx)
 }
 
-// recordedResult returns the result of an earlier effect.
-func (e effect) recordedResult(ctx context.Context, tx pgx.Tx) (json.RawMessage, error) {
+// recordedResult returns the result of an earlier call with the same key.
+func (e ledgerEntry) recordedResult(ctx context.Context, tx pgx.Tx) (json.RawMessage, error) {
 	var fingerprint string
 	var result json.RawMessage
 	err := tx.QueryRow(ctx, `select fingerprint, result from agent_effects where key = @key`,
@@ -131,22 +132,22 @@ func (e effect) recordedResult(ctx context.Context, tx pgx.Tx) (json.RawMessage,
 	return result, err
 }
 
-// queryError is an error of the skill's query, not of the ledger.
+// queryError is an error of the skill's query. Other errors are those of the ledger.
 type queryError struct{ error }
 
 func (e queryError) Unwrap() error { return e.error }
 
 // write runs the query as the database's role and resets the session's state.
-func (h sqlHandler) write(ctx context.Context, tx pgx.Tx, on Database, args map[string]any) (json.RawMessage, error) {
-	if _, err := tx.Exec(ctx, "savepoint lanekeeper_query; "+on.asRole()); err != nil {
+func (h sqlHandler) write(ctx context.Context, tx pgx.Tx, db Database, args map[string]any) (json.RawMessage, error) {
+	if _, err := tx.Exec(ctx, "savepoint lanekeeper_query; "+db.setRole()); err != nil {
 		return nil, err
 	}
 	result, err := h.runWrite(ctx, tx.Conn(), args)
 	if err != nil {
 		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
 		defer cancel()
-		_, undone := tx.Exec(closing, `rollback to savepoint lanekeeper_query; select pg_advisory_unlock_all()`)
-		if undone != nil {
+		_, undoErr := tx.Exec(closing, `rollback to savepoint lanekeeper_query; select pg_advisory_unlock_all()`)
+		if undoErr != nil {
 			_ = tx.Conn().Close(closing) // the connection is unusable
 		}
 		return nil, queryError{err}
@@ -168,7 +169,7 @@ func (h sqlHandler) runWrite(ctx context.Context, conn *pgx.Conn, args map[strin
 		return sqlResult{}, err
 	}
 	if len(statement.Fields) > 0 {
-		query, values, err := h.bind(ctx, h.returning(), args)
+		query, values, err := h.bind(ctx, h.wrapReturning(), args)
 		if err != nil {
 			return sqlResult{}, err
 		}
@@ -182,7 +183,8 @@ func (h sqlHandler) runWrite(ctx context.Context, conn *pgx.Conn, args map[strin
 	return sqlResult{Rows: []json.RawMessage{}, RowCount: int(tag.RowsAffected())}, err
 }
 
-// returning reads the rows of a writing statement. It has no limit, because a function in a select acts on every row.
-func (h sqlHandler) returning() string {
+// wrapReturning wraps the query in a statement that reads its rows. It has no row limit, because a function in a select
+// must act on every row.
+func (h sqlHandler) wrapReturning() string {
 	return "with lanekeeper_effect as (\n" + h.query + "\n) " + withSizeLimit("lanekeeper_effect lanekeeper_row")
 }

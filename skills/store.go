@@ -10,9 +10,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Put stores the declaration d and reports whether it changed anything. The revision grows only with a change, and the
-// state (enabled, disabled, evidence) stays. A declaration of the binary never replaces another source: a workspace may
-// override a builtin. For an invalid definition, Put returns the error of [Validate].
+// Put stores the declaration d and reports whether it changed anything. The revision grows if the behaviour of a call
+// changes. The state (enabled, disabled, evidence) stays. A declaration of the binary never replaces another source, so
+// a workspace may override a builtin. For an invalid definition, Put returns the error of [Validate].
 func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
 	r, err := resolve(d)
 	if err != nil {
@@ -104,7 +104,8 @@ func InScope(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, err
 func inScope(ctx context.Context, db postgres.DB, scopes []string, enabled bool) ([]Skill, error) {
 	return postgres.Rows[Skill](ctx, db, "list available skills", `
 		select `+columns+` from agent_skills
-		 where (enabled or not @enabled::bool) and (scope = 'both' or scope = any(@scopes::text[]) or cardinality(@scopes::text[]) = 0)
+		 where (enabled or not @enabled::bool)
+		   and (scope = 'both' or scope = any(@scopes::text[]) or cardinality(@scopes::text[]) = 0)
 		 order by name`, pgx.StrictNamedArgs{"scopes": append([]string{}, scopes...), "enabled": enabled})
 }
 

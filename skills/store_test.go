@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-func TestPutGrowsTheRevisionOnlyOnAChange(t *testing.T) {
+func TestPutRevision(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	d := skills.Definition{
@@ -35,11 +35,11 @@ func TestPutGrowsTheRevisionOnlyOnAChange(t *testing.T) {
 		revision int
 	}{
 		{"new", func() {}, true, 1},
-		{"same", func() {}, false, 1},
-		{"defaults spelt out", func() { d.Scope, d.Trust, d.Timeout = "internal", "auto", "30s" }, false, 1},
+		{"repeated", func() {}, false, 1},
+		{"explicit defaults", func() { d.Scope, d.Trust, d.Timeout = "internal", "auto", "30s" }, false, 1},
 		{"other trust", func() { d.Trust = "approve" }, true, 2},
 		{"other query", func() { d.Handler = "sql:select @n + 1" }, true, 3},
-		{"same again", func() {}, false, 3},
+		{"unchanged", func() {}, false, 3},
 	}
 	for _, step := range steps {
 		step.change()
@@ -51,7 +51,7 @@ func TestPutGrowsTheRevisionOnlyOnAChange(t *testing.T) {
 	}
 }
 
-func TestPutStoresNothingOfABadDefinition(t *testing.T) {
+func TestPutRejectsInvalidDefinition(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	_, err := skills.Put(t.Context(), pool, skills.Definition{Name: "a", Handler: "mcp:x"}, skills.SourceWorkspace)
@@ -60,7 +60,7 @@ func TestPutStoresNothingOfABadDefinition(t *testing.T) {
 	assert.ErrorIs(t, err, skills.ErrNotFound, "want ErrNotFound")
 }
 
-func TestPutLeavesServiceStateAlone(t *testing.T) {
+func TestPutKeepsServiceState(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	d := skills.Definition{Name: "a", Handler: "builtin:a"}
@@ -74,17 +74,17 @@ func TestPutLeavesServiceStateAlone(t *testing.T) {
 		len(s.Evidence) >= 5 && s.Revision == 2, "got %+v", s)
 }
 
-func TestABuiltinNeverReplacesAWorkspaceSkill(t *testing.T) {
+func TestBuiltinKeepsWorkspaceSkill(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	put(t, pool, skills.Definition{Name: "a", Handler: "builtin:a", Trust: "approve"})
 	changed, err := skills.Put(t.Context(), pool, skills.Definition{Name: "a", Handler: "builtin:a"}, skills.SourceBuiltin)
 	require.True(t, !changed && err == nil, changed, err)
 	s, _ := skills.Get(t.Context(), pool, "a")
-	assert.Truef(t, s.Trust == "approve" && s.Source == skills.SourceWorkspace, "the binary took over: %+v", s)
+	assert.Truef(t, s.Trust == "approve" && s.Source == skills.SourceWorkspace, "the builtin replaced it: %+v", s)
 }
 
-func TestRemoveKeepsWhatIsNamedAndOtherSources(t *testing.T) {
+func TestRemove(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for _, name := range []string{"a", "b", "c"} {
@@ -98,7 +98,7 @@ func TestRemoveKeepsWhatIsNamedAndOtherSources(t *testing.T) {
 	assert.Truef(t, err == nil && slices.Equal(removed, []string{"b"}), "removed %v, %v", removed, err)
 }
 
-func TestEnableAndDisableAreComparedAndSet(t *testing.T) {
+func TestConcurrentDisable(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	before := put(t, pool, skills.Definition{Name: "a", Handler: "builtin:x"})
@@ -128,7 +128,7 @@ func TestEnableAndDisableAreComparedAndSet(t *testing.T) {
 	assert.Error(t, err, "disabled by nobody")
 }
 
-func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
+func TestFailTrial(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	put(t, pool, skills.Definition{Name: "a", Handler: "builtin:x"})
@@ -162,7 +162,7 @@ func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
 func TestListAndAvailable(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	r := registry(t, skills.Options{Builtins: map[string]skills.Builtin{"x": nothing}, Pool: pool})
+	r := registry(t, skills.Options{Builtins: map[string]skills.Builtin{"x": returnNil}, Pool: pool})
 	for name, d := range map[string]skills.Definition{
 		"in": {Handler: "builtin:x"}, "out": {Handler: "builtin:x", Scope: "external"},
 		"both": {Handler: "builtin:x", Scope: "both"},
@@ -203,7 +203,7 @@ func names(all []skills.Skill) []string {
 	return list
 }
 
-func TestUndeclaredArgumentsAreRefusedUnlessTheSchemaSaysOtherwise(t *testing.T) {
+func TestUndeclaredArguments(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	r := registry(t, skills.Options{})
@@ -409,8 +409,8 @@ func TestValidateAccepts(t *testing.T) {
 	}
 }
 
-// Its compilation would take minutes, and MCP servers send schemas, too.
-func TestASchemaThatIsTooDeepIsRefusedAtOnce(t *testing.T) {
+// The compilation of such a schema would take minutes. MCP servers send schemas, so they are not trusted.
+func TestDeepSchemaIsRejected(t *testing.T) {
 	t.Parallel()
 	nested := func(levels int) map[string]any {
 		schema := map[string]any{"type": "object", "description": strings.Repeat(`[{"\`, 300)}
@@ -429,7 +429,7 @@ func TestASchemaThatIsTooDeepIsRefusedAtOnce(t *testing.T) {
 	}
 }
 
-func nothing(context.Context, skills.Call) (any, error) { return nil, nil }
+func returnNil(context.Context, skills.Call) (any, error) { return nil, nil }
 
 func TestCheckReportsEveryViolation(t *testing.T) {
 	t.Parallel()
@@ -519,7 +519,7 @@ func TestInvokeReturnsStorableJSON(t *testing.T) {
 				"x": func(context.Context, skills.Call) (any, error) { return test.value, nil },
 			}})
 			got, err := r.Invoke(t.Context(), skills.Call{Skill: row(t, skills.Definition{Name: "a", Handler: "builtin:x"})})
-			assert.Truef(t, class(err) == test.class && string(got) == test.want,
+			assert.Truef(t, errorClass(err) == test.class && string(got) == test.want,
 				"got %.80s, %v; want %s, class %q", got, err, test.want, test.class)
 		})
 	}
@@ -541,10 +541,10 @@ func TestInvokeClassifiesFailures(t *testing.T) {
 			return nil, &skills.CallError{Class: skills.ClassNetwork, Message: "m"}
 		}, "builtin:x", skills.ClassNetwork},
 		"panic":          {func(context.Context, skills.Call) (any, error) { panic("boom") }, "builtin:x", skills.ClassPanic},
-		"no builtin":     {nothing, "builtin:y", skills.ClassHandler},
-		"no database":    {nothing, "sql:select 1", skills.ClassHandler},
-		"unknown kind":   {nothing, "shell:ls", skills.ClassHandler},
-		"cannot run yet": {nothing, "flow:a", skills.ClassHandler},
+		"no builtin":     {returnNil, "builtin:y", skills.ClassHandler},
+		"no database":    {returnNil, "sql:select 1", skills.ClassHandler},
+		"unknown kind":   {returnNil, "shell:ls", skills.ClassHandler},
+		"cannot run yet": {returnNil, "flow:a", skills.ClassHandler},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
@@ -552,35 +552,35 @@ func TestInvokeClassifiesFailures(t *testing.T) {
 				Builtins: map[string]skills.Builtin{"x": test.builtin}, Logger: slog.New(slog.NewTextHandler(&log, nil)),
 			})
 			_, err := r.Invoke(t.Context(), skills.Call{Skill: row(t, skills.Definition{Name: "a", Handler: test.handler})})
-			if class(err) != test.class || strings.Contains(err.Error(), "\x00") {
-				t.Errorf("got %v of class %q, want %q", err, class(err), test.class)
+			if errorClass(err) != test.class || strings.Contains(err.Error(), "\x00") {
+				t.Errorf("got %v of class %q, want %q", err, errorClass(err), test.class)
 			}
 		})
 	}
 	assert.Contains(t, log.String(), "boom")
 }
 
-func TestTimeoutEndsABuiltin(t *testing.T) {
+func TestTimeoutEndsBuiltin(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := registry(t, skills.Options{Builtins: map[string]skills.Builtin{
 			"x": func(ctx context.Context, _ skills.Call) (any, error) { <-ctx.Done(); return nil, ctx.Err() },
 		}})
 		call := skills.Call{Skill: row(t, skills.Definition{Name: "a", Handler: "builtin:x"})}
-		began := time.Now()
+		start := time.Now()
 		_, err := r.Invoke(t.Context(), call)
-		assert.Truef(t, class(err) == skills.ClassTimeout && time.Since(began) == call.Skill.Timeout(),
-			"got %v after %s", err, time.Since(began))
-		gone := errors.New("lane lost")
+		assert.Truef(t, errorClass(err) == skills.ClassTimeout && time.Since(start) == call.Skill.Timeout(),
+			"got %v after %s", err, time.Since(start))
+		cause := errors.New("lane lost")
 		ctx, cancel := context.WithCancelCause(t.Context())
-		cancel(gone)
-		if _, err := r.Invoke(ctx, call); !errors.Is(err, gone) || class(err) != "" {
-			t.Errorf("the caller's own end became %v of class %q", err, class(err))
+		cancel(cause)
+		if _, err := r.Invoke(ctx, call); !errors.Is(err, cause) || errorClass(err) != "" {
+			t.Errorf("the end of the caller's context gave %v of class %q", err, errorClass(err))
 		}
 	})
 }
 
-func TestToolIsWhatAModelIsOffered(t *testing.T) {
+func TestTool(t *testing.T) {
 	t.Parallel()
 	s := row(t, skills.Definition{
 		Name: "a", Handler: "builtin:x",
@@ -594,7 +594,7 @@ func TestToolIsWhatAModelIsOffered(t *testing.T) {
 	assert.Equal(t, want, string(got), got)
 }
 
-func class(err error) string {
+func errorClass(err error) string {
 	if ce, ok := errors.AsType[*skills.CallError](err); ok {
 		return ce.Class
 	}

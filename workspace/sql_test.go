@@ -51,7 +51,7 @@ var sqlCases = map[string]struct{ text, want string }{
 	},
 	"unknown type": {
 		"config: {query: select 1 as x where @limit is null}" + withLimit,
-		"a.yaml:4:17: sql: could not determine data type of parameter @limit; say it, for example @limit::int",
+		"a.yaml:4:17: sql: could not determine data type of parameter @limit; add the type, for example @limit::int",
 	},
 	"an update": {
 		"config:\n  query: |\n    -- late\n    update orders set status = 'x' where id = @limit" + withLimit,
@@ -73,7 +73,7 @@ var sqlCases = map[string]struct{ text, want string }{
 	},
 	"equal columns": {
 		"config:\n  query: |\n    -- all\n    select o.id, p.id from orders o, orders p limit @limit" + withLimit,
-		`a.yaml:7:5: sql: several columns are called "id", and a row keeps only one of them; name each with as`,
+		`a.yaml:7:5: sql: several columns have the name "id"; give each its own name with as`,
 	},
 	"two statements": {
 		"config: {query: select 1; select @limit::int}" + withLimit,
