@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// Call is a call that counts; see the view agent_skill_calls.
+// Call is a row of the view agent_skill_calls.
 type Call struct {
 	Skill  string
 	Caller string // the thread, or the trace of a call without one
@@ -23,14 +23,14 @@ type Decision struct {
 // Tripped reports whether to disable the skill.
 func (d Decision) Tripped() bool { return d.ByStreak || d.ByRate }
 
-// Thresholds of the evidence that excuses failures.
+// Thresholds of the evidence that failures have another cause than the skill.
 const (
-	outageSkills = 3 // skills that worked and then all fail
-	otherCallers = 3 // callers for whom the skill succeeds
+	outageSkills = 3 // skills that worked before and fail together
+	otherCallers = 3 // other callers for whom the skill succeeds
 )
 
-// Decide applies the rule to a skill. calls has the calls of all skills, newest first. Calls of the skill before since
-// do not count.
+// Decide applies the rule to a skill. calls has the calls of all skills, newest first. It ignores calls of the skill
+// before since.
 func (p Policy) Decide(skill string, since time.Time, calls []Call) Decision {
 	outage := outages(calls)
 	var own []Call
@@ -46,12 +46,12 @@ func (p Policy) Decide(skill string, since time.Time, calls []Call) Decision {
 	d := Decision{Streak: streak, Recent: len(recent), Failed: failures(recent)}
 	tooMany := func(calls []Call) bool { return float64(failures(calls)) >= p.Rate*float64(len(calls)) }
 	if d.ByStreak = streak >= p.Failures; d.ByStreak {
-		rest, worst := withoutWorst(own[:streak])
-		d.ByStreak = len(rest) > 0 || !worksForOthers(own, worst)
+		others, caller := withoutWorstCaller(own[:streak])
+		d.ByStreak = len(others) > 0 || !succeedsForOthers(own, caller)
 	}
 	if d.ByRate = len(recent) == p.RateCalls && tooMany(recent); d.ByRate {
-		rest, worst := withoutWorst(recent)
-		d.ByRate = 2*failures(rest) >= d.Failed || tooMany(rest) || !worksForOthers(own, worst)
+		others, caller := withoutWorstCaller(recent)
+		d.ByRate = 2*failures(others) >= d.Failed || tooMany(others) || !succeedsForOthers(own, caller)
 	}
 	return d
 }
@@ -75,44 +75,44 @@ func outages(calls []Call) []bool {
 			end--
 			continue
 		}
-		failing, begin := map[string]bool{}, end
-		for ; begin >= 0 && calls[begin].Failed; begin-- {
-			if worked[calls[begin].Skill] {
-				failing[calls[begin].Skill] = true
+		failing, start := map[string]bool{}, end
+		for ; start >= 0 && calls[start].Failed; start-- {
+			if worked[calls[start].Skill] {
+				failing[calls[start].Skill] = true
 			}
 		}
-		for i := begin + 1; i <= end && len(failing) >= outageSkills; i++ {
+		for i := start + 1; i <= end && len(failing) >= outageSkills; i++ {
 			marked[i] = failing[calls[i].Skill]
 		}
-		end = begin
+		end = start
 	}
 	return marked
 }
 
-// withoutWorst leaves out the calls of the caller with the most failures.
-func withoutWorst(calls []Call) (rest []Call, worst string) {
+// withoutWorstCaller returns the calls without those of the caller with the most failures, and that caller.
+func withoutWorstCaller(calls []Call) (rest []Call, caller string) {
 	failed := map[string]int{}
 	for _, c := range calls {
 		if !c.Failed {
 			continue
 		}
-		if failed[c.Caller]++; failed[c.Caller] > failed[worst] {
-			worst = c.Caller
+		if failed[c.Caller]++; failed[c.Caller] > failed[caller] {
+			caller = c.Caller
 		}
 	}
 	for _, c := range calls {
-		if c.Caller != worst {
+		if c.Caller != caller {
 			rest = append(rest, c)
 		}
 	}
-	return rest, worst
+	return rest, caller
 }
 
-// worksForOthers reports whether calls of several callers besides one succeeded.
-func worksForOthers(calls []Call, one string) bool {
+// succeedsForOthers reports whether calls of at least otherCallers callers other than caller succeeded.
+func succeedsForOthers(calls []Call, caller string) bool {
 	others := map[string]bool{}
 	for _, c := range calls {
-		if c.Caller != one && !c.Failed {
+		if c.Caller != caller && !c.Failed {
 			others[c.Caller] = true
 		}
 	}

@@ -1,23 +1,24 @@
 // Package selfheal disables skills that keep failing, with evidence, and re-enables them after a successful trial.
 //
 // The rule covers the calls of the last 72 hours of each enabled skill: 3 or more consecutive failures up to now, or a
-// failure rate of at least 0.5 over the newest 20 calls. A streak needs only three calls, but one lucky call hides it:
-// a skill with 19 failures in 25 calls may never fail three times in a row. A rate finds such a skill, but needs many
-// calls. A window of 72 hours covers a skill that runs a few times a day, and excludes last week's outage. [Policy]
+// failure rate of at least 0.5 over the newest 20 calls. A streak needs only three calls, but a single success ends it:
+// a skill with 19 failures in 25 calls may never fail three times in a row. A rate finds such a skill, but needs more
+// calls. A window of 72 hours covers a skill that runs a few times a day, and excludes an outage of last week. [Policy]
 // sets all five numbers.
 //
-// Evidence of another cause excuses failures ([Policy.Decide]). An outage: failures of three or more skills that worked
-// before, without a success of any skill between. One caller: one thread (or trace) has all failures of a streak or
-// most of a rate. If the skill worked for three other callers inside the window, the rule needs a failure of a second
-// caller, or a tripped rate without that caller. Package faults measures the rule on a public labelled set.
+// Failures with evidence of another cause do not count ([Policy.Decide]). One cause is an outage: failures of three or
+// more skills that worked before, without a success of any skill between. Another cause is a single caller: one thread
+// (or trace) has all failures of a streak or most failures of a rate. If the skill then worked for three other callers
+// in the window, the rule needs a failure of a second caller, or a tripped rate without that caller. Package faults
+// measures the rule on a public labelled set.
 //
 // The view agent_skill_calls defines the calls that count. A call with its retries is one row. Skipped calls do not
 // count. A model's invalid arguments, a stall, a cancellation and a lost process are no failures of the skill. Calls
 // before the last enabling do not count. Error classes only explain the failure: no class fails more often than all
 // together.
 //
-// "self_heal" disables a tripped skill and pauses its enabled automations, in one transaction that locks the skill and
-// measures again. So concurrent runs disable the skill once, and see a success or an admin's enabling in between.
+// For a tripped skill, one transaction locks the skill, measures it again, disables it as "self_heal", and pauses its
+// automations. So concurrent runs disable the skill once, and take account of a success or an enabling in the meantime.
 // Self-heal does not change a skill that an admin disabled.
 //
 // After a cool-down of 24 hours, Run offers the skill for a trial (trial_at). The runtime offers the skills of [Trials]
@@ -51,9 +52,9 @@ const By = "self_heal"
 // Policy holds the rule's numbers. The zero value is invalid; see Default.
 type Policy struct {
 	Failures  int           // consecutive failures that disable a skill
-	Window    time.Duration // age of the calls that count
+	Window    time.Duration // maximum age of the calls that count
 	Rate      float64       // failure rate that disables a skill; above 0, at most 1
-	RateCalls int           // fewest calls for the rate
+	RateCalls int           // number of newest calls for the rate
 	Cooldown  time.Duration // from disabling to the trial
 }
 
@@ -62,23 +63,23 @@ func Default() Policy {
 	return Policy{Failures: 3, Window: 72 * time.Hour, Rate: 0.5, RateCalls: 20, Cooldown: 24 * time.Hour}
 }
 
-// Validate names every invalid number.
+// Validate returns an error that names every invalid number.
 func (p Policy) Validate() error {
-	var bad []error
-	complain := func(wrong bool, text string) {
+	var problems []error
+	check := func(wrong bool, text string) {
 		if wrong {
-			bad = append(bad, errors.New(text))
+			problems = append(problems, errors.New(text))
 		}
 	}
-	complain(p.Failures < 1, "failures must be at least 1")
-	complain(p.Window <= 0, "the window must be longer than nothing")
-	complain(!(p.Rate > 0 && p.Rate <= 1), "the rate must be above 0 and at most 1")
-	complain(p.RateCalls < 1, "the calls for a rate must be at least 1")
-	complain(p.Cooldown < 0, "the cool-down cannot be negative")
-	if len(bad) == 0 {
+	check(p.Failures < 1, "failures must be at least 1")
+	check(p.Window <= 0, "the window must be longer than 0")
+	check(!(p.Rate > 0 && p.Rate <= 1), "the rate must be above 0 and at most 1")
+	check(p.RateCalls < 1, "the number of calls for the rate must be at least 1")
+	check(p.Cooldown < 0, "the cool-down must not be negative")
+	if len(problems) == 0 {
 		return nil
 	}
-	return fmt.Errorf("self-heal policy: %w", errors.Join(bad...))
+	return fmt.Errorf("self-heal policy: %w", errors.Join(problems...))
 }
 
 // Run measures every enabled skill and disables those that trip the rule, each in its own transaction (a savepoint when
@@ -101,11 +102,11 @@ func Run(ctx context.Context, db postgres.Beginner, p Policy) (Report, error) {
 		if !m.Decided.Tripped() {
 			continue
 		}
-		healed, done, err := heal(ctx, db, p, m.Skill)
+		healed, disabled, err := heal(ctx, db, p, m.Skill)
 		if err != nil {
 			return report, fmt.Errorf("self-heal: %w", err)
 		}
-		if done {
+		if disabled {
 			report.Healed = append(report.Healed, healed)
 		}
 	}
@@ -116,23 +117,23 @@ func Run(ctx context.Context, db postgres.Beginner, p Policy) (Report, error) {
 	return report, err
 }
 
-// heal disables one skill if it still trips the rule.
-func heal(ctx context.Context, db postgres.Beginner, p Policy, skill string) (healed Healed, done bool, err error) {
+// heal disables one skill if the skill still trips the rule.
+func heal(ctx context.Context, db postgres.Beginner, p Policy, skill string) (healed Healed, disabled bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		m, still, err := lockAndMeasure(ctx, tx, p, skill)
-		if err != nil || !still {
+		m, tripped, err := lockAndMeasure(ctx, tx, p, skill)
+		if err != nil || !tripped {
 			return err
 		}
 		healed = Healed{Skill: m.Skill, SkillID: m.SkillID, Evidence: m.evidence(p), AutomationsPaused: []string{}}
 		healed.Reason = m.reason(p)
 		healed.Evidence.Reason = healed.Reason
-		if done, err = skills.Disable(ctx, tx, skill, By, healed.Reason, healed.Evidence); err != nil || !done {
+		if disabled, err = skills.Disable(ctx, tx, skill, By, healed.Reason, healed.Evidence); err != nil || !disabled {
 			return err
 		}
 		healed.AutomationsPaused, err = automations.PausedFor(ctx, tx, skill)
 		return err
 	})
-	return healed, done && err == nil, err
+	return healed, disabled && err == nil, err
 }
 
 // lockAndMeasure locks the skill's row and measures again.
@@ -145,11 +146,11 @@ func lockAndMeasure(ctx context.Context, tx pgx.Tx, p Policy, skill string) (mea
 	if tag.RowsAffected() == 0 {
 		return measured{}, false, nil
 	}
-	again, err := measure(ctx, tx, p, skill)
-	if err != nil || len(again) == 0 {
+	measures, err := measure(ctx, tx, p, skill)
+	if err != nil || len(measures) == 0 {
 		return measured{}, false, err
 	}
-	m := again[0]
+	m := measures[0]
 	if err := m.decide(ctx, tx, p); err != nil || !m.Decided.Tripped() {
 		return m, false, err
 	}
@@ -165,7 +166,7 @@ var callsSQL string
 //go:embed evidence.sql
 var evidenceSQL string
 
-// measured has the numbers of an enabled skill and the rule's decision. explain sets Failures and Classes.
+// measured has the counts of an enabled skill and the rule's decision. explain sets Failures and Classes.
 type measured struct {
 	Skill    string
 	SkillID  string
@@ -177,7 +178,7 @@ type measured struct {
 	Decided  Decision       `db:"-"`
 }
 
-// measure counts the calls of one enabled skill, or of all when skill is empty.
+// measure counts the calls of one enabled skill, or of all if skill is empty.
 func measure(ctx context.Context, db postgres.DB, p Policy, skill string) ([]measured, error) {
 	return postgres.Rows[measured](ctx, db, "measure skills", measureSQL, pgx.QueryExecModeCacheDescribe, postgres.Strict{
 		"skill": skill, "window": p.Window,
@@ -186,24 +187,24 @@ func measure(ctx context.Context, db postgres.DB, p Policy, skill string) ([]mea
 
 // Bounds of the calls that the rule reads.
 const (
-	ownCalls    = 200 // besides those that the policy needs
-	othersCalls = 1000
+	ownCalls   = 200 // in addition to those that the policy needs
+	otherCalls = 1000
 )
 
-// decide applies the rule. It reads the calls only if enough of them failed.
+// decide applies the rule. It reads the calls only if enough calls failed.
 func (m *measured) decide(ctx context.Context, db postgres.DB, p Policy) error {
 	if m.Errors == 0 || m.Errors < p.Failures && float64(m.Errors) < p.Rate*float64(p.RateCalls) {
 		return nil
 	}
 	calls, err := postgres.Rows[Call](ctx, db, "read calls of skill "+m.Skill, callsSQL, pgx.QueryExecModeCacheDescribe,
 		postgres.Strict{
-			"skill": m.Skill, "window": p.Window, "own": max(p.Failures, p.RateCalls) + ownCalls, "others": othersCalls,
+			"skill": m.Skill, "window": p.Window, "own": max(p.Failures, p.RateCalls) + ownCalls, "others": otherCalls,
 		})
 	m.Decided = p.Decide(m.Skill, m.Since, calls)
 	return err
 }
 
-// explain reads the failures.
+// explain reads the failures and counts their classes.
 func (m *measured) explain(ctx context.Context, db postgres.DB, p Policy) error {
 	err := db.QueryRow(ctx, evidenceSQL, postgres.Strict{
 		"skill": m.Skill, "since": m.Since, "most": max(p.Failures, 10),
@@ -250,7 +251,7 @@ func (m measured) reason(p Policy) string {
 		"no message")
 }
 
-// mostCommonClass returns the most frequent error class; of equally frequent classes, the first by name.
+// mostCommonClass returns the most frequent error class. Of equally frequent classes, it returns the first by name.
 func (m measured) mostCommonClass() (class string, n int) {
 	for _, c := range slices.Sorted(maps.Keys(m.Classes)) {
 		if m.Classes[c] > n {
@@ -285,7 +286,7 @@ type Healed struct {
 	AutomationsPaused []string `json:"automations_paused"`
 }
 
-// Evidence is the reason why a skill was disabled. It stays with the skill until its next enabling.
+// Evidence is the reason why a skill was disabled. It is stored with the skill until the skill is enabled.
 type Evidence struct {
 	Reason   string         `json:"reason"`
 	Rule     string         `json:"rule"` // streak or rate: the tripped condition; streak if both
@@ -296,7 +297,7 @@ type Evidence struct {
 	Window   string         `json:"window"`
 	Since    time.Time      `json:"since"` // start of the window, or the last enabling if later
 	Classes  map[string]int `json:"classes"`
-	Failures []Failure      `json:"failures"` // newest first: ten, or as many as trip the rule
+	Failures []Failure      `json:"failures"` // newest first, at most ten or as many as trip the rule
 }
 
 // Failure is one failed call.
@@ -313,11 +314,11 @@ type Trial struct {
 	Skill       string    `json:"skill"`
 	Reason      string    `json:"reason"` // why it was disabled
 	OfferedAt   time.Time `json:"offered_at"`
-	Taken       bool      `json:"taken"`       // the trial call is running
+	Taken       bool      `json:"taken"`       // a call was admitted and is not settled
 	Automations []string  `json:"automations"` // paused for the skill
 }
 
-// Prompt returns the report for a heartbeat's prompt. Error texts are foreign, so Prompt quotes them as data.
+// Prompt returns the report for a heartbeat's prompt. It quotes error texts, because they come from services.
 func (r Report) Prompt() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "Self-heal checked %d skills.", r.Checked)

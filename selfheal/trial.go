@@ -14,13 +14,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// settleGrace is how long a trial call may stay unsettled beyond the skill's timeout.
+// settleGrace is the time after the skill's timeout in which a trial call may be settled.
 const settleGrace = 15 * time.Minute
 
-// settleLimit bounds the settling of a call whose context has ended.
+// settleLimit bounds the time to settle a call, whose context may have ended.
 const settleLimit = 10 * time.Second
 
-// offerTrials marks the skills whose cool-down has passed. It skips locked rows until the next run.
+// offerTrials offers a trial for skills whose cool-down has passed. It skips locked rows, which the next run finds.
 func offerTrials(ctx context.Context, db postgres.DB, p Policy) error {
 	_, err := db.Exec(ctx, `
 		update agent_skills s
@@ -37,7 +37,7 @@ func offerTrials(ctx context.Context, db postgres.DB, p Policy) error {
 	return nil
 }
 
-// Trials lists the skills on trial, by name. [skills.OnTrial] offers those not taken to a model.
+// Trials lists the skills on trial, by name. [skills.QueueCallable] finds those that are not taken.
 func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
 	list, err := postgres.Rows[Trial](ctx, db, "list trials", `
 		select s.name as skill, s.disabled_reason as reason, s.trial_at as offered_at,
@@ -56,9 +56,9 @@ func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
 	return list, nil
 }
 
-// Admit reports whether the caller may make the trial call of a skill. It admits one of several callers. Validate the
+// Admit reports whether the caller may make the trial call of a skill. Of several callers, it admits one. Validate the
 // arguments first. owner identifies the call, for example by its idempotency key. Admit admits the same owner again, so
-// a caller can repeat a crashed call. Settle, After or Withdraw ends the trial.
+// a caller can repeat a call after a crash. Settle, After or Withdraw ends the trial.
 func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_skills s
@@ -76,21 +76,21 @@ func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, erro
 	return tag.RowsAffected() > 0, nil
 }
 
-// Settle ends the trial of a skill. A success enables the skill and restores its paused automations. A failure restarts
-// the cool-down. If the skill is no longer on trial, Settle changes nothing and Settled is false.
+// Settle ends the trial of a skill. A success enables the skill and resumes its paused automations. A failure restarts
+// the cool-down. If the skill is not on trial, Settle changes nothing and Restored.Settled is false.
 func Settle(ctx context.Context, db postgres.Beginner, skill string, success bool) (Restored, error) {
 	restored := Restored{
 		Skill: skill, By: By, Reason: "the trial failed: the cool-down begins again",
 		Automations: []string{},
 	}
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		was, found, err := onTrial(ctx, tx, skill)
+		disabledReason, found, err := lockTrial(ctx, tx, skill)
 		if err != nil || !found {
 			return err
 		}
-		restored.Settled, restored.WasReason = true, was
+		restored.Settled, restored.WasReason = true, disabledReason
 		if !success {
-			_, err = skills.FailTrial(ctx, tx, skill, "failed its trial; disabled for: "+was)
+			_, err = skills.FailTrial(ctx, tx, skill, "failed its trial; disabled for: "+disabledReason)
 			return err
 		}
 		restored.Enabled, restored.Reason = true, "the trial succeeded"
@@ -106,7 +106,7 @@ func Settle(ctx context.Context, db postgres.Beginner, skill string, success boo
 	return restored, nil
 }
 
-// Withdraw returns a trial without a call, or with an unknown outcome.
+// Withdraw releases an admitted trial without a call, or with a call whose outcome is unknown.
 func Withdraw(ctx context.Context, db postgres.DB, skill string) error {
 	_, err := db.Exec(ctx, `
 		update agent_skills s set evidence = s.evidence - 'trial', updated_at = clock_timestamp()
@@ -131,24 +131,24 @@ func After(
 		}
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleLimit)
 		defer cancel()
-		failure, failed := errors.AsType[*skills.CallError](err)
-		if err != nil && !failed {
+		failure, isFailure := errors.AsType[*skills.CallError](err)
+		if err != nil && !isFailure {
 			return Withdraw(ctx, db, skill.Name)
 		}
 		enabled := false
 		err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-			restored, err := Settle(ctx, tx, skill.Name, !failed)
+			restored, err := Settle(ctx, tx, skill.Name, !isFailure)
 			enabled = restored.Enabled
 			if err != nil || !restored.Settled {
 				return err
 			}
 			outcome := activity.Outcome{Output: restored}
-			if failed {
+			if isFailure {
 				outcome.Class, outcome.Message = failure.Class, failure.Message
 			}
 			_, err = activity.Note(ctx, tx, activity.Entry{
 				Skill: "settle_trial", SkillID: skill.ID,
-				Input: map[string]any{"skill": skill.Name, "success": !failed},
+				Input: map[string]any{"skill": skill.Name, "success": !isFailure},
 			}, outcome)
 			return err
 		})
@@ -163,8 +163,8 @@ func After(
 	}
 }
 
-// onTrial locks a skill on trial and returns the reason why it was disabled.
-func onTrial(ctx context.Context, tx pgx.Tx, skill string) (reason string, found bool, err error) {
+// lockTrial locks a skill on trial and returns the reason why it was disabled.
+func lockTrial(ctx context.Context, tx pgx.Tx, skill string) (reason string, found bool, err error) {
 	err = tx.QueryRow(ctx, `
 		select coalesce(evidence ->> 'reason', disabled_reason) from agent_skills
 		 where name = @skill and not enabled and disabled_by = @by and trial_at is not null
@@ -183,7 +183,7 @@ type Restored struct {
 	By          string   `json:"by"`
 	Reason      string   `json:"reason"`
 	WasReason   string   `json:"was_reason"`  // why it was disabled
-	Automations []string `json:"automations"` // resumed
+	Automations []string `json:"automations"` // the resumed automations
 }
 
 // Reenable enables a skill that any actor disabled, and resumes the automations paused for the skill. Earlier calls no
