@@ -16,13 +16,14 @@ import (
 )
 
 const (
-	// failuresRead bounds the failed executions, and the failed calls.
+	// failuresRead bounds the failed executions that are read, failuresOfCall the failed calls of one name, and
+	// failingNames the names.
 	failuresRead, failuresOfCall, failingNames = 200, 30, 30
 	// outcomesRead bounds the runs of a flow, or calls of a skill, that are searched for successes.
 	outcomesRead = 100
-	// newestRead bounds the rows of the log that are searched for names the counts do not have yet.
+	// newestRead bounds the newest rows of the log that are searched for names, because the counts lag behind.
 	newestRead = 500
-	// rejectionsRead bounds the rejected approvals whose executions are no failures.
+	// rejectionsRead bounds the rejected approvals that are read. Their executions are no failures.
 	rejectionsRead = 500
 	// FailingStreak is the number of consecutive failures that makes a flow or skill failing.
 	FailingStreak = 3
@@ -31,23 +32,23 @@ const (
 // failure is a failed execution or call.
 type failure struct {
 	Kind                    string // flow, skill, action, model
-	Name, Agent, ID, Parent string // Parent is the execution that started it
+	Name, Agent, ID, Parent string // Parent is the id of the parent execution
 	TraceID, Message, Step  string // Step is the failed step
-	InnerName, InnerStep    string // of the last error inside an execution; empty for none
+	InnerName, InnerStep    string // name and step of the last error inside the execution; empty for none
 	InnerMessage, Class     string
 	At                      time.Time
-	Retried                 bool // it has a fork
+	Retried                 bool // the execution has a fork
 }
 
-// outcome is how the newest runs of a flow by an agent, or the newest calls of a name, ended.
+// outcome counts how the newest runs of a flow by an agent, or the newest calls of a name, ended.
 type outcome struct {
-	Kind, Name, Agent           string // flow with its agent, or call
+	Kind, Name, Agent           string // Kind is flow or call; only a flow has an agent
 	LatestFailed                bool
 	Streak, HourAll, HourFailed int64
 	Since                       *time.Time // the first failure of the streak
 }
 
-// Failing reports whether the flow or the name counts as failing: see verdict.
+// Failing reports whether the flow or the name fails by the rule of [Verdict].
 func (o outcome) Failing() bool {
 	return o.LatestFailed && (o.Streak >= FailingStreak || 2*o.HourFailed > o.HourAll)
 }
@@ -58,7 +59,7 @@ var failingSQL string
 //go:embed outcomes.sql
 var outcomesSQL string
 
-// Failures are the failures of the last day, and the outcomes of the failed subjects.
+// Failures has the failures of the last day, and the outcomes of the failed subjects.
 type Failures struct {
 	list     []failure
 	outcomes []outcome
@@ -92,7 +93,7 @@ func ReadFailures(ctx context.Context, db postgres.DB) (got Failures, err error)
 	return got, err
 }
 
-// Failing names the flows, and the skills, actions and models, that fail now.
+// Failing has the names of the failing flows, and of the failing skills, actions and models.
 type Failing struct{ Flows, Calls []string }
 
 // Failing returns the names of the failing subjects.
@@ -110,8 +111,8 @@ func (f Failures) Failing() *Failing {
 	return names
 }
 
-// outcome returns the outcome of a failed subject.
-func (f Failures) outcome(of failure) outcome {
+// outcomeOf returns the outcome of a failed subject.
+func (f Failures) outcomeOf(of failure) outcome {
 	i := slices.IndexFunc(f.outcomes, func(o outcome) bool {
 		return o.Name == of.Name && (of.Kind != "flow" && o.Kind == "call" || of.Kind == "flow" &&
 			o.Kind == "flow" && o.Agent == of.Agent)
@@ -122,7 +123,7 @@ func (f Failures) outcome(of failure) outcome {
 	return f.outcomes[i]
 }
 
-// SubjectURL is the page of a failed subject.
+// SubjectURL returns the page of a failed subject.
 func SubjectURL(kind, name string) string {
 	switch kind {
 	case "flow":
@@ -133,18 +134,19 @@ func SubjectURL(kind, name string) string {
 	return "/activity?status=error&skill=" + url.QueryEscape(name)
 }
 
-// Group is the failures of one root error.
+// Group summarizes the failures with one root error.
 type Group struct {
-	Message  string    `json:"message"` // of the newest
+	Message  string    `json:"message"` // root error of the newest failure
 	Class    string    `json:"class"`
 	Runs     int       `json:"runs"`  // failed executions
 	Calls    int       `json:"calls"` // failed calls
 	Since    time.Time `json:"since"`
 	Last     time.Time `json:"last"`
-	TraceID  string    `json:"trace_id"` // of the newest
+	TraceID  string    `json:"trace_id"` // trace of the newest failure
 	Subjects []Subject `json:"subjects"`
 	Failing  bool      `json:"-"` // a subject still fails
-	// Retry are executions that can be retried, at most MaxRetry: those that no failed one started, and without a fork.
+	// Retry has executions that can be retried, at most MaxRetry. It omits children of failed executions and executions
+	// with a fork.
 	Retry []string `json:"-"`
 }
 
@@ -158,35 +160,35 @@ type Subject struct {
 	URL  string `json:"link"`
 }
 
-// maxSubjects bounds the named subjects of a group, and maxRead the characters of a message that are redacted.
-const maxSubjects, maxRead = 4, 8192
+// maxSubjects bounds the named subjects of a group, and maxRedacted the length of a redacted message.
+const maxSubjects, maxRedacted = 4, 8192
 
-// variable matches the parts of a message that differ from one failure to the next: ids, hexadecimal and numbers.
-var variable = regexp.MustCompile(
+// variableRegexp matches the parts of a message that differ between failures: ids, hexadecimal and decimal numbers.
+var variableRegexp = regexp.MustCompile(
 	`(?i)\b(?:[a-z]{2}_[0-9a-z]{26}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|0x[0-9a-f]+|[0-9a-f]*[0-9][0-9a-f]{7,})\b|[0-9]+`)
 
-// errorKey is a message without its variable parts.
+// errorKey returns a message without its variable parts.
 func errorKey(message string) string {
-	return variable.ReplaceAllString(strings.Join(strings.Fields(strings.ToLower(message)), " "), "#")
+	return variableRegexp.ReplaceAllString(strings.Join(strings.Fields(strings.ToLower(message)), " "), "#")
 }
 
-// roots returns the root error of each failure by its id. It is the result of activity.FindRootCause, as on the trace's
-// page. The input is a failed execution, the failed executions that it started, and the last error inside each.
+// roots returns the root error of each failure by id. Like the page of a trace, it uses activity.FindRootCause: for a
+// failed execution, its failed children, and the last error inside each.
 func (f Failures) roots() map[string]string {
-	children, known := map[string][]failure{}, map[string]bool{}
+	children, ids := map[string][]failure{}, map[string]bool{}
 	for _, one := range f.list {
-		known[one.ID] = true
+		ids[one.ID] = true
 	}
-	var tops []failure
+	var topLevel []failure
 	for _, one := range f.list {
-		if known[one.Parent] {
+		if ids[one.Parent] {
 			children[one.Parent] = append(children[one.Parent], one)
 		} else {
-			tops = append(tops, one)
+			topLevel = append(topLevel, one)
 		}
 	}
 	roots := make(map[string]string, len(f.list))
-	for _, top := range tops {
+	for _, top := range topLevel {
 		roots[top.ID] = top.Message
 		if top.Kind != "flow" {
 			continue
@@ -215,8 +217,8 @@ func (f Failures) roots() map[string]string {
 	return roots
 }
 
-// Groups gathers an agent's failures by root error: failing subjects first, then the newest. unforkable has the flows
-// whose executions cannot be retried.
+// Groups groups the failures of the agents that concerns accepts by root error: groups with a failing subject first,
+// then by the newest failure. unforkable has the flows whose executions cannot be retried.
 func (f Failures) Groups(concerns func(string) bool, unforkable map[string]string) []Group {
 	roots := f.roots()
 	byKey, keys := map[string]*Group{}, []string{}
@@ -228,14 +230,14 @@ func (f Failures) Groups(concerns func(string) bool, unforkable map[string]strin
 		if !concerns(one.Agent) {
 			continue
 		}
-		root := redact.Text(roots[one.ID], maxRead)
+		root := redact.Text(roots[one.ID], maxRedacted)
 		key := errorKey(root)
 		g := byKey[key]
 		if g == nil {
 			g = &Group{Since: one.At}
 			byKey[key], keys = g, append(keys, key)
 		}
-		g.add(one, root, f.outcome(one).Failing())
+		g.add(one, root, f.outcomeOf(one).Failing())
 		if one.Kind == "flow" && !one.Retried && !failed[one.Parent] && unforkable[one.Name] == "" &&
 			len(g.Retry) < MaxRetry {
 			g.Retry = append(g.Retry, one.ID)
@@ -254,28 +256,28 @@ func (f Failures) Groups(concerns func(string) bool, unforkable map[string]strin
 	return list
 }
 
-func (g *Group) add(one failure, root string, failing bool) {
-	if one.Kind == "flow" {
+func (g *Group) add(f failure, root string, failing bool) {
+	if f.Kind == "flow" {
 		g.Runs++
 	} else {
 		g.Calls++
 	}
-	if one.At.Before(g.Since) {
-		g.Since = one.At
+	if f.At.Before(g.Since) {
+		g.Since = f.At
 	}
-	if !one.At.Before(g.Last) {
-		g.Last, g.TraceID, g.Message = one.At, one.TraceID, root
+	if !f.At.Before(g.Last) {
+		g.Last, g.TraceID, g.Message = f.At, f.TraceID, root
 	}
-	g.Class = cmp.Or(g.Class, one.Class)
+	g.Class = cmp.Or(g.Class, f.Class)
 	g.Failing = g.Failing || failing
-	subject := Subject{one.Kind, one.Name, SubjectURL(one.Kind, one.Name)}
+	subject := Subject{f.Kind, f.Name, SubjectURL(f.Kind, f.Name)}
 	if !slices.Contains(g.Subjects, subject) {
 		g.Subjects = append(g.Subjects, subject)
 	}
 }
 
-// Named are the first subjects, and More is the number of the others.
+// Named returns the first subjects.
 func (g Group) Named() []Subject { return g.Subjects[:min(len(g.Subjects), maxSubjects)] }
 
-// More is the number of subjects that are not named.
+// More returns the number of subjects that [Group.Named] omits.
 func (g Group) More() int { return max(len(g.Subjects)-maxSubjects, 0) }

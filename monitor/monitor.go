@@ -1,8 +1,8 @@
 // Package monitor judges whether the agent works: see [Verdict]. The overview of the Engine Room, GET
 // /v1/monitor/verdict, `agent doctor` and the outgoing events verdict.changed and budget.reached share this rule.
 //
-// An admin acknowledges the reasons of a verdict. They do not count until they change: another root error, another
-// skill, another time of its disabling. A subject that recovers and fails again counts again.
+// An admin acknowledges the reasons of a verdict. An acknowledged reason does not count until it changes: another root
+// error, another skill, another time of the disabling. A subject that recovers and fails again counts again.
 package monitor
 
 import (
@@ -27,7 +27,7 @@ var ErrChanged = errors.New("the reasons have changed since; look again")
 // Monitor judges an installation.
 type Monitor struct {
 	Agents *agents.Directory
-	Limits budgets.Limits // of a day
+	Limits budgets.Limits // limits of a day
 }
 
 // Budget is the usage of a limit of today (UTC), in one unit.
@@ -40,7 +40,7 @@ type Budget struct {
 	Limit    float64 `json:"limit"`    // 0 for none
 }
 
-// Share is the spent part of the limit; 0 without one.
+// Share returns the spent part of the limit, or 0 without a limit.
 func (b Budget) Share() float64 {
 	if b.Limit <= 0 {
 		return 0
@@ -48,10 +48,10 @@ func (b Budget) Share() float64 {
 	return b.Spent / b.Limit
 }
 
-// Over reports a spent limit.
+// Over reports whether the limit is spent.
 func (b Budget) Over() bool { return b.Limit > 0 && b.Spent >= b.Limit }
 
-// budgetsOf are the limits of the day and of surfaces, and the day's usage without a limit.
+// budgetsOf returns the budgets of the day and of surfaces, and the day's usage if the day has no limit.
 func (m Monitor) budgetsOf(used []budgets.Standing) (list []Budget) {
 	standing := map[string]budgets.Standing{}
 	for _, s := range used {
@@ -77,17 +77,17 @@ func (m Monitor) budgetsOf(used []budgets.Standing) (list []Budget) {
 	return list
 }
 
-// agentBudget is the day's usage of an agent, with its limit if it has one.
+// agentBudget returns the day's usage of an agent, with its limit if it has one.
 func agentBudget(used []budgets.Standing, a agents.Agent) Budget {
 	s := budgets.AgentOf(used, a.Name)
 	b := Budget{"agent " + a.Name, "usd", s.CostUSD, s.UnknownUSD, s.ReservedUSD, a.Limits.DayUSD}
-	if b.Limit == 0 && b.Spent == 0 && s.Tokens > 0 { // without a price
+	if b.Limit == 0 && b.Spent == 0 && s.Tokens > 0 { // the model has no price
 		b.Unit, b.Spent = "tokens", float64(s.Tokens)
 	}
 	return b
 }
 
-// Budgets reads today's limits, those that agents declare last, and the day's usage without a limit.
+// Budgets reads today's budgets: of the day, of surfaces, and of agents that declare a limit.
 func (m Monitor) Budgets(ctx context.Context, db postgres.DB) ([]Budget, error) {
 	used, err := budgets.Today(ctx, db)
 	if err != nil {
@@ -106,7 +106,8 @@ func (m Monitor) Budgets(ctx context.Context, db postgres.DB) ([]Budget, error) 
 	return list, nil
 }
 
-// Condition reads the agents, and the condition that verdicts are derived from. A caller may pass known failures.
+// Condition reads the agents and the condition from which verdicts are derived. known has failures that the caller has
+// read already, or is nil.
 func (m Monitor) Condition(
 	ctx context.Context, db postgres.DB, known *Failures,
 ) (c Condition, all []agents.Agent, err error) {
@@ -121,7 +122,7 @@ func (m Monitor) Condition(
 		known = &got
 	}
 	c.Failures = *known
-	if c.known, err = acknowledgements(ctx, db); err != nil {
+	if c.acknowledged, err = acknowledgements(ctx, db); err != nil {
 		return c, nil, err
 	}
 	if all, err = m.Agents.List(ctx, db); err != nil {
@@ -131,16 +132,16 @@ func (m Monitor) Condition(
 	if err != nil {
 		return c, nil, err
 	}
-	c.Budgets, c.AgentBudgets, c.spent = m.budgetsOf(used), map[string]Budget{}, map[string]bool{}
+	c.Budgets, c.AgentBudgets, c.overBudget = m.budgetsOf(used), map[string]Budget{}, map[string]bool{}
 	for _, b := range c.Budgets {
 		if b.Scope == "day" && b.Over() {
-			c.spent[""] = true
+			c.overBudget[""] = true
 		}
 	}
 	for _, a := range all {
 		b := agentBudget(used, a)
 		if c.AgentBudgets[a.Name] = b; b.Over() {
-			c.spent[a.Name] = true
+			c.overBudget[a.Name] = true
 		}
 	}
 	return c, all, nil
@@ -150,7 +151,7 @@ func (m Monitor) Condition(
 // verdicts.
 type Status struct {
 	Verdict
-	// Mark stands for the reasons in why; an acknowledgement names it.
+	// Mark identifies the reasons in why. An acknowledgement must contain it.
 	Mark       string        `json:"mark"`
 	Agents     []AgentStatus `json:"agents"`
 	Heartbeats []Beat        `json:"heartbeats"`
@@ -180,7 +181,7 @@ func (m Monitor) Status(ctx context.Context, db postgres.DB) (Status, error) {
 		s.Agents = append(s.Agents, AgentStatus{a.Name, c.Judge(&a, all), c.AgentBudgets[a.Name]})
 	}
 	for _, b := range c.beats {
-		b.Result, b.Problem = redact.Text(b.Result, maxRead), redact.Text(b.Problem, maxRead)
+		b.Result, b.Problem = redact.Text(b.Result, maxRedacted), redact.Text(b.Problem, maxRedacted)
 		s.Heartbeats = append(s.Heartbeats, b)
 	}
 	for _, g := range c.Groups(func(string) bool { return true }, nil) {
@@ -191,9 +192,9 @@ func (m Monitor) Status(ctx context.Context, db postgres.DB) (Status, error) {
 	return s, nil
 }
 
-// Acknowledge acknowledges the reasons of the present verdict, and records the act. mark is the mark of the verdict
-// that the person read. It returns ErrChanged if the reasons have changed since. A stopped agent cannot be
-// acknowledged.
+// Acknowledge acknowledges the reasons of the current verdict, and records the act in the audit. mark is the mark of
+// the verdict that the person read. It returns ErrChanged if the reasons have changed since, or if the verdict is not
+// degraded.
 func (m Monitor) Acknowledge(
 	ctx context.Context, db postgres.Beginner, mark, reason, by string,
 ) (s Status, traceID string, err error) {

@@ -43,23 +43,24 @@ import (
 type Verdict struct {
 	State string   `json:"state"` // working, degraded or stopped
 	Why   []Reason `json:"why"`
-	// Known are reasons that an admin acknowledged. A known reason counts again when it changes.
+	// Known has the reasons that an admin acknowledged. A known reason counts again when it changes.
 	Known []Reason `json:"known"`
 }
 
 // Reason is one reason of a verdict.
 type Reason struct {
 	Text  string     `json:"text"`
-	Link  string     `json:"link"` // to the failing subject
+	Link  string     `json:"link"` // page of the failing subject
 	Since *time.Time `json:"since"`
-	// By acknowledged the reason, and Note says why. Both are empty for a reason that counts.
+	// By is the person who acknowledged the reason, and Note is the person's reason. Both are empty for a reason that
+	// counts.
 	By   string `json:"acknowledged_by,omitempty"`
 	Note string `json:"acknowledged_reason,omitempty"`
 
-	keys []string // the keys of an acknowledgement: the first is the present cause
+	keys []string // keys of an acknowledgement; the first is the current cause
 }
 
-// String is the verdict in a line.
+// String returns the verdict as one line.
 func (v Verdict) String() string {
 	text, why := v.State, make([]string, len(v.Why))
 	for i, r := range v.Why {
@@ -74,7 +75,7 @@ func (v Verdict) String() string {
 	return text
 }
 
-// Mark identifies the reasons that count. It changes when they do.
+// Mark returns an id of the reasons that count. It changes when they change.
 func (v Verdict) Mark() string {
 	sum := sha256.New()
 	for _, key := range keysOf(v.Why) {
@@ -83,7 +84,7 @@ func (v Verdict) Mark() string {
 	return hex.EncodeToString(sum.Sum(nil)[:8])
 }
 
-// keysOf lists what an acknowledgement of the reasons names, in order.
+// keysOf lists the keys of an acknowledgement of the reasons, sorted.
 func keysOf(reasons []Reason) (list []string) {
 	for _, r := range reasons {
 		list = append(list, r.keys...)
@@ -101,9 +102,9 @@ const (
 
 const (
 	maxBeats     = 1000             // heartbeats that are read
-	uncounted    = 1001             // the first number that is written as "1,000+"
-	overdueAfter = 2 * time.Minute  // longest time that a heartbeat may be due
-	stuckAfter   = 15 * time.Minute // longest time that a holder may keep others waiting
+	countLimit   = 1001             // the smallest count that is written as "1,000+"
+	overdueAfter = 2 * time.Minute  // maximum delay of a due heartbeat
+	stuckAfter   = 15 * time.Minute // maximum time of a hold while others wait
 )
 
 // Beat is an agent's heartbeat: its schedule, and the newest one that ended.
@@ -113,7 +114,7 @@ type Beat struct {
 	Timezone  string     `json:"timezone"`
 	NextRunAt time.Time  `json:"next_run_at"`
 	LastRunAt *time.Time `json:"last_run_at"` // the last tick
-	// The newest one that ended; empty for none.
+	// The newest heartbeat that ended; empty for none.
 	ID      string     `json:"execution_id"`
 	TraceID string     `json:"trace_id"`
 	Status  string     `json:"status"`
@@ -125,7 +126,7 @@ type Beat struct {
 // Skipped reports that the newest heartbeat ended without work.
 func (b Beat) Skipped() bool { return strings.HasPrefix(b.Result, "skipped:") }
 
-// period is the time from one tick to the next, as long as it can be now; 0 if the schedule cannot be read.
+// period returns the longer of the last and the next interval of the schedule, or 0 for an invalid schedule.
 func (b Beat) period() time.Duration {
 	zone, err := schedule.Location(b.Timezone)
 	if err != nil {
@@ -142,12 +143,12 @@ func (b Beat) period() time.Duration {
 	return max(period, 0)
 }
 
-// recent reports whether a heartbeat finished within the period.
+// recent reports whether a heartbeat finished within the last period.
 func (b Beat) recent(now time.Time) bool {
 	return b.EndedAt != nil && now.Sub(*b.EndedAt) <= b.period()+overdueAfter
 }
 
-// problem explains a dead heartbeat; empty for a live one.
+// problem returns why a heartbeat is dead, or "".
 func (b Beat) problem(now time.Time) (text string, since time.Time) {
 	switch {
 	case now.Sub(b.NextRunAt) > overdueAfter:
@@ -161,32 +162,32 @@ func (b Beat) problem(now time.Time) (text string, since time.Time) {
 
 type disabledSkill struct {
 	Name    string
-	ByAdmin bool // not by self-heal, so no reason
+	ByAdmin bool // disabled by an admin, so it is not a reason
 	OnTrial bool
 	At      *time.Time
 }
 
-// stuckWork is the stuck executions of an agent, or a stuck lane.
+// stuckWork counts the stuck executions of an agent, or names a stuck lane.
 type stuckWork struct {
 	Agent, Lane string
 	N           int64
 	Since       *time.Time
 }
 
-// Condition is the data that verdicts are derived from.
+// Condition is the data from which verdicts are derived.
 type Condition struct {
 	Failures
-	now      time.Time
-	pause    executions.Pause
-	workers  int64 // processes with a live lease
-	lease    *time.Time
-	beats    []Beat
-	disabled []disabledSkill
-	stuck    []stuckWork
-	broken   []channels.Broken
-	spent    map[string]bool // the agents whose budget of the day is spent; "" for the installation's
-	known    map[string]acknowledgement
-	// Budgets are today's, and AgentBudgets those of agents by name.
+	now          time.Time
+	pause        executions.Pause
+	workers      int64 // processes with a live lease
+	lease        *time.Time
+	beats        []Beat
+	disabled     []disabledSkill
+	stuck        []stuckWork
+	broken       []channels.Broken
+	overBudget   map[string]bool // agents whose budget of the day is spent; "" is the budget of the day
+	acknowledged map[string]acknowledgement
+	// Budgets has today's budgets, and AgentBudgets those of agents by name.
 	Budgets      []Budget
 	AgentBudgets map[string]Budget
 }
@@ -233,10 +234,11 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 		select '', l.lane, 1, w.since
 		  from (select k.lane, k.locked_at from agent_locks k
 		         where k.locked_by <> '' and not k.parked and k.expires_at > clock_timestamp() limit @most::int) l
-		 cross join lateral (select q.since from agent_lock_waiters q
+		 cross join lateral (
+		   select q.since from agent_lock_waiters q
 		    where q.lane = l.lane and q.expires_at > clock_timestamp() order by q.ticket limit 1) w
 		 where l.locked_at < @before and w.since < @before`,
-		postgres.Strict{"most": uncounted, "before": c.now.Add(-stuckAfter)})
+		postgres.Strict{"most": countLimit, "before": c.now.Add(-stuckAfter)})
 	if err != nil {
 		return c, err
 	}
@@ -244,7 +246,7 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 	return c, err
 }
 
-// Judge derives the verdict for an agent, or for all. all are the agents of the installation.
+// Judge derives the verdict for an agent, or for all agents if of is nil. all has the agents of the installation.
 func (c Condition) Judge(of *agents.Agent, all []agents.Agent) Verdict {
 	concerns := func(name string) bool { return of == nil || agents.Acting(all, name).Name == of.Name }
 	v := Verdict{State: Working, Why: []Reason{}, Known: []Reason{}}
@@ -260,31 +262,31 @@ func (c Condition) Judge(of *agents.Agent, all []agents.Agent) Verdict {
 		v.Why = append(v.Why, Reason{Text: "no process is running", Link: "/lanes", Since: c.lease})
 		return v
 	}
-	found := slices.Concat(c.failing(concerns), c.disabledSkills(of), c.dead(concerns), c.stuckOf(concerns),
-		c.brokenChannels(concerns), c.overspent(of))
-	var count []finding
+	found := slices.Concat(c.failingSubjects(concerns), c.disabledSkills(of), c.deadHeartbeats(concerns),
+		c.stuckFindings(concerns), c.brokenChannels(concerns), c.spentBudgets(of))
+	var counted []finding
 	for _, f := range found {
-		if known, is := c.known[f.keys[0]]; is {
-			f.By, f.Note = known.AcknowledgedBy, known.Reason
+		if ack, is := c.acknowledged[f.keys[0]]; is {
+			f.By, f.Note = ack.AcknowledgedBy, ack.Reason
 			v.Known = append(v.Known, f.Reason)
 		} else {
-			count = append(count, f)
+			counted = append(counted, f)
 		}
 	}
-	if v.Why = append(v.Why, merge(count)...); len(v.Why) > 0 {
+	if v.Why = append(v.Why, merge(counted)...); len(v.Why) > 0 {
 		v.State = Degraded
 	}
 	return v
 }
 
-// finding is a reason before it is merged with the others of its class.
+// finding is a reason before it is merged with other findings of its class.
 type finding struct {
 	Reason
-	class string                          // empty: it is not merged
-	many  func(n int) (text, link string) // of the reason for n findings of the class
+	class      string                          // empty: it is not merged
+	mergedText func(n int) (text, link string) // of the reason for n findings of the class
 }
 
-// merge makes one reason of the findings of a class, at the place of the first one.
+// merge combines the findings of a class into one reason, at the position of the first.
 func merge(found []finding) (why []Reason) {
 	places, counts := map[string]int{}, map[string]int{} // by class
 	for _, f := range found {
@@ -294,14 +296,14 @@ func merge(found []finding) (why []Reason) {
 			continue
 		}
 		r := &why[places[f.class]]
-		r.Text, r.Link = f.many(counts[f.class])
+		r.Text, r.Link = f.mergedText(counts[f.class])
 		r.Since = earliest(r.Since, f.Since)
 		r.keys = append(slices.Clip(r.keys), f.keys...)
 	}
 	return why
 }
 
-// earliest returns the earlier of two times; nil is none.
+// earliest returns the earlier of two times. A nil time is ignored.
 func earliest(a, b *time.Time) *time.Time {
 	if a == nil || b != nil && b.Before(*a) {
 		return b
@@ -309,8 +311,8 @@ func earliest(a, b *time.Time) *time.Time {
 	return a
 }
 
-// dead are the findings of dead heartbeats.
-func (c Condition) dead(concerns func(string) bool) (found []finding) {
+// deadHeartbeats returns the findings of dead heartbeats.
+func (c Condition) deadHeartbeats(concerns func(string) bool) (found []finding) {
 	beats := c.BeatsOf(concerns)
 	for _, b := range beats {
 		text, since := b.problem(c.now)
@@ -328,7 +330,7 @@ func (c Condition) dead(concerns func(string) bool) (found []finding) {
 	return found
 }
 
-// brokenChannels are the findings of channels.
+// brokenChannels returns the findings of broken channels.
 func (c Condition) brokenChannels(concerns func(string) bool) (found []finding) {
 	for _, b := range c.broken {
 		if !concerns(b.Agent) {
@@ -339,19 +341,20 @@ func (c Condition) brokenChannels(concerns func(string) bool) (found []finding) 
 			Reason: Reason{
 				Text: text, Link: "/channels#channel-" + b.Name, Since: &b.Since, keys: []string{text + ": " + errorKey(b.Error)},
 			},
-			class: "channel", many: func(n int) (string, string) { return fmt.Sprintf("%d channels broken", n), "/channels" },
+			class:      "channel",
+			mergedText: func(n int) (string, string) { return fmt.Sprintf("%d channels broken", n), "/channels" },
 		})
 	}
 	return found
 }
 
-// overspent is the finding of a spent budget.
-func (c Condition) overspent(of *agents.Agent) []finding {
+// spentBudgets returns the finding of a spent budget.
+func (c Condition) spentBudgets(of *agents.Agent) []finding {
 	text := ""
-	if c.spent[""] || of != nil && c.spent[of.Name] {
+	if c.overBudget[""] || of != nil && c.overBudget[of.Name] {
 		text = "today's budget is spent"
-	} else if of == nil && len(c.spent) > 0 {
-		text = "today's budget is spent by " + agentsText(c.spent)
+	} else if of == nil && len(c.overBudget) > 0 {
+		text = "today's budget is spent by " + agentsText(c.overBudget)
 	}
 	if text == "" {
 		return nil
@@ -370,7 +373,7 @@ func agentsText(set map[string]bool) string {
 	return fmt.Sprintf("%d agents", len(set))
 }
 
-// BeatsOf are the heartbeats that concern an agent.
+// BeatsOf returns the heartbeats of the agents that concerns accepts.
 func (c Condition) BeatsOf(concerns func(string) bool) (list []Beat) {
 	for _, b := range c.beats {
 		if concerns(b.Agent) {
@@ -380,9 +383,9 @@ func (c Condition) BeatsOf(concerns func(string) bool) (list []Beat) {
 	return list
 }
 
-// failing are the findings of flows, skills, actions and models that fail.
-func (c Condition) failing(concerns func(string) bool) (found []finding) {
-	disabled := map[string]bool{} // the agent no longer calls these
+// failingSubjects returns the findings of failing flows, skills, actions and models.
+func (c Condition) failingSubjects(concerns func(string) bool) (found []finding) {
+	disabled := map[string]bool{} // disabled skills have findings of their own
 	for _, s := range c.disabled {
 		disabled[s.Name] = true
 	}
@@ -390,7 +393,7 @@ func (c Condition) failing(concerns func(string) bool) (found []finding) {
 	for _, kind := range []string{"flow", "skill", "action", "model"} {
 		at := map[string]int{}
 		for _, f := range c.list {
-			o := c.outcome(f)
+			o := c.outcomeOf(f)
 			if f.Kind != kind || !concerns(f.Agent) || !o.Failing() || kind == "skill" && disabled[f.Name] {
 				continue
 			}
@@ -403,7 +406,7 @@ func (c Condition) failing(concerns func(string) bool) (found []finding) {
 				i = len(found)
 				at[f.Name] = i
 				many := func(n int) (string, string) { return fmt.Sprintf("%d %ss failing", n, kind), "#failing" }
-				found = append(found, finding{Reason: failingReason(f, o.Since, key), class: kind, many: many})
+				found = append(found, finding{Reason: failingReason(f, o.Since, key), class: kind, mergedText: many})
 			}
 			found[i].Since = earliest(found[i].Since, o.Since)
 			if !slices.Contains(found[i].keys, key) { // the newest failure comes first
@@ -414,7 +417,8 @@ func (c Condition) failing(concerns func(string) bool) (found []finding) {
 	return found
 }
 
-// failingReason is the reason of a failure. A model call that a limit refused did not reach the model.
+// failingReason returns the reason of a failure. A model call that a limit refused has its own text, because it did not
+// reach the model.
 func failingReason(f failure, since *time.Time, key string) Reason {
 	text, link := f.Kind+" "+human.Cut(60, f.Name)+" failing", SubjectURL(f.Kind, f.Name)
 	switch {
@@ -426,7 +430,7 @@ func failingReason(f failure, since *time.Time, key string) Reason {
 	return Reason{Text: text, Link: link, Since: since, keys: []string{key}}
 }
 
-// disabledSkills are the findings of skills that an agent may use and that self-heal disabled.
+// disabledSkills returns the findings of skills that self-heal disabled and that the agent may call.
 func (c Condition) disabledSkills(of *agents.Agent) (found []finding) {
 	for _, trial := range []bool{false, true} {
 		text, link := "disabled by self-heal", "/skills?state=disabled"
@@ -440,24 +444,24 @@ func (c Condition) disabledSkills(of *agents.Agent) (found []finding) {
 			found = append(found, finding{
 				Reason: Reason{
 					Text: "skill " + s.Name + " " + text, Link: SubjectURL("skill", s.Name), Since: s.At,
-					keys: []string{fmt.Sprintf("skill %s %s %d", s.Name, text, unix(s.At))},
+					keys: []string{fmt.Sprintf("skill %s %s %d", s.Name, text, unixSeconds(s.At))},
 				},
-				class: text, many: func(n int) (string, string) { return fmt.Sprintf("%d skills %s", n, text), link },
+				class: text, mergedText: func(n int) (string, string) { return fmt.Sprintf("%d skills %s", n, text), link },
 			})
 		}
 	}
 	return found
 }
 
-func unix(at *time.Time) int64 {
+func unixSeconds(at *time.Time) int64 {
 	if at == nil {
 		return 0
 	}
 	return at.Unix()
 }
 
-// stuckOf are the findings of stuck executions of an agent, and of stuck lanes.
-func (c Condition) stuckOf(concerns func(string) bool) (found []finding) {
+// stuckFindings returns the findings of stuck executions of an agent, and of stuck lanes.
+func (c Condition) stuckFindings(concerns func(string) bool) (found []finding) {
 	var runs, lanes stuckWork
 	for _, s := range c.stuck {
 		sum := &runs
@@ -472,7 +476,7 @@ func (c Condition) stuckOf(concerns func(string) bool) (found []finding) {
 		if s.N > 0 {
 			found = append(found, finding{Reason: Reason{
 				Text: Counted(s.N, noun) + " stuck", Link: link, Since: s.Since,
-				keys: []string{fmt.Sprintf("%d %s stuck %d", s.N, noun, unix(s.Since))},
+				keys: []string{fmt.Sprintf("%d %s stuck %d", s.N, noun, unixSeconds(s.Since))},
 			}})
 		}
 	}
@@ -486,8 +490,8 @@ func Counted(n int64, noun string) string {
 	switch {
 	case n == 1:
 		return "1 " + noun
-	case n >= uncounted:
-		return human.Count(uncounted-1) + "+ " + noun + "s"
+	case n >= countLimit:
+		return human.Count(countLimit-1) + "+ " + noun + "s"
 	}
 	return human.Count(n) + " " + noun + "s"
 }

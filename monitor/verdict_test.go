@@ -18,8 +18,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
-// written returns a verdict as text, without times.
-func written(v Verdict) string {
+// formatVerdict returns a verdict as text, without times.
+func formatVerdict(v Verdict) string {
 	text := v.State
 	for i, r := range v.Why {
 		text += map[bool]string{true: ": ", false: ", "}[i == 0] + r.Text + " <" + r.Link + ">"
@@ -27,11 +27,11 @@ func written(v Verdict) string {
 	return text
 }
 
-// well is the condition at noon of two agents with a heartbeat every half hour.
-func well() (Condition, []agents.Agent) {
+// healthyCondition returns a condition without reasons, at noon, and two agents with a heartbeat every half hour.
+func healthyCondition() (Condition, []agents.Agent) {
 	noon := time.Date(2026, 11, 26, 12, 0, 0, 0, time.UTC)
 	tick, ended := noon.Add(-10*time.Minute), noon.Add(-9*time.Minute)
-	c := Condition{now: noon, workers: 1, spent: map[string]bool{}}
+	c := Condition{now: noon, workers: 1, overBudget: map[string]bool{}}
 	for _, name := range []string{"sales", "billing"} {
 		c.beats = append(c.beats, Beat{
 			Agent: name, Cron: "*/30 * * * *", Timezone: "UTC", NextRunAt: noon.Add(20 * time.Minute), LastRunAt: &tick,
@@ -44,8 +44,8 @@ func well() (Condition, []agents.Agent) {
 	}
 }
 
-// fails adds a failure with its outcome.
-func (c *Condition) fails(kind, name, agent string, streak, hourFailed, hourAll int64) {
+// addFailure adds a failure with its outcome.
+func (c *Condition) addFailure(kind, name, agent string, streak, hourFailed, hourAll int64) {
 	at := c.now.Add(-time.Hour)
 	c.list = append(c.list, failure{Kind: kind, Name: name, Agent: agent, At: at, Message: "no route"})
 	o := outcome{
@@ -58,17 +58,17 @@ func (c *Condition) fails(kind, name, agent string, streak, hourFailed, hourAll 
 	c.outcomes = append(c.outcomes, o)
 }
 
-func TestAVerdictFollowsFromTheCondition(t *testing.T) {
+func TestVerdictOfCondition(t *testing.T) {
 	t.Parallel()
-	ago := func(c *Condition, d time.Duration) *time.Time {
+	before := func(c *Condition, d time.Duration) *time.Time {
 		at := c.now.Add(-d)
 		return &at
 	}
 	for name, test := range map[string]struct {
 		change              func(c *Condition)
-		all, sales, billing string // empty: same as all
+		all, sales, billing string // expected verdicts; empty sales means all for both agents
 	}{
-		"all well": {func(*Condition) {}, "working", "", ""},
+		"healthy": {func(*Condition) {}, "working", "", ""},
 		"paused": {
 			func(c *Condition) { c.pause = executions.Pause{Paused: true, PausedBy: "ana"} },
 			"stopped: paused by ana <#pause>", "", "",
@@ -81,33 +81,33 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 		"process died": {func(c *Condition) {
 			c.workers = 0
 			for i := range c.beats {
-				c.beats[i].EndedAt = ago(c, 40*time.Minute)
+				c.beats[i].EndedAt = before(c, 40*time.Minute)
 			}
 		}, "stopped: no process is running </lanes>", "", ""},
 		"three in a row": {
-			func(c *Condition) { c.fails("flow", "import", "billing", 3, 0, 0) },
+			func(c *Condition) { c.addFailure("flow", "import", "billing", 3, 0, 0) },
 			"degraded: flow import failing </executions?failed=1&flow=import>", "working",
 			"degraded: flow import failing </executions?failed=1&flow=import>",
 		},
-		"two in a row": {func(c *Condition) { c.fails("flow", "import", "billing", 2, 1, 2) }, "working", "", ""},
+		"two in a row": {func(c *Condition) { c.addFailure("flow", "import", "billing", 2, 1, 2) }, "working", "", ""},
 		"most in an hour": {
-			func(c *Condition) { c.fails("flow", "import", "of nobody", 1, 2, 3) },
+			func(c *Condition) { c.addFailure("flow", "import", "of nobody", 1, 2, 3) },
 			"degraded: flow import failing </executions?failed=1&flow=import>",
 			"degraded: flow import failing </executions?failed=1&flow=import>", "working",
 		},
-		"recovered": {func(c *Condition) { c.fails("flow", "import", "sales", 0, 9, 10) }, "working", "", ""},
+		"recovered": {func(c *Condition) { c.addFailure("flow", "import", "sales", 0, 9, 10) }, "working", "", ""},
 		"two flows": {
 			func(c *Condition) {
-				c.fails("flow", "import", "sales", 3, 0, 0)
-				c.fails("flow", "export", "sales", 4, 0, 0)
-				c.fails("model", "model_call", "sales", 4, 0, 0)
+				c.addFailure("flow", "import", "sales", 3, 0, 0)
+				c.addFailure("flow", "export", "sales", 4, 0, 0)
+				c.addFailure("model", "model_call", "sales", 4, 0, 0)
 			},
 			"degraded: 2 flows failing <#failing>, model calls failing </activity?status=error&skill=model_call>",
 			"degraded: 2 flows failing <#failing>, model calls failing </activity?status=error&skill=model_call>", "working",
 		},
 		"disabled skill": {
 			func(c *Condition) {
-				c.fails("skill", "fetch", "sales", 5, 5, 5)
+				c.addFailure("skill", "fetch", "sales", 5, 5, 5)
 				c.disabled = []disabledSkill{{Name: "fetch"}, {Name: "pay", OnTrial: true}}
 			},
 			"degraded: skill fetch disabled by self-heal </skills/fetch>, skill pay on trial </skills/pay>",
@@ -115,12 +115,12 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 			"degraded: skill pay on trial </skills/pay>",
 		},
 		"heartbeat overdue": {
-			func(c *Condition) { c.beats[1].NextRunAt = *ago(c, 3*time.Minute) },
+			func(c *Condition) { c.beats[1].NextRunAt = *before(c, 3*time.Minute) },
 			"degraded: heartbeat overdue for billing </executions?flow=heartbeat>", "working",
 			"degraded: heartbeat overdue </executions?flow=heartbeat>",
 		},
 		"heartbeat hangs": {
-			func(c *Condition) { c.beats[0].EndedAt = ago(c, 63*time.Minute) },
+			func(c *Condition) { c.beats[0].EndedAt = before(c, 63*time.Minute) },
 			"degraded: no heartbeat finished for sales </executions?flow=heartbeat>",
 			"degraded: no heartbeat finished </executions?flow=heartbeat>", "working",
 		},
@@ -131,33 +131,35 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 			"degraded: 2 executions stuck </executions?view=stuck>, 1 lane stuck </lanes>",
 		},
 		"budget of one": {
-			func(c *Condition) { c.spent["billing"] = true },
+			func(c *Condition) { c.overBudget["billing"] = true },
 			"degraded: today's budget is spent by billing </spend?days=1>", "working",
 			"degraded: today's budget is spent </spend?days=1>",
 		},
 		"budget of all": {
-			func(c *Condition) { c.spent[""] = true }, "degraded: today's budget is spent </spend?days=1>", "",
+			func(c *Condition) { c.overBudget[""] = true }, "degraded: today's budget is spent </spend?days=1>", "",
 			"",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			c, all := well()
+			c, all := healthyCondition()
 			test.change(&c)
 			if test.sales == "" {
 				test.sales, test.billing = test.all, test.all
 			}
-			assert.Equal(t, test.all, written(c.Judge(nil, all)))
-			assert.Equal(t, test.sales, written(c.Judge(&all[0], all)))
-			assert.Equal(t, test.billing, written(c.Judge(&all[1], all)))
+			assert.Equal(t, test.all, formatVerdict(c.Judge(nil, all)))
+			assert.Equal(t, test.sales, formatVerdict(c.Judge(&all[0], all)))
+			assert.Equal(t, test.billing, formatVerdict(c.Judge(&all[1], all)))
 		})
 	}
 }
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// ended inserts an execution that ended some minutes ago.
-func ended(t *testing.T, pool *pgxpool.Pool, agent, flow, status, message string, minutes int, parent string) string {
+// insertExecution inserts an execution that ended some minutes ago.
+func insertExecution(
+	t *testing.T, pool *pgxpool.Pool, agent, flow, status, message string, minutes int, parent string,
+) string {
 	t.Helper()
 	id := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7(now() - make_interval(mins => $1))::text`, minutes)
 	rows.Quiet(t, pool, `
@@ -169,58 +171,58 @@ func ended(t *testing.T, pool *pgxpool.Pool, agent, flow, status, message string
 	return id
 }
 
-// judged reads the condition of a database and returns the verdict.
-func judged(t *testing.T, pool *pgxpool.Pool) string {
+// currentVerdict returns the verdict of a database as text.
+func currentVerdict(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	s, err := Monitor{Agents: &agents.Directory{}}.Status(t.Context(), pool)
 	require.NoError(t, err)
-	return written(s.Verdict)
+	return formatVerdict(s.Verdict)
 }
 
-func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
+func TestVerdictOfDatabase(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	assert.Equal(t, "stopped: no process is running </lanes>", judged(t, pool))
+	assert.Equal(t, "stopped: no process is running </lanes>", currentVerdict(t, pool))
 	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
-	assert.Equal(t, "working", judged(t, pool))
+	assert.Equal(t, "working", currentVerdict(t, pool))
 
-	// Failures long ago, or before a success, do not count. Cancelled and skipped runs count neither way.
+	// Failures of more than a day ago, or before a success, do not count. Cancelled and skipped runs are ignored.
 	for i := range 4 {
-		ended(t, pool, "agent", "import", "failed", "no route", 1600+i, "")
-		ended(t, pool, "agent", "export", "failed", "no route", 90+i, "")
-		ended(t, pool, "agent", "heartbeat", "failed", "no route", 80+i, "")
+		insertExecution(t, pool, "agent", "import", "failed", "no route", 1600+i, "")
+		insertExecution(t, pool, "agent", "export", "failed", "no route", 90+i, "")
+		insertExecution(t, pool, "agent", "heartbeat", "failed", "no route", 80+i, "")
 	}
-	ended(t, pool, "agent", "export", "completed", "", 70, "")
-	ended(t, pool, "agent", "heartbeat", "completed", "", 75, "")
-	assert.Equal(t, "working", judged(t, pool))
+	insertExecution(t, pool, "agent", "export", "completed", "", 70, "")
+	insertExecution(t, pool, "agent", "heartbeat", "completed", "", 75, "")
+	assert.Equal(t, "working", currentVerdict(t, pool))
 	pgtest.Exec(t, pool, `delete from agent_executions where flow = 'heartbeat' and status = 'completed'`)
-	ended(t, pool, "agent", "heartbeat", "cancelled", "", 60, "")
-	skipped := ended(t, pool, "agent", "heartbeat", "completed", "", 65, "")
+	insertExecution(t, pool, "agent", "heartbeat", "cancelled", "", 60, "")
+	skipped := insertExecution(t, pool, "agent", "heartbeat", "completed", "", 65, "")
 	rows.Quiet(t, pool, `
 		update agent_executions set result_summary = 'skipped: an admin is at work' where id = $1::text::uuid`,
 		skipped)
-	assert.Equal(t, "degraded: flow heartbeat failing </executions?failed=1&flow=heartbeat>", judged(t, pool))
+	assert.Equal(t, "degraded: flow heartbeat failing </executions?failed=1&flow=heartbeat>", currentVerdict(t, pool))
 	pgtest.Exec(t, pool, `delete from agent_executions`)
 
 	// Calls of skills, of other actions and of models count.
 	rows.Skill(t, pool, "fetch", "", "", "")
 	rows.Calls(t, pool, "fetch", "success", "", 9)
 	rows.Calls(t, pool, "fetch", "error", "no route", 2)
-	assert.Equal(t, "working", judged(t, pool))
+	assert.Equal(t, "working", currentVerdict(t, pool))
 	rows.Calls(t, pool, "fetch", "error", "no route", 1)
 	rows.Calls(t, pool, "webhook_send", "error", "refused", 3)
 	pgtest.Exec(t, pool, `insert into agent_activity (trace_id, kind, skill_name, status, error_message)
 		select 'hb_1', 'model', 'model_call', 'error', 'overloaded' from generate_series(1, 3)`)
 	assert.Equal(t, "degraded: skill fetch failing </skills/fetch>, "+
 		"action webhook_send failing </activity?status=error&skill=webhook_send>, "+
-		"model calls failing </activity?status=error&skill=model_call>", judged(t, pool))
+		"model calls failing </activity?status=error&skill=model_call>", currentVerdict(t, pool))
 	pgtest.Exec(t, pool, `update agent_activity set error_class = 'budget_surface' where kind = 'model'`)
-	assert.Contains(t, judged(t, pool), "model calls refused by a limit </spend?days=1>")
+	assert.Contains(t, currentVerdict(t, pool), "model calls refused by a limit </spend?days=1>")
 	pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = now();
 		update agent_activity set status = 'success' where skill_name <> 'fetch'`)
-	assert.Equal(t, "degraded: skill fetch disabled by self-heal </skills/fetch>", judged(t, pool))
+	assert.Equal(t, "degraded: skill fetch disabled by self-heal </skills/fetch>", currentVerdict(t, pool))
 	pgtest.Exec(t, pool, `update agent_skills set disabled_by = 'ana'`)
-	assert.Equal(t, "working", judged(t, pool))
+	assert.Equal(t, "working", currentVerdict(t, pool))
 
 	// Heartbeats, stuck executions and lanes count.
 	pgtest.Exec(t, pool, `insert into agent_schedules (name, flow, surface, agent, cron, timezone, next_run_at)
@@ -237,23 +239,23 @@ func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
 		select lane, 'w', now() - interval '16 minutes', now() + interval '1 minute' from agent_locks`)
 	assert.Equal(t, "degraded: heartbeat overdue </executions?flow=heartbeat>, 1 execution stuck "+
 		"</executions?view=stuck>, "+
-		"1 lane stuck </lanes>", judged(t, pool))
+		"1 lane stuck </lanes>", currentVerdict(t, pool))
 	_, err := executions.PauseAll(t.Context(), pool, "ana", "prices look wrong")
 	require.NoError(t, err)
-	assert.Equal(t, "stopped: paused by ana <#pause>", judged(t, pool))
+	assert.Equal(t, "stopped: paused by ana <#pause>", currentVerdict(t, pool))
 }
 
-func TestARejectionIsNoFailure(t *testing.T) {
+func TestVerdictIgnoresRejections(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
-	// failing inserts n runs. Their approval got a status, and they failed in the step r with a class of error.
-	failing := func(n int, flow, approval, class string) {
+	// insertRejected inserts n runs that failed in the step r with an error class, each with an approval of a status.
+	insertRejected := func(n int, flow, approval, class string) {
 		for i := range n {
 			if n > 3 {
-				i = 0 // newer than the others
+				i = 0 // all newer than the other flows
 			}
-			id := ended(t, pool, "agent", flow, "failed", "it was no", i, "")
+			id := insertExecution(t, pool, "agent", flow, "failed", "it was no", i, "")
 			rows.Quiet(t, pool, `update agent_executions set failed_step = 'r' where id = $1::text::uuid`, id)
 			pgtest.Exec(t, pool, `
 				insert into agent_activity (trace_id, execution_id, kind, skill_name, step, status, error_class)
@@ -265,34 +267,35 @@ func TestARejectionIsNoFailure(t *testing.T) {
 				id, approval)
 		}
 	}
-	failing(3, "rejected", "rejected", "denied")
+	insertRejected(3, "rejected", "rejected", "denied")
 	f, err := ReadFailures(t.Context(), pool)
 	require.NoError(t, err)
 	assert.Equal(t, 0, len(f.Groups(func(string) bool { return true }, nil)))
-	assert.Equal(t, "working", judged(t, pool))
-	failing(3, "late", "expired", "denied")      // nobody decided
-	failing(3, "after", "rejected", "model_off") // the step continued after the rejection
-	assert.Equal(t, "degraded: 2 flows failing <#failing>", judged(t, pool))
-	failing(failuresRead, "rejected", "rejected", "denied")
-	assert.Equal(t, "degraded: 2 flows failing <#failing>", judged(t, pool), "newer rejections hide the failures")
+	assert.Equal(t, "working", currentVerdict(t, pool))
+	insertRejected(3, "late", "expired", "denied")      // nobody decided
+	insertRejected(3, "after", "rejected", "model_off") // the step continued after the rejection
+	assert.Equal(t, "degraded: 2 flows failing <#failing>", currentVerdict(t, pool))
+	insertRejected(failuresRead, "rejected", "rejected", "denied")
+	assert.Equal(t, "degraded: 2 flows failing <#failing>", currentVerdict(t, pool), "newer rejections hide the failures")
 }
 
-func TestFailuresAreGroupedByRootError(t *testing.T) {
+func TestFailureGroups(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	const refused = "dial tcp 10.0.0.%d:443: connect: connection refused"
-	for i := range 3 { // two flows and a skill fail for the same reason, and the parent only passes on the error
+	for i := range 3 { // two flows and a skill fail with the same root error
 		message := fmt.Sprintf(refused, i)
-		parent := ended(t, pool, "agent", "nightly", "failed", "step import: flow import: step fetch: "+message, 20+i, "")
-		child := ended(t, pool, "agent", "import", "failed", "step fetch: "+message, 20+i, parent)
+		parent := insertExecution(t, pool, "agent", "nightly", "failed", "step import: flow import: step fetch: "+message,
+			20+i, "")
+		child := insertExecution(t, pool, "agent", "import", "failed", "step fetch: "+message, 20+i, parent)
 		pgtest.Exec(t, pool, `insert into agent_activity (trace_id, execution_id, skill_name, status, error_class,
 			error_message)
 			values ('hb_1', $1::text::uuid, 'fetch', 'error', 'network', $2)`, child, message)
 	}
 	rows.Skill(t, pool, "fetch", "", "", "")
-	ended(t, pool, "agent", "sync", "failed", "customer 7919 has no address", 40, "")
-	ended(t, pool, "agent", "sync", "failed", "customer 104729 has no address", 30, "")
-	ended(t, pool, "agent", "sync", "completed", "", 10, "")
+	insertExecution(t, pool, "agent", "sync", "failed", "customer 7919 has no address", 40, "")
+	insertExecution(t, pool, "agent", "sync", "failed", "customer 104729 has no address", 30, "")
+	insertExecution(t, pool, "agent", "sync", "completed", "", 10, "")
 	f, err := ReadFailures(t.Context(), pool)
 	require.NoError(t, err)
 	var got []string
@@ -310,7 +313,7 @@ func TestFailuresAreGroupedByRootError(t *testing.T) {
 	}, got)
 }
 
-func TestMessagesDifferByMoreThanNumbersAndIds(t *testing.T) {
+func TestErrorKey(t *testing.T) {
 	t.Parallel()
 	same := []string{
 		"order 17 of fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE failed: 018f0000-0000-7000-8000-000000000000",
@@ -320,19 +323,19 @@ func TestMessagesDifferByMoreThanNumbersAndIds(t *testing.T) {
 	assert.True(t, errorKey("no such table orders") != errorKey("no such table customers"), "two errors have one key")
 }
 
-// events returns the events for targets.
-func events(t *testing.T, pool *pgxpool.Pool) []string {
+// queuedEvents returns the events that are queued for targets.
+func queuedEvents(t *testing.T, pool *pgxpool.Pool) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, pool, `
 		select coalesce(array_agg(o.event || ' ' || coalesce(o.payload -> 'data' ->> 'state', o.payload -> 'data' ->> 'percent')
 		  order by o.id), '{}') from agent_webhook_outbox o`)
 }
 
-func TestEachChangeIsToldOnceByAllProcesses(t *testing.T) {
+func TestCheckAnnouncesChangeOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	m := Monitor{Agents: &agents.Directory{}, Limits: budgets.Limits{Day: budgets.Limit{USD: 10}}}
-	check := func() { // three concurrent processes, and again
+	check := func() { // three concurrent checks, then another
 		var group errgroup.Group
 		for range 3 {
 			group.Go(func() error { return m.Check(t.Context(), pool, 0) })
@@ -346,11 +349,11 @@ func TestEachChangeIsToldOnceByAllProcesses(t *testing.T) {
 	pgtest.Exec(t, pool, `insert into agent_webhook_targets (name, url, secrets, events)
 		values ('ops', 'https://example.com', array['${S}'], '{verdict.changed,budget.reached}')`)
 	check()
-	assert.Equal(t, 0, len(events(t, pool)))
+	assert.Equal(t, 0, len(queuedEvents(t, pool)))
 	pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = now();
 		insert into agent_budgets (scope, cost_usd) values ('day:' || (now() at time zone 'UTC')::date, 8)`)
 	check()
-	assert.NoDiff(t, []string{"verdict.changed degraded", "budget.reached 80"}, events(t, pool))
+	assert.NoDiff(t, []string{"verdict.changed degraded", "budget.reached 80"}, queuedEvents(t, pool))
 	pgtest.Exec(t, pool, `update agent_budgets set cost_usd = 9.99; update agent_skills set enabled = true, disabled_by = '', disabled_at = null`)
 	check()
 	pgtest.Exec(t, pool, `update agent_budgets set cost_usd = 10`)
@@ -358,13 +361,13 @@ func TestEachChangeIsToldOnceByAllProcesses(t *testing.T) {
 	assert.NoDiff(t, []string{
 		"verdict.changed degraded", "budget.reached 80", "verdict.changed working", "verdict.changed degraded",
 		"budget.reached 100",
-	}, events(t, pool))
-	if err := m.Check(t.Context(), pool, time.Hour); err != nil { // another process checked within the hour
+	}, queuedEvents(t, pool))
+	if err := m.Check(t.Context(), pool, time.Hour); err != nil { // no check is due within the hour
 		t.Error(err)
 	}
 }
 
-func TestAnAcknowledgedReasonCountsAgainWhenItChangesOrComesBack(t *testing.T) {
+func TestAcknowledgedReasonCountsAgain(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	m := Monitor{Agents: &agents.Directory{}}
@@ -380,7 +383,7 @@ func TestAnAcknowledgedReasonCountsAgainWhenItChangesOrComesBack(t *testing.T) {
 	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
 	fail := func(message string) {
 		for range 3 {
-			ended(t, pool, "agent", "import", "failed", message, 1, "")
+			insertExecution(t, pool, "agent", "import", "failed", message, 1, "")
 		}
 	}
 	fail("shop 7 is closed")

@@ -14,11 +14,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// CheckEvery is the pause between two checks of all processes together.
+// CheckEvery is the interval between two checks. All processes share it.
 const CheckEvery = 10 * time.Second
 
-// Watch sends verdict.changed and budget.reached to the subscribed targets until ctx ends, and removes acknowledgements
-// of past causes. Several processes may run it.
+// Watch queues verdict.changed and budget.reached for the subscribed targets until ctx ends. It also deletes
+// acknowledgements of causes that no longer exist. Several processes may run it.
 func (m Monitor) Watch(ctx context.Context, db postgres.Beginner, log *slog.Logger) error {
 	tick := time.NewTicker(CheckEvery)
 	defer tick.Stop()
@@ -34,8 +34,8 @@ func (m Monitor) Watch(ctx context.Context, db postgres.Beginner, log *slog.Logg
 	}
 }
 
-// Check is one pass of Watch. It does nothing while another process checks, or if one did within every. The transaction
-// that records a state writes its event, so each change is announced once.
+// Check is one check of Watch. It does nothing while another process checks, or if a process has checked within every.
+// One transaction records the state and queues its event, so each change is announced once.
 func (m Monitor) Check(ctx context.Context, db postgres.Beginner, every time.Duration) error {
 	var wanted bool
 	err := db.QueryRow(ctx, `
@@ -68,7 +68,7 @@ func (m Monitor) check(ctx context.Context, tx pgx.Tx, every time.Duration) erro
 		return err
 	}
 	v := c.Judge(nil, all)
-	if v.State != Stopped { // a pause hides the reasons
+	if v.State != Stopped { // a stopped verdict does not have the other reasons
 		_, err = tx.Exec(ctx, `delete from agent_acknowledgements where cause <> all (@causes::text[])`,
 			postgres.Strict{"causes": append([]string{}, keysOf(slices.Concat(v.Why, v.Known))...)})
 		if err != nil {
@@ -83,21 +83,21 @@ func (m Monitor) check(ctx context.Context, tx pgx.Tx, every time.Duration) erro
 			return err
 		}
 	}
-	now, err := announceBudgets(ctx, tx, c, reached)
+	reachedNow, err := announceBudgets(ctx, tx, c, reached)
 	if err != nil {
 		return err
 	}
 	_, err = tx.Exec(ctx, `
 		update agent_verdict
 		   set since = case when state = @state then since else clock_timestamp() end, state = @state,
-		       checked_at = clock_timestamp(), reached = @reached`, postgres.Strict{"state": v.State, "reached": now})
+		       checked_at = clock_timestamp(), reached = @reached`, postgres.Strict{"state": v.State, "reached": reachedNow})
 	return err
 }
 
-// announceBudgets sends budget.reached for each limit that passed 80 or 100 per cent since the day's last check. It
-// returns the announced limits.
-func announceBudgets(ctx context.Context, tx pgx.Tx, c Condition, before map[string]int) (map[string]int, error) {
-	now := map[string]int{}
+// announceBudgets queues budget.reached for each limit that has reached 80 or 100 per cent since the last check of the
+// day. It returns the announced limits.
+func announceBudgets(ctx context.Context, tx pgx.Tx, c Condition, previous map[string]int) (map[string]int, error) {
+	announced := map[string]int{}
 	list := slices.Clone(c.Budgets)
 	for _, b := range c.AgentBudgets {
 		list = append(list, b)
@@ -110,7 +110,7 @@ func announceBudgets(ctx context.Context, tx pgx.Tx, c Condition, before map[str
 			}
 		}
 		key := c.now.UTC().Format(time.DateOnly) + " " + b.Scope + " " + b.Unit
-		if percent > before[key] {
+		if percent > previous[key] {
 			err := emit(ctx, tx, "budget.reached", map[string]any{
 				"scope": b.Scope, "unit": b.Unit, "percent": percent, "spent": b.Spent, "limit": b.Limit,
 			})
@@ -118,11 +118,11 @@ func announceBudgets(ctx context.Context, tx pgx.Tx, c Condition, before map[str
 				return nil, err
 			}
 		}
-		if percent = max(percent, before[key]); percent > 0 {
-			now[key] = percent
+		if percent = max(percent, previous[key]); percent > 0 {
+			announced[key] = percent
 		}
 	}
-	return now, nil
+	return announced, nil
 }
 
 // emit queues an event for the targets, in the transaction.
