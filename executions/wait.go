@@ -251,8 +251,9 @@ func (r *run) waitInTx(
 ) (outcome []byte, err error) {
 	b := &pgx.Batch{}
 	queueLockTimeout(b)
-	b.Queue(`select lanekeeper.wait_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds),
-		@data)`,
+	b.Queue(`
+		select lanekeeper.wait_agent_execution(
+		  @id, @claim, @step, @kind, @key, make_interval(secs => @seconds), @data)`,
 		postgres.Strict{
 			"id": r.exec.ID, "claim": r.exec.Claim, "step": step, "kind": w.kind, "key": w.key,
 			"seconds": w.timeout.Seconds(), "data": data,
@@ -270,7 +271,7 @@ type waitWrite struct {
 	variables           json.RawMessage // nil when the row has them
 }
 
-// batchedKinds end by an event or a time alone, so their writes can be batched.
+// batchedKinds are the kinds of waits that only an event or a time ends, so their writes can be batched.
 var batchedKinds = []string{"event", "approval", "delay"}
 
 // writeWait starts a wait in a batch, or in its own transaction if its kind or run needs one. It returns the outcome if
@@ -303,8 +304,8 @@ func (e *Engine) waitBatch(ctx context.Context, waits []waitWrite) ([]batch.Resu
 		data[i], variables[i] = nullableJSON(w.data), nullableJSON(w.variables)
 	}
 	rows, err := e.pool.Query(ctx, `
-		select lanekeeper.wait_agent_executions(@ids, @claims, @steps, @kinds, @keys, @seconds, (@data::text[])::jsonb[],
-		       (@variables::text[])::jsonb[])`,
+		select lanekeeper.wait_agent_executions(
+		  @ids, @claims, @steps, @kinds, @keys, @seconds, (@data::text[])::jsonb[], (@variables::text[])::jsonb[])`,
 		postgres.Strict{
 			"ids": ids, "claims": claims, "steps": steps, "kinds": kinds, "keys": keys, "seconds": seconds, "data": data,
 			"variables": variables,

@@ -74,9 +74,11 @@ func (e *Engine) Await(ctx context.Context, id string) (Execution, error) {
 func (e *Engine) readStatus(ctx context.Context, ids []string) (map[string]StatusChange, error) {
 	rows, err := e.pool.Query(ctx, `
 		select e.id::text, e.trace_id, e.status, e.waiting_for, e.updated_at as at, e.claim, e.wait_number,
-		       case when e.is_external then coalesce((select max(c.n) from agent_status_changes c where c.execution_id = e.id), 0)
+		       case when e.is_external
+		         then coalesce((select max(c.n) from agent_status_changes c where c.execution_id = e.id), 0)
 		         else 0 end as change
-		  from agent_executions e where e.id = any (@ids::uuid[])`, postgres.Strict{"ids": ids})
+		  from agent_executions e
+		 where e.id = any (@ids::uuid[])`, postgres.Strict{"ids": ids})
 	changes, err := postgres.Collect(rows, err, "read status", pgx.RowToStructByName[StatusChange])
 	if err != nil {
 		return nil, err

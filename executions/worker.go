@@ -29,8 +29,11 @@ func (e *Engine) registerWorker(ctx context.Context) error {
 	var id string
 	err := cmp.Or(e.opts.Lease, e.pool).QueryRow(ctx, `
 		insert into agent_workers (name, ttl_seconds, expires_at, go_flows)
-		values (@name, @ttl::int, clock_timestamp() + make_interval(secs => @ttl::int), @flows) returning id::text`,
-		postgres.Strict{"name": processName(), "ttl": int(e.opts.LeaseTTL.Seconds()), "flows": e.registeredFlows()}).Scan(&id)
+		values (@name, @ttl::int, clock_timestamp() + make_interval(secs => @ttl::int), @flows)
+		returning id::text`,
+		postgres.Strict{
+			"name": processName(), "ttl": int(e.opts.LeaseTTL.Seconds()), "flows": e.registeredFlows(),
+		}).Scan(&id)
 	if err != nil {
 		return fmt.Errorf("register worker: %w", err)
 	}
@@ -178,15 +181,16 @@ func renewWorker(ctx context.Context, pool *pgxpool.Pool, id string, alive *bool
 	})
 	b.Queue(`
 		select array(
-		  select e.id || '#' || e.claim from agent_executions e where e.claimed_by = @id), array(
-		  select c.execution_id::text from agent_cancel_requests c
-		   where exists (select from agent_executions e where e.id = c.execution_id and e.claimed_by = @id))`,
+		         select e.id || '#' || e.claim from agent_executions e where e.claimed_by = @id),
+		       array(
+		         select c.execution_id::text from agent_cancel_requests c
+		          where exists (select from agent_executions e where e.id = c.execution_id and e.claimed_by = @id))`,
 		args).QueryRow(func(row pgx.Row) error { return row.Scan(claims, cancels) })
 	return pool.SendBatch(ctx, b).Close()
 }
 
 // reconcile compares the database's claims of a worker with the runs of this process. It returns runs without a claim,
-// and claims without a run for two renewals. Such claims remain after a lost answer or a failed completion. No other
+// and claims without a run for two renewals. Such claims remain after a lost response or a failed completion. No other
 // process can claim their executions while this process lives.
 func (e *Engine) reconcile(w *workerLease, sentAt time.Time, claims []string) (lost []*run, orphaned []string) {
 	e.mu.Lock()
@@ -247,7 +251,6 @@ func (e *Engine) releaseClaimOf(ctx context.Context, id string, claim any) {
 		e.log.WarnContext(ctx, "execution not released", "execution", id, "error", err)
 		return
 	case tag.RowsAffected() == 0: // another claim has replaced this one
-
 		return
 	}
 	e.log.InfoContext(ctx, "execution released", "execution", id)

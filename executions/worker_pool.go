@@ -42,12 +42,12 @@ type workerPool struct {
 	backlog   bool          // the last claim used every free worker, so more may be ready
 
 	mu         sync.Mutex
-	busy       int             // working workers and reserved slots
-	completing int             // returned flows with a completion in flight
-	starved    bool            // an execution may be ready without a free worker
-	accepting  bool            // the pool makes claims
-	runCtx     context.Context // context of the runs
-	skipUntil  map[string]time.Time
+	busy       int                  // working workers and reserved slots
+	completing int                  // returned flows with a completion in flight
+	starved    bool                 // an execution may be ready without a free worker
+	accepting  bool                 // the pool makes claims
+	runCtx     context.Context      // context of the runs
+	skipUntil  map[string]time.Time // when to claim an unknown flow again
 }
 
 func newWorkerPool(e *Engine, queue string) *workerPool {
@@ -318,7 +318,8 @@ func (p *workerPool) claim(
 	rows, err := p.e.pool.Query(ctx, `
 		select `+columns+`, `+checkpointColumns+`, missed
 		  from (select (t.execution).*, t.held, t.steps, t.claims, t.prints, t.failed, t.outputs, t.times, t.missed
-		          from lanekeeper.claim_agent_executions(@queue, @worker, @n, @skip) t) x order by priority, id`,
+		          from lanekeeper.claim_agent_executions(@queue, @worker, @n, @skip) t) x
+		 order by priority, id`,
 		postgres.Strict{"worker": worker, "queue": p.queue, "n": n, "skip": p.skippedFlows()})
 	if err != nil {
 		return "", nil, false, err

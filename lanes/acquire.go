@@ -13,17 +13,17 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Acquire makes one attempt to acquire lane for a new owner. It never waits. A held lane is a *BusyError, which
-// matches ErrBusy; an invalid lane or TTL is ErrInvalid. Run renews the lease until Release. The context of the lease
-// derives from ctx. If ctx ends during the statement, Acquire may still return a lease with an ended Context: release
-// it like any other.
+// Acquire makes one attempt to acquire lane for a new owner. It never waits. If another owner holds the lane, it
+// returns a *BusyError, which matches ErrBusy. For an invalid lane or TTL it returns ErrInvalid. Run renews the lease
+// until Release. The context of the lease derives from ctx. If ctx ends during the statement, Acquire may return a
+// lease with an ended Context, which the caller must release too.
 func (k *Keeper) Acquire(ctx context.Context, lane string, opts ...Option) (*Lease, error) {
 	return k.AcquireAs(ctx, runOwner(ctx, settingsFor(lane, opts).process), lane, opts...)
 }
 
-// AcquireAs is Acquire for the claim of an execution. A lane that the owner already holds is granted again: holds are
-// counted, and the last release frees the lane. A lane of a waiting parent is borrowed if the execution may borrow
-// it. Lender then names the parent, and a release returns the lane.
+// AcquireAs is Acquire for the claim of an execution. The owner may acquire a lane repeatedly; the last release frees
+// it. If a waiting parent holds the lane and the execution may borrow it, AcquireAs borrows the lane. Lender then names
+// the parent, and a release returns the lane.
 func (k *Keeper) AcquireAs(ctx context.Context, owner Owner, lane string, opts ...Option) (*Lease, error) {
 	try := k.tryBatched
 	if owner.claim {
@@ -40,7 +40,7 @@ func (k *Keeper) AcquireAs(ctx context.Context, owner Owner, lane string, opts .
 	return lease, nil
 }
 
-// acquireResult is the database's answer to an acquire, with the lane's former state.
+// acquireResult is the database's response to an acquire, with the former state of the lane.
 type acquireResult struct {
 	Acquired      bool
 	FencingToken  int64
@@ -61,19 +61,19 @@ func (r *acquireResult) busyError(lane string) *BusyError {
 	return e
 }
 
-// parkedAfter is longer than any lease: a longer remaining time means parked.
+// parkedAfter is longer than any lease. A lane with a longer remaining time is parked.
 const parkedAfter = 10 * 365 * 24 * time.Hour
 
-// remaining is the time left of the present lease, at most parkedAfter.
+// remaining returns the remaining time of the current lease, at most parkedAfter.
 func (r *acquireResult) remaining() time.Duration {
 	return time.Duration(math.Min(r.Remaining, parkedAfter.Seconds()) * float64(time.Second))
 }
 
-// acquireFunc is one statement that acquires a lane: tryLane, tryExecutionLane or waiter.tryOrEnqueue.
+// acquireFunc runs one statement that acquires a lane: tryLane, tryExecutionLane or waiter.tryOrEnqueue.
 type acquireFunc func(ctx context.Context, db postgres.DB, lane string, owner Owner,
 	ttl time.Duration) (acquireResult, error)
 
-// attempt runs one statement. It returns a lease, or the holder, or an error.
+// attempt runs one acquireFunc. It returns a lease, the current holder or an error.
 func (k *Keeper) attempt(
 	ctx context.Context, owner Owner, lane string, ttl time.Duration, acquire acquireFunc,
 ) (*Lease, *acquireResult, error) {
@@ -110,8 +110,8 @@ func (k *Keeper) attempt(
 	return lease, nil, nil
 }
 
-// query runs a statement, and waits a while for its answer after ctx has ended. Otherwise a lane granted at that moment
-// would stay held until its lease expires.
+// query runs a statement. After the end of ctx, it waits up to responseTimeout for the response. Otherwise a lane that
+// is granted at that moment would stay held until its lease expires.
 func (k *Keeper) query(
 	ctx context.Context, acquire acquireFunc, lane string, owner Owner, ttl time.Duration,
 ) (acquireResult, error) {
@@ -121,14 +121,14 @@ func (k *Keeper) query(
 	queryCtx, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer cancel(nil)
 	stop := context.AfterFunc(ctx, func() {
-		timer := time.AfterFunc(answerTimeout, func() { cancel(context.Cause(ctx)) })
+		timer := time.AfterFunc(responseTimeout, func() { cancel(context.Cause(ctx)) })
 		context.AfterFunc(queryCtx, func() { timer.Stop() })
 	})
 	defer stop()
 	return acquire(queryCtx, k.db, lane, owner, ttl)
 }
 
-// nestedTTL keeps a nested hold from shortening the outer lease.
+// nestedTTL returns the TTL of a hold. A nested hold must not shorten the outer lease.
 func (k *Keeper) nestedTTL(id key, ttl time.Duration) (_ time.Duration, nested bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -155,8 +155,9 @@ func (k *Keeper) logGrant(ctx context.Context, l *Lease, result acquireResult, n
 		"fencing_token", result.FencingToken)
 }
 
-// undoAcquire releases the lane that a statement without an answer may have acquired, and leaves the queue. A failure
-// continues in the background. Lanes of an execution stay: they end with it.
+// undoAcquire releases the lane that a statement without a response may have acquired, and leaves the queue. After a
+// failure it retries in the background. It does nothing for an execution, because the end of the execution releases its
+// lanes.
 func (k *Keeper) undoAcquire(ctx context.Context, owner Owner, lane string, ttl time.Duration, cause error) {
 	var connectErr *pgconn.ConnectError
 	if owner.claim || errors.As(cause, &connectErr) || postgres.Unchanged(cause) {
@@ -165,7 +166,7 @@ func (k *Keeper) undoAcquire(ctx context.Context, owner Owner, lane string, ttl 
 	k.releaseOrphan(ctx, lane, owner, ttl, func(ctx context.Context) error { return leaveQueue(ctx, k.db, lane, owner) })
 }
 
-// releaseOrphan releases a lane without a caller, in the background after a failure.
+// releaseOrphan releases a lane that has no caller. After a failure it retries in the background.
 func (k *Keeper) releaseOrphan(
 	ctx context.Context, lane string, owner Owner, ttl time.Duration, release func(ctx context.Context) error,
 ) {
@@ -196,7 +197,7 @@ type acquireRow struct {
 	Now           time.Time
 }
 
-// result computes the durations here, which is cheaper than in SQL.
+// result converts the row. It computes the durations here, because that is cheaper than in SQL.
 func (row *acquireRow) result() acquireResult {
 	r := acquireResult{
 		Acquired: row.Acquired, FencingToken: row.FencingToken, ExpiresAt: row.ExpiresAt, Holder: row.Holder,
@@ -235,8 +236,9 @@ func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl 
 	return row.result(), err
 }
 
-// tryExecutionLane is tryLane for the claim of an execution, which may borrow and must be live (LK001). Executions are
-// locked before lanes, so the owner depends on the fence. The join reads the row as it was before the function ran.
+// tryExecutionLane is tryLane for the claim of an execution, which may borrow lanes. A claim that is not live is error
+// LK001. Executions are locked before lanes, so the owner depends on the fence. The join reads the row as it was before
+// the function ran.
 func tryExecutionLane(
 	ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration,
 ) (acquireResult, error) {
@@ -259,7 +261,7 @@ func tryExecutionLane(
 	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[acquireResult])
 }
 
-// isInvalid reports an argument that the database rejects.
+// isInvalid reports whether the database rejected an argument.
 func isInvalid(err error) bool { return postgres.IsCode(err, codeInvalid, codeBadEncoding) }
 
 // invalidError wraps a rejected argument in ErrInvalid, with the database's message.

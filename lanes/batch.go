@@ -32,7 +32,7 @@ func (k *Keeper) tryBatched(
 		func() (acquireResult, error) { return tryLane(ctx, db, lane, owner, ttl) })
 }
 
-// numberedRow is the answer to one acquire of a batch, from 1.
+// numberedRow is the response to one acquire of a batch. n counts from 1.
 type numberedRow struct {
 	n int64
 	acquireRow
@@ -64,14 +64,14 @@ func tryBatch(ctx context.Context, db postgres.DB, requests []acquireRequest) ([
 	if err != nil {
 		return nil, err
 	}
-	answers := batch.AllSkipped[acquireResult](len(requests))
-	for _, f := range numbered {
-		answers[f.n-1] = batch.Result[acquireResult]{Value: f.result()}
+	results := batch.AllSkipped[acquireResult](len(requests))
+	for _, row := range numbered {
+		results[row.n-1] = batch.Result[acquireResult]{Value: row.result()}
 	}
-	return answers, nil
+	return results, nil
 }
 
-// releaseLate releases a lane that was granted to a caller who has left.
+// releaseLate releases a lane that was granted after its caller had left.
 func (k *Keeper) releaseLate(r acquireRequest, result acquireResult) {
 	k.mu.Lock()
 	nested := k.held[key{r.lane, r.owner.name}] != nil
@@ -85,7 +85,7 @@ func (k *Keeper) releaseLate(r acquireRequest, result acquireResult) {
 	})
 }
 
-// releaseResult is the answer to a release.
+// releaseResult is the response to a release.
 type releaseResult struct {
 	released  bool
 	successor string // the waiter that got the lane
@@ -100,16 +100,17 @@ func (k *Keeper) releaseBatched(ctx context.Context, r releaseRequest) (releaseR
 	return k.releases.Do(ctx, r, single)
 }
 
-// releaseLane releases one lane. It waits about a second for a fenced write under its token; then the error is
-// ErrBlocked. A release without a handover does not wait for the disk. A server crash within a second may restore the
-// lane of its former owner until the lease expires, which is safe. The statement is the whole transaction. A grant is
-// always durable, with everything committed before it.
+// releaseLane releases one lane. It waits about a second for a fenced write under its token, and then returns
+// ErrBlocked. A release without a handover does not wait for the disk. So a server crash within a second may restore
+// the hold of the former owner until the lease expires, which is safe. The statement is the whole transaction. A grant
+// is always durable, with everything that was committed before it.
 func releaseLane(ctx context.Context, db postgres.DB, r releaseRequest) (releaseResult, error) {
 	var payload *string
 	err := db.QueryRow(ctx, `
-		select f.passed, set_config('synchronous_commit', case f.passed when '' then 'off'
-		  else current_setting('synchronous_commit') end, true)
-		  from lanekeeper.release_agent_lock(@lane, @owner, @token, true) f (passed)`,
+		select r.handover,
+		       set_config('synchronous_commit',
+		         case r.handover when '' then 'off' else current_setting('synchronous_commit') end, true)
+		  from lanekeeper.release_agent_lock(@lane, @owner, @token, true) r (handover)`,
 		postgres.Strict{"lane": r.lane, "owner": r.owner.name, "token": r.token}).Scan(&payload, nil)
 	if payload == nil || err != nil {
 		return releaseResult{}, asBlocked(err)
@@ -130,7 +131,7 @@ type releaseRow struct {
 	Mode     string // of the commit
 }
 
-// releaseBatch is releaseLane for several lanes. It never waits, and leaves blocked ones out.
+// releaseBatch is releaseLane for several lanes. It never waits, and skips blocked lanes.
 func releaseBatch(
 	ctx context.Context, db postgres.DB, requests []releaseRequest,
 ) ([]batch.Result[releaseResult], error) {
@@ -140,25 +141,27 @@ func releaseBatch(
 		lanes, owners, tokens = append(lanes, r.lane), append(owners, r.owner.name), append(tokens, r.token)
 	}
 	rows, err := db.Query(ctx, `
-		with f as materialized (
-		  select w.n, r.passed
-		    from unnest(@lanes::text[], @owners::text[], @tokens::bigint[]) with ordinality w (lane, owner, token, n),
-		         lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false) r (passed)
-		   where r.passed is not null)
-		select f.n, f.passed, set_config('synchronous_commit', case when h.handed then current_setting('synchronous_commit')
-		  else 'off' end, true)
-		  from f cross join (select bool_or(o.passed <> '') as handed from f o) h`,
+		with released as materialized (
+		  select w.n, r.handover
+		    from unnest(@lanes::text[], @owners::text[], @tokens::bigint[]) with ordinality w (lane, owner, token, n)
+		   cross join lateral lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false) r (handover)
+		   where r.handover is not null)
+		select r.n, r.handover,
+		       set_config('synchronous_commit',
+		         case when h.any_handover then current_setting('synchronous_commit') else 'off' end, true)
+		  from released r
+		 cross join (select bool_or(o.handover <> '') as any_handover from released o) h`,
 		postgres.Strict{"lanes": lanes, "owners": owners, "tokens": tokens})
 	if err != nil {
 		return nil, err
 	}
-	done, err := pgx.CollectRows(rows, pgx.RowToStructByPos[releaseRow])
+	released, err := pgx.CollectRows(rows, pgx.RowToStructByPos[releaseRow])
 	if err != nil {
 		return nil, err
 	}
-	answers := batch.AllSkipped[releaseResult](len(requests))
-	for _, f := range done {
-		answers[f.N-1] = batch.Result[releaseResult]{Value: parseRelease(f.Handover)}
+	results := batch.AllSkipped[releaseResult](len(requests))
+	for _, row := range released {
+		results[row.N-1] = batch.Result[releaseResult]{Value: parseRelease(row.Handover)}
 	}
-	return answers, nil
+	return results, nil
 }

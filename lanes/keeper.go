@@ -15,7 +15,7 @@ import (
 
 const (
 	maxRenewInterval = 10 * time.Second // between two renewals of a lease
-	answerTimeout    = 2 * time.Second  // for the answer to an acquire after its ctx ended
+	responseTimeout  = 2 * time.Second  // for the response to an acquire after the end of its ctx
 	releaseTimeout   = 5 * time.Second  // for a release or leaving a queue, also after ctx ended
 )
 
@@ -93,14 +93,15 @@ func NewKeeper(db postgres.DB, opts Options) *Keeper {
 	return k
 }
 
-// configureBatcher configures batching. A release that a fenced write delays must not delay the rest.
+// configureBatcher configures batching. A fenced write may delay a release, which must not delay the rest of its batch.
 func configureBatcher[In, Out any](b *batch.Batcher[In, Out], scheduler *batch.Scheduler) {
 	b.Scheduler = scheduler
 	b.Unchanged, b.MaxSize, b.MaxWait, b.Timeout = postgres.Unchanged, 64, 25*time.Millisecond, 5*time.Second
 }
 
-// Drop forgets every lease of owner without a release, and cancels their contexts. Call it before the statement that
-// ends or suspends an execution, where SQL releases or parks its lanes. Otherwise a renewal may report a loss.
+// Drop removes all leases of owner without a release, and cancels their contexts. Call it before the statement that
+// ends or suspends an execution, because that statement releases or parks the lanes. Otherwise a renewal may report a
+// loss.
 func (k *Keeper) Drop(owner Owner) {
 	k.mu.Lock()
 	var dropped []*Lease
@@ -120,9 +121,9 @@ func (k *Keeper) wakeRenewal() {
 	}
 }
 
-// Listener receives the database's notifications over one connection, for all users in the process. Run it once; it
-// returns when its context ends, and reconnects a broken connection. Behind a pooler it logs once that there are no
-// notifications. Everything works without one, by polling once a second.
+// Listener receives the database's notifications over one connection, for all users in the process. Call Run once. It
+// replaces broken connections and returns when its context ends. Behind a connection pooler, it logs once that there
+// are no notifications. Without a listener, lanes are polled once a second.
 type Listener = postgres.Listener
 
 // NewListener returns the listener of a process. Its connection is not one of pool's. logger receives its events; nil

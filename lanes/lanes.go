@@ -1,39 +1,39 @@
 // Package lanes keeps two runs from doing the same work at once.
 //
 // A lane is a name, such as "heartbeat" or "pipeline:prices", that one owner holds for a while. The hold is a lease in
-// the table agent_locks: owner, fencing token, expiry. A holder that dies loses the lane when the lease expires, so
-// nothing has to clean up. The rules are SQL functions (migrations/schema/020_lanes.sql), so they bind every client of
-// the database. This package adds the process's part: renewal, cancellation and counting of nested holds.
+// the table agent_locks: owner, fencing token, expiry. If the holder dies, its lease expires, so no cleanup is needed.
+// SQL functions (migrations/schema/020_lanes.sql) enforce the rules for all clients of the database. This package adds
+// renewal, cancellation and the count of nested holds.
 //
-// It promises:
+// It guarantees:
 //
-//   - At most one owner holds a lane at any moment of the database's clock. The tokens of a lane grow in the order of
-//     its grants.
-//   - Acquire never waits. AcquireWait queues: no waiter is overtaken or starves. A release hands the lane to the
-//     first waiter in its own transaction, and notifies it at the commit. The handed-over lease is short, at most 10
-//     seconds, until [Keeper.Run] renews it. So the lease of a dead waiter expires, and a waiter that gives up
-//     releases it.
+//   - At most one owner holds a lane at any moment of the database's clock. The tokens of a lane increase in the order
+//     of its grants.
+//   - Acquire never waits. AcquireWait queues, and waiters are served in order. A release hands the lane to the first
+//     waiter in its own transaction, and notifies the waiter at the commit. The handed-over lease lasts at most 10
+//     seconds until [Keeper.Run] renews it, so the lease of a dead waiter expires soon. A waiter that gives up releases
+//     the lane.
 //   - A lost lane cancels the context of its lease with cause [ErrLost]. That happens at the latest when the lease
 //     expires by the local monotonic clock, counted from before the statement. So the context ends no later than the
 //     database's lease, even without a connection.
 //   - An open transaction of another client delays a renewal, an acquire, a release or a break for about a second at
 //     most. Then the error is a *BlockedError, which names the transaction.
-//   - A notification tells the holder of a break; without notifications the holder finds it at its next renewal.
-//   - Only the holder releases, once, and a nested hold of the same owner never releases the outer one. A grant is
-//     durable when it returns, a handover when it is notified. A release to no waiter becomes durable within a
-//     second. An interrupted release continues in the background, see [Lease.Release]. A server crash before that
-//     shows the lane as held until its lease expires. A later grant makes the release durable with itself.
-//   - An owner is one claim of one run. The type [Owner] has no constructor from a string, so no constant owner can
-//     let a second instance in.
+//   - A break notifies the holder. Without notifications the holder finds the break at its next renewal.
+//   - Only the holder can release a lane. The release of a nested hold never releases the outer one. A grant is durable
+//     when it returns, and a handover when it is notified. A release without a waiter becomes durable within a second,
+//     or with a later grant. If the server crashes before, the lane is held until its lease expires. An interrupted
+//     release continues in the background, see [Lease.Release].
+//   - An owner is one claim of one run. The type [Owner] has no constructor from a string, so two instances cannot
+//     share an owner by mistake.
 //
-// A paused process can write after its lease has expired, before it notices. Start a write that must not happen then
-// with [Lease.Fence] in its transaction. It fails with [ErrStale] once another owner has the lane, and a takeover
-// waits for a fenced transaction.
+// A paused process may write after its lease has expired, before it notices. To prevent that, call [Lease.Fence] first
+// in the transaction of the write. Fence fails with [ErrStale] when another owner has the lane, and a takeover waits
+// for a fenced transaction.
 //
-// A lane can be lent: a child execution uses the lanes of its waiting parent. The borrower has its own token, so the
-// lender's late writes are refused. The lane returns with a new token when the borrower ends, releases it or lets it
-// expire, and when the lender stops waiting. SQL decides who may borrow and stores the loans. Here it is only
-// [Keeper.AcquireAs].
+// A waiting execution can lend its lanes to a child execution. The borrower has its own token, so the database rejects
+// late writes of the lender. The lane returns with a new token when the borrower ends, releases it or lets it expire,
+// and when the lender stops waiting. SQL functions decide who may borrow and store the loans. In this package only
+// [Keeper.AcquireAs] borrows.
 //
 // One [Keeper] per process renews all its leases with one statement, see [Keeper.Run].
 package lanes
@@ -58,20 +58,20 @@ import (
 )
 
 var (
-	// ErrBusy reports a lane that another owner holds. The error is a *BusyError.
+	// ErrBusy means that another owner holds the lane. The error is a *BusyError.
 	ErrBusy = errors.New("lane busy")
 	// ErrLost is the cause of a cancelled lease context: the lane was lost.
 	ErrLost = errors.New("lane lost")
-	// ErrStale reports a fenced write under a token that its lane no longer has (SQLSTATE LK001).
+	// ErrStale means that the lane no longer has the token of a fenced write (SQLSTATE LK001).
 	ErrStale = errors.New("lane token is stale")
-	// ErrBlocked reports a lane that another open transaction blocks for more than about a second (SQLSTATE 55P03).
-	// Nothing has changed. The error is a *BlockedError.
+	// ErrBlocked means that another open transaction has blocked the lane for about a second (SQLSTATE 55P03). The lane
+	// is unchanged. The error is a *BlockedError.
 	ErrBlocked = errors.New("lane in use")
-	// ErrInvalid reports a lane, owner, TTL or reason that the database rejects (SQLSTATE 22023).
+	// ErrInvalid means that the database rejects the lane, owner, TTL or reason (SQLSTATE 22023).
 	ErrInvalid = errors.New("invalid")
 )
 
-// SQLSTATEs of the lane functions, and that of text which is not valid UTF-8.
+// SQLSTATEs of the lane functions, and of invalid UTF-8.
 const (
 	codeStale       = "LK001"
 	codeBlocked     = "55P03"
@@ -84,7 +84,7 @@ type BusyError struct {
 	Lane      string
 	Holder    string    // owner of the live lease, or the first waiter; empty when the row was locked
 	ExpiresAt time.Time // expiry by the database's clock; zero when unknown or parked
-	// WillLend reports that the holder started the requesting execution, and lends the lane when it waits.
+	// WillLend means that the holder is an ancestor of the requesting execution and lends the lane when it waits.
 	WillLend bool
 }
 
@@ -99,7 +99,7 @@ func (e *BusyError) Error() string {
 		e.ExpiresAt.UTC().Format(time.RFC3339))
 }
 
-// Is makes errors.Is(err, ErrBusy) true.
+// Is reports whether target is ErrBusy.
 func (e *BusyError) Is(target error) bool { return target == ErrBusy }
 
 // BlockedError names the blocking transaction. It matches ErrBlocked.
@@ -111,10 +111,10 @@ type BlockedError struct {
 
 func (e *BlockedError) Error() string { return e.Reason }
 
-// Is makes errors.Is(err, ErrBlocked) true.
+// Is reports whether target is ErrBlocked.
 func (e *BlockedError) Is(target error) bool { return target == ErrBlocked }
 
-// Unwrap is the database's error.
+// Unwrap returns the database's error.
 func (e *BlockedError) Unwrap() error { return e.cause }
 
 // asBlocked turns a lock timeout into a *BlockedError, and returns other errors unchanged.
@@ -125,7 +125,7 @@ func asBlocked(err error) error {
 	return err
 }
 
-// maxNameLength is in characters.
+// maxNameLength is the maximum number of characters in a name.
 const maxNameLength = 255
 
 // invisible are characters that a reader does not see, or that change how others look. agent_lock_check has the same
@@ -155,9 +155,10 @@ var invisible = &unicode.RangeTable{
 	LatinOffset: 2,
 }
 
-// ValidName reports whether a name is valid for a lane or an owner: 1 to 255 printable characters, not only spaces,
-// that resemble no other name. So it has no invisible characters, no characters that change the text direction, no
-// blanks but the space, and composed accents (Unicode's normal form C). The database rejects other names with 22023.
+// ValidName reports whether a name is valid for a lane or an owner. It must have 1 to 255 characters, not only spaces,
+// and must not look like another name. So it may not contain invisible characters, characters that change the text
+// direction, or blanks other than the space. Accents must be composed (Unicode normal form C). The database rejects
+// invalid names with 22023.
 func ValidName(name string) bool {
 	if n := utf8.RuneCountInString(name); n < 1 || n > maxNameLength || !utf8.ValidString(name) ||
 		strings.Trim(name, " ") == "" {
@@ -175,13 +176,13 @@ func ValidName(name string) bool {
 // execution. Acquire and AcquireWait make a new owner for each call.
 type Owner struct {
 	name  string
-	claim bool // of an execution: SQL ends its lanes with it
+	claim bool // the owner is an execution; its end releases its lanes in SQL
 }
 
 var executionID = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
 
-// ClaimOwner is the owner of the lanes of an execution under one claim. For an invalid id or claim it is the zero
-// Owner, which every function rejects with ErrInvalid.
+// ClaimOwner returns the owner for one claim of an execution. For an invalid id or claim it returns the zero Owner,
+// which every function rejects with ErrInvalid.
 func ClaimOwner(execution string, claim int64) Owner {
 	if claim <= 0 || !executionID.MatchString(execution) {
 		return Owner{}
@@ -189,11 +190,11 @@ func ClaimOwner(execution string, claim int64) Owner {
 	return Owner{name: execution + "#" + strconv.FormatInt(claim, 10), claim: true}
 }
 
-// String is the owner as in agent_locks.locked_by.
+// String returns the owner as in agent_locks.locked_by.
 func (o Owner) String() string { return o.name }
 
-// runOwner is a new unique owner for work outside executions. It starts with the trace of ctx, which the live view
-// shows, and ends with the process, by which the sweep finds it.
+// runOwner returns a new unique owner for work outside executions. It starts with the trace ID of ctx for the live
+// view, and ends with the ID of the process for the sweep.
 func runOwner(ctx context.Context, process string) Owner {
 	name := "run"
 	if id, ok := trace.From(ctx); ok {
@@ -206,11 +207,11 @@ func runOwner(ctx context.Context, process string) Owner {
 	return Owner{name: name}
 }
 
-// policy derives the lease settings from a lane's name.
+// policy has the lease settings of a lane.
 type policy struct {
-	ttl     time.Duration // default
-	renewed bool          // by Run; otherwise only by Lease.Renew or another acquire
-	cancels bool          // its loss cancels the work
+	ttl     time.Duration // default TTL
+	renewed bool          // Run renews the lease; otherwise only Lease.Renew or another acquire do
+	cancels bool          // the loss of the lane cancels the work
 }
 
 const (
@@ -219,9 +220,9 @@ const (
 	jobTTL     = time.Hour
 )
 
-// policyOf knows the lanes of the runtime by name; any other name is an external job's. A thread's lane expires when
-// nothing was sent for its TTL: each send renews it. Its loss cancels nothing, because the next send acquires it
-// again or queues.
+// policyOf returns the settings for a name. Names that it does not know are lanes of external jobs. Each sent message
+// renews the lane of a thread, so the lane expires when nothing is sent for its TTL. The loss cancels nothing, because
+// the next message acquires the lane again or queues.
 func policyOf(lane string) policy {
 	kind, _, named := strings.Cut(lane, ":")
 	switch {
@@ -239,21 +240,21 @@ type Option func(*settings)
 
 type settings struct {
 	ttl     time.Duration
-	timeout time.Duration // 0: a little longer than ttl
-	process string        // its id in agent_workers; empty: the lease only expires
+	timeout time.Duration // 0 for a little longer than ttl
+	process string        // id in agent_workers of the process whose death releases the lane; empty for none
 }
 
-// WithTTL sets the lease's lifetime without a renewal: 1 second to 30 days, rounded up to whole seconds. A nested
-// hold never shortens the outer lease.
+// WithTTL sets the time until a lease without a renewal expires: 1 second to 30 days, rounded up to whole seconds. A
+// nested hold never shortens the outer lease.
 func WithTTL(ttl time.Duration) Option { return func(s *settings) { s.ttl = ttl } }
 
-// WithTimeout bounds the wait of AcquireWait. The default is longer than the lane's TTL, so it outlasts a dead
-// holder.
+// WithTimeout bounds the wait of AcquireWait. The default is longer than the TTL of the lane, so the lease of a dead
+// holder expires first.
 func WithTimeout(timeout time.Duration) Option { return func(s *settings) { s.timeout = timeout } }
 
-// WithProcess releases the lane when the process with that id in agent_workers is dead, and not only at the end of
-// its lease. The owner ends with "@" and the id. Use it with Acquire and AcquireWait; lanes of executions outlive
-// their process.
+// WithProcess releases the lane after the death of the process with this id in agent_workers, before the lease expires.
+// The owner ends with "@" and the id. Use WithProcess with Acquire and AcquireWait only. Executions keep their lanes
+// when their process dies.
 func WithProcess(id string) Option { return func(s *settings) { s.process = id } }
 
 func settingsFor(lane string, opts []Option) settings {
@@ -268,7 +269,7 @@ func settingsFor(lane string, opts []Option) settings {
 	return s
 }
 
-// wholeSeconds rounds away from zero, so neither 1 ms nor -1 ms becomes the invalid 0.
+// wholeSeconds rounds away from zero, so neither 1 ms nor -1 ms becomes 0.
 func wholeSeconds(d time.Duration) time.Duration {
 	if d%time.Second == 0 {
 		return d
@@ -279,7 +280,7 @@ func wholeSeconds(d time.Duration) time.Duration {
 	return d.Truncate(time.Second) - time.Second
 }
 
-// seconds converts d for an int parameter; larger values are out of range anyway.
+// seconds converts d to whole seconds. It clamps values beyond int32, which the database rejects anyway.
 func seconds(d time.Duration) int32 {
 	const limit = 1<<31 - 1
 	return int32(max(-limit, min(limit, int64(d/time.Second))))

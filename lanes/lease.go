@@ -18,7 +18,7 @@ type Lease struct {
 	disabled bool // lanes are off
 
 	mu         sync.Mutex
-	released   bool // Release has its answer
+	released   bool // Release has its result
 	releaseErr error
 }
 
@@ -28,26 +28,27 @@ func newLease(ctx context.Context, h *hold) *Lease {
 	return l
 }
 
-// disabledLease is the lease while lanes are off.
+// disabledLease returns a lease while lanes are off.
 func disabledLease(ctx context.Context, k *Keeper, owner Owner, lane string) *Lease {
 	l := newLease(ctx, &hold{keeper: k, owner: owner, lane: lane, lost: make(chan struct{})})
 	l.disabled = true
 	return l
 }
 
-// Lane is the name of the lane.
+// Lane returns the name of the lane.
 func (l *Lease) Lane() string { return l.hold.lane }
 
-// Owner is the holder.
+// Owner returns the holder.
 func (l *Lease) Owner() Owner { return l.hold.owner }
 
-// Lender is the execution that lent the lane; empty for a lane of its own.
+// Lender returns the execution that lent the lane; empty if the lane is not borrowed.
 func (l *Lease) Lender() string { return l.hold.lender }
 
-// Token is the fencing token: larger than those of all earlier grants of this lane; 0 while lanes are off.
+// Token returns the fencing token. It is larger than the tokens of all earlier grants of this lane; 0 while lanes are
+// off.
 func (l *Lease) Token() int64 { return l.hold.token }
 
-// ExpiresAt is the expiry by the database's clock as of the last renewal; zero while lanes are off.
+// ExpiresAt returns the expiry by the database's clock as of the last renewal; zero while lanes are off.
 func (l *Lease) ExpiresAt() time.Time {
 	k := l.hold.keeper
 	k.mu.Lock()
@@ -55,15 +56,15 @@ func (l *Lease) ExpiresAt() time.Time {
 	return l.hold.expires
 }
 
-// Context is the acquirer's context. The release cancels it, and a loss cancels it with a cause that is ErrLost. The
-// loss of a thread's lane cancels nothing.
+// Context returns a context that derives from the acquirer's. The release of the lease cancels it. The loss of the lane
+// cancels it with cause ErrLost, except for the lane of a thread.
 func (l *Lease) Context() context.Context { return l.ctx }
 
-// Lost is closed when the lane is lost, also a thread's.
+// Lost returns a channel that is closed when the lane is lost, also for the lane of a thread.
 func (l *Lease) Lost() <-chan struct{} { return l.hold.lost }
 
-// Fence guards the writes of tx; call it before them. It returns ErrStale, and has aborted tx, when the lane is no
-// longer held under this token. Otherwise no other owner can acquire the lane before tx ends; renewals still succeed.
+// Fence protects the writes of tx; call it before them. If the lane is no longer held under this token, Fence returns
+// ErrStale and tx is aborted. Otherwise no other owner can acquire the lane before tx ends, but renewals succeed.
 func (l *Lease) Fence(ctx context.Context, tx postgres.DB) error {
 	if l.disabled {
 		return nil
@@ -79,9 +80,8 @@ func (l *Lease) Fence(ctx context.Context, tx postgres.DB) error {
 	return nil
 }
 
-// Renew extends the lease by its TTL from now. Only threads' lanes need it, because Run does not renew them. It
-// returns ErrLost for a lost or released lane. It returns nil also when the row was locked and the lease is
-// unchanged.
+// Renew extends the lease to its TTL from now. Only lanes of threads need it, because Run does not renew them. It
+// returns ErrLost for a lost or released lane. If the row is locked, it returns nil without a change of the lease.
 func (l *Lease) Renew(ctx context.Context) error {
 	if l.disabled {
 		return nil
@@ -100,7 +100,7 @@ func (l *Lease) Renew(ctx context.Context) error {
 	}
 }
 
-// hasEnded reports a lease that was released, or dropped with its owner.
+// hasEnded reports whether the lease was released, or dropped with its owner.
 func (l *Lease) hasEnded() bool {
 	k := l.hold.keeper
 	k.mu.Lock()
@@ -109,13 +109,14 @@ func (l *Lease) hasEnded() bool {
 	return l.hold.state == released || l.hold.state != lost && !attached
 }
 
-// Release cancels Context and releases the lane; an inner hold only ends itself. It works with an ended ctx. It retries
-// broken connections, an unavailable database and open fenced writes for at most 5 seconds. Then it returns the error,
-// and the keeper retries until the lease would have expired. A repeated call returns the same. ErrLost reports that the
-// lane was lost before, so the work may have overlapped with another owner's.
+// Release cancels Context and releases the lane. For a nested hold, the lane remains held. Release works with an ended
+// ctx. It retries for at most 5 seconds after a broken connection, while the database is unavailable, and during fenced
+// writes. Then it returns the error, and the keeper retries until the lease would have expired. A repeated call returns
+// the same result. ErrLost means that the lane was lost before, so the work may have overlapped with that of another
+// owner.
 func (l *Lease) Release(ctx context.Context) error { return l.ReleaseWithin(ctx, releaseTimeout) }
 
-// ReleaseWithin is Release that retries for limit, for a process that ends afterwards.
+// ReleaseWithin is Release with a limit for the retries. Use it if the process ends afterwards.
 func (l *Lease) ReleaseWithin(ctx context.Context, limit time.Duration) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -130,13 +131,13 @@ func (l *Lease) ReleaseWithin(ctx context.Context, limit time.Duration) error {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
 	defer cancel()
-	answer, err := l.hold.keeper.releaseLease(ctx, l)
+	lossErr, err := l.hold.keeper.releaseLease(ctx, l)
 	if err != nil {
 		return fmt.Errorf("release %s: %w", l.hold.lane, err)
 	}
 	l.released = true
-	if answer != nil {
-		l.releaseErr = fmt.Errorf("release %s: %w", l.hold.lane, answer)
+	if lossErr != nil {
+		l.releaseErr = fmt.Errorf("release %s: %w", l.hold.lane, lossErr)
 	}
 	return l.releaseErr
 }
@@ -159,7 +160,7 @@ type state int
 
 const (
 	live      state = iota
-	releasing       // neither renewed nor lost
+	releasing       // cannot be renewed or lost
 	lost
 	released // or dropped
 )
@@ -189,7 +190,7 @@ type hold struct {
 
 func (h *hold) key() key { return key{h.lane, h.owner.name} }
 
-// addGrant turns a grant into a Lease: the first of a new hold, or one more of a refreshed hold.
+// addGrant returns a Lease for a grant. If the owner holds the lane already, the grant extends that hold.
 func (k *Keeper) addGrant(ctx context.Context, owner Owner, g grant) *Lease {
 	id := key{g.lane, owner.name}
 	k.mu.Lock()
@@ -238,8 +239,8 @@ func (k *Keeper) newHold(ctx context.Context, owner Owner, g grant) *hold {
 	return h
 }
 
-// extend moves the end of the lease to ttl after sentAt. An earlier end belongs to a statement that another has
-// overtaken. The caller holds Keeper.mu.
+// extend sets the end of the lease to ttl after sentAt. It ignores an earlier end, because responses may arrive out of
+// order. The caller holds Keeper.mu.
 func (h *hold) extend(sentAt time.Time, ttl time.Duration, expires time.Time) {
 	if end := sentAt.Add(ttl); end.After(h.deadline) {
 		h.deadline = end
@@ -249,7 +250,7 @@ func (h *hold) extend(sentAt time.Time, ttl time.Duration, expires time.Time) {
 	h.renewAt = sentAt.Add(h.interval())
 }
 
-// shorten handles a renewal that was sent with a smaller TTL than the lease has now.
+// shorten handles a renewal with a smaller TTL than the lease has now.
 func (h *hold) shorten(sentAt time.Time, ttl time.Duration) {
 	h.deadline = sentAt.Add(ttl)
 	h.timer.Reset(time.Until(h.deadline))
@@ -297,7 +298,7 @@ func (k *Keeper) loseLocked(h *hold, reason string) (notify func()) {
 	}
 }
 
-// remove takes a hold out of the keeper and returns its leases. The caller holds mu.
+// remove removes a hold from the keeper and returns its leases. The caller holds mu.
 func (k *Keeper) remove(h *hold) []*Lease {
 	h.state = released
 	h.timer.Stop()

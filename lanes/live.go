@@ -20,7 +20,7 @@ type LiveLane struct {
 	FencingToken int64    `json:"fencing_token"`
 	HeldFor      float64  `json:"held_for"`   // seconds
 	ExpiresIn    *float64 `json:"expires_in"` // seconds; null when parked
-	Parked       bool     `json:"parked"`     // kept without expiry by a waiting execution
+	Parked       bool     `json:"parked"`     // held by a waiting execution, without an expiry
 }
 
 // Live reads the view agent_locks_live, sorted by lane.
@@ -40,9 +40,10 @@ const (
 	expireAfter = 10 * time.Second
 )
 
-// Expire clears lanes whose lease expired at least ten seconds ago, and logs each. It reads a batch of held lanes by
-// name, after a name that is empty for the first batch, and returns the name to continue after. It leaves threads to
-// their message delivery, and lent lanes to [Prune]. It does nothing while lanes are off.
+// Expire clears lanes whose lease expired at least ten seconds ago, and logs them. One call reads a batch of held lanes
+// in the order of their names, starting after a name. It returns the name for the next call, empty for the first batch.
+// It skips lanes of threads, which the delivery of messages clears, and lent lanes, which [Prune] returns. It does
+// nothing while lanes are off.
 func (k *Keeper) Expire(ctx context.Context, after string) (next string, err error) {
 	if !k.enabled {
 		return "", nil
@@ -56,38 +57,42 @@ func (k *Keeper) Expire(ctx context.Context, after string) (next string, err err
 
 func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, err error) {
 	_, err = k.db.Exec(ctx, `
-		delete from agent_lock_waiters w where w.ctid = any (array(
-		  select x.ctid from agent_lock_waiters x
+		delete from agent_lock_waiters w
+		 where w.ctid = any (array(
+		   select x.ctid from agent_lock_waiters x
 		    where x.expires_at < statement_timestamp() - interval '1 minute' for update skip locked))`)
 	if err != nil {
 		return "", err
 	}
-	// Scan by name: every renewal would have to write an index on the expiry.
+	// The scan is by name, because every renewal would have to write an index of the expiry.
 	rows, err := k.db.Query(ctx, `
-		select l.lane from agent_locks l where l.locked_by <> '' and l.lane > @after order by l.lane limit @most`,
-		postgres.Strict{"after": after, "most": expireBatch})
+		select l.lane from agent_locks l
+		 where l.locked_by <> '' and l.lane > @after
+		 order by l.lane limit @max_lanes`,
+		postgres.Strict{"after": after, "max_lanes": expireBatch})
 	held, err := postgres.Collect(rows, err, "list held lanes", pgx.RowTo[string])
 	if err != nil || len(held) == 0 {
 		return "", err
 	}
 	rows, err = k.db.Query(ctx, `
-		with ended as materialized (
+		with expired as materialized (
 		  select l.lane, l.locked_by, l.execution_id, l.expires_at from agent_locks l
 		   where l.lane = any (@held::text[]) and l.locked_by <> ''
-		     and l.expires_at <= clock_timestamp() - make_interval(secs => @overdue)
+		     and l.expires_at <= clock_timestamp() - make_interval(secs => @min_age)
 		     and not l.parked and l.lane not like 'thread:%'
-		       and not exists (select from agent_lock_loans n where n.lane = l.lane)
+		     and not exists (select from agent_lock_loans n where n.lane = l.lane)
 		   order by l.lane for update of l skip locked)
 		select e.lane, e.locked_by as holder, coalesce(e.execution_id::text, '') as execution_id,
-		       extract(epoch from clock_timestamp() - e.expires_at)::float8 as ended_for
-		  from ended e, lanekeeper.return_agent_lock(e.lane, null,
-		    'expired')`, postgres.Strict{"held": held, "overdue": expireAfter.Seconds()})
+		       extract(epoch from clock_timestamp() - e.expires_at)::float8 as expired_for
+		  from expired e
+		 cross join lateral lanekeeper.return_agent_lock(e.lane, null, 'expired')`,
+		postgres.Strict{"held": held, "min_age": expireAfter.Seconds()})
 	if err != nil {
 		return "", err
 	}
 	type expiredLane struct {
 		Lane, Holder, ExecutionID string
-		EndedFor                  float64
+		ExpiredFor                float64
 	}
 	cleared, err := pgx.CollectRows(rows, pgx.RowToStructByName[expiredLane])
 	if err != nil {
@@ -95,7 +100,7 @@ func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, e
 	}
 	for _, lane := range cleared {
 		k.log.WarnContext(ctx, "lane stale, clearing", "lane", lane.Lane, "holder", lane.Holder,
-			"execution_id", lane.ExecutionID, "age", age(lane.EndedFor))
+			"execution_id", lane.ExecutionID, "age", age(lane.ExpiredFor))
 	}
 	if len(held) < expireBatch {
 		return "", nil
@@ -103,17 +108,18 @@ func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, e
 	return held[expireBatch-1], nil
 }
 
-// Prune returns lanes whose borrower let them expire, and deletes lanes that were free for a time. Tokens keep
-// growing, because the clock does.
+// Prune returns borrowed lanes whose lease has expired, and deletes lanes that were free for a time. Later tokens of a
+// deleted lane are still larger, because tokens derive from the clock.
 func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 	if free < 0 {
 		return fmt.Errorf("prune lanes that were free for %s: %w: give 0 or more", free, ErrInvalid)
 	}
 	_, returnErr := db.Exec(ctx, `
-		select count(lanekeeper.return_agent_lock(l.lane)) from (
-		  select l.lane from agent_locks l
-		   where l.expires_at <= statement_timestamp() and exists (select from agent_lock_loans n where n.lane = l.lane)
-		   order by l.lane limit 1000 for update skip locked) l`)
+		select count(lanekeeper.return_agent_lock(l.lane))
+		  from (select l.lane from agent_locks l
+		         where l.expires_at <= statement_timestamp()
+		           and exists (select from agent_lock_loans n where n.lane = l.lane)
+		         order by l.lane limit 1000 for update skip locked) l`)
 	_, deleteErr := db.Exec(ctx, `
 		with old as (
 		  select l.lane, l.execution_id, l.fencing_token, l.locked_at, l.expires_at from agent_locks l
@@ -123,7 +129,7 @@ func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 		held as (
 		  insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended)
 		  select o.lane, o.execution_id, o.fencing_token, o.locked_at, o.expires_at, 'expired' from old o
-		    where o.execution_id is not null
+		   where o.execution_id is not null
 		  on conflict do nothing)
 		delete from agent_locks l using old where l.lane = old.lane`, postgres.Strict{"free": free.Seconds()})
 	if err := errors.Join(returnErr, deleteErr); err != nil {
@@ -178,10 +184,10 @@ func Held(ctx context.Context, db postgres.DB, lane string) (bool, error) {
 	return held, nil
 }
 
-// Break releases lane against its holder, whose token becomes void, and records that with the reason as an activity
-// under the holder's trace. The holder is notified (see [Keeper.Run]). It waits about a second for a fenced write;
-// then it returns a *BlockedError and changes nothing. It returns false for a free lane, and ErrInvalid without a
-// reason.
+// Break releases a lane without its holder, and makes the holder's token invalid. It records an activity with the
+// reason in the holder's trace, and notifies the holder (see [Keeper.Run]). Break waits about a second for a fenced
+// write. Then it returns a *BlockedError and changes nothing. It returns false for a free lane, and ErrInvalid without
+// a reason.
 func Break(ctx context.Context, db postgres.DB, lane, reason string) (bool, error) {
 	var broken bool
 	err := db.QueryRow(ctx, `select break_agent_lock(@lane, @reason)`,

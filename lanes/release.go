@@ -18,8 +18,8 @@ const (
 	maxRetryPause = time.Second
 )
 
-// releaseLease ends one lease of a hold, and with the last one the hold. err means that the lane is not released yet:
-// the keeper continues.
+// releaseLease ends one lease of a hold. After the last lease, it releases the lane. err means that the lane is not
+// released yet and the keeper continues in the background.
 func (k *Keeper) releaseLease(ctx context.Context, l *Lease) (lossErr, err error) {
 	h := l.hold
 	unlock, err := k.keyed.Lock(ctx, h.key())
@@ -40,7 +40,7 @@ func (k *Keeper) releaseLease(ctx context.Context, l *Lease) (lossErr, err error
 	return k.finishRelease(ctx, h, released), nil
 }
 
-// finishRelease ends a hold after the database answered its release.
+// finishRelease ends a hold after the response to its release.
 func (k *Keeper) finishRelease(ctx context.Context, h *hold, result releaseResult) (lossErr error) {
 	k.mu.Lock()
 	if result.released {
@@ -71,11 +71,11 @@ func (k *Keeper) logReleased(ctx context.Context, r releaseRequest, successor st
 type releaseLoop struct {
 	keeper    *Keeper
 	hold      *hold
-	uncertain bool // an attempt without an answer may have released the lane
+	uncertain bool // an attempt without a response may have released the lane
 	warned    bool
 }
 
-// try releases until the database answers, ctx ends or a retry is useless. The caller holds the key's lock.
+// try retries the release until the database responds, ctx ends or a retry is useless. The caller holds the key's lock.
 func (r *releaseLoop) try(ctx context.Context) (result releaseResult, err error) {
 	h := r.hold
 	for pause := minRetryPause; ; pause = min(2*pause, maxRetryPause) {
@@ -112,7 +112,7 @@ func (r *releaseLoop) continueInBackground(ctx context.Context) {
 	k.retryInBackground(ctx, h.ttl, r.tryOnce)
 }
 
-// tryOnce is one attempt in the background; it returns true if nothing is left to do.
+// tryOnce makes one attempt in the background. It returns true if nothing is left to do.
 func (r *releaseLoop) tryOnce(ctx context.Context) (done bool) {
 	k, h := r.keeper, r.hold
 	unlock, err := k.keyed.Lock(ctx, h.key())
@@ -133,7 +133,7 @@ func (r *releaseLoop) tryOnce(ctx context.Context) (done bool) {
 		return poolClosed(err)
 	}
 	result.released = result.released || r.uncertain
-	_ = k.finishRelease(ctx, h, result) // no caller waits for the answer
+	_ = k.finishRelease(ctx, h, result) // no caller waits for the result
 	return true
 }
 
@@ -155,7 +155,7 @@ func (k *Keeper) retryInBackground(
 	}()
 }
 
-// retryable reports an error that a retry may avoid. A statement that the database cannot run is permanent.
+// retryable reports whether a retry may succeed. An error in the statement itself is permanent.
 func retryable(err error) bool {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		return pgErr.Code[:2] != "42" && !isInvalid(err)
@@ -163,10 +163,10 @@ func retryable(err error) bool {
 	return !poolClosed(err)
 }
 
-// poolClosed reports the error of a closed pool, as at the end of the process.
+// poolClosed reports whether the pool is closed, as at the end of the process.
 func poolClosed(err error) bool { return errors.Is(err, puddle.ErrClosedPool) }
 
-// detach removes l from its hold. last means that the hold is to be released now.
+// detach removes l from its hold. last means that the caller must release the hold now.
 func (k *Keeper) detach(l *Lease) (last bool, lossErr error) {
 	h := l.hold
 	k.mu.Lock()

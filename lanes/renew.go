@@ -9,16 +9,16 @@ import (
 )
 
 const (
-	lockedRetryDelay = 250 * time.Millisecond // for a locked row
-	maxFailureDelay  = time.Second            // for an unavailable database
+	lockedRetryDelay = 250 * time.Millisecond // while a row is locked
+	maxFailureDelay  = time.Second            // while the database is unavailable
 	idleInterval     = time.Minute            // without a lease to renew; a new lease wakes Run
-	renewTimeout     = 5 * time.Second        // for one renewal
+	renewTimeout     = 5 * time.Second        // of one renewal
 )
 
-// Run renews every lease of the process until ctx ends, then returns nil. One statement renews all: each lease at a
-// third of its TTL, at least every 10 seconds, and at once after a handover. A lost lease is cancelled with ErrLost.
-// A break notifies its holder: with a Listener Run finds the loss at once, otherwise at the next renewal. Without Run
-// leases expire after their TTL.
+// Run renews all leases of the process until ctx ends, then returns nil. One statement renews all due leases. A lease
+// is due after a third of its TTL, at most 10 seconds, and at once after a handover. Run cancels a lost lease with
+// ErrLost. A break notifies the holder: with a Listener Run finds the loss at once, otherwise at the next renewal.
+// Without Run leases expire after their TTL.
 func (k *Keeper) Run(ctx context.Context) error {
 	k.runCount.Add(1)
 	defer k.runCount.Add(-1)
@@ -48,7 +48,7 @@ func (k *Keeper) Run(ctx context.Context) error {
 	}
 }
 
-// isRelevant reports a notification about a held lane under another owner or token: it may be lost.
+// isRelevant reports whether a notification is about a held lane with another owner or token, so the lane may be lost.
 func (k *Keeper) isRelevant(payload string) bool {
 	lane, to, _ := strings.Cut(payload, "\t")
 	k.mu.Lock()
@@ -61,8 +61,8 @@ func (k *Keeper) isRelevant(payload string) bool {
 	return false
 }
 
-// renewNow renews the holds of a lane now, which shows whether they are lost. An empty payload means all lanes,
-// because notifications may have been missed.
+// renewNow makes the holds of a lane due, because a renewal shows whether they are lost. An empty payload means all
+// lanes: the listener may have missed notifications.
 func (k *Keeper) renewNow(payload string) {
 	lane, _, _ := strings.Cut(payload, "\t")
 	k.mu.Lock()
@@ -78,7 +78,7 @@ func (k *Keeper) renewNow(payload string) {
 	}
 }
 
-// renewDue renews leases, and plans a retry when the database does not answer.
+// renewDue renews leases, and plans a retry after a failure.
 func (k *Keeper) renewDue(ctx context.Context, due []*hold) {
 	err := k.renew(ctx, due)
 	if err == nil || ctx.Err() != nil {
@@ -92,7 +92,7 @@ func (k *Keeper) renewDue(ctx context.Context, due []*hold) {
 	}
 }
 
-// due returns the leases to renew, if any is due, together with those due soon. next is the time until one is due.
+// due returns the leases that are due or due soon; nil if none is due now. next is the time until one is due.
 func (k *Keeper) due(now time.Time) (due []*hold, next time.Duration) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -136,7 +136,7 @@ type renewal struct {
 	ExpiresAt    time.Time
 }
 
-// renew renews leases in one statement and applies the answers. After an error their state is unknown.
+// renew renews leases in one statement and applies the results. After an error their state is unknown.
 func (k *Keeper) renew(ctx context.Context, holds []*hold) error {
 	var params renewParams
 	limit := renewTimeout
@@ -168,7 +168,7 @@ func (k *Keeper) renew(ctx context.Context, holds []*hold) error {
 	return nil
 }
 
-// applyRenewal applies the answer to one renewal.
+// applyRenewal applies the result of one renewal.
 func (k *Keeper) applyRenewal(h *hold, r renewal, sentAt time.Time, ttl time.Duration) {
 	k.mu.Lock()
 	notify := func() {}

@@ -14,15 +14,15 @@ import (
 )
 
 const (
-	channel              = "agent_lanes"          // of the notifications of releases: a lane, or a handover to a waiter
-	queuePlaceTTL        = 5 * time.Second        // lifetime of a place in the queue between two attempts
-	pollInterval         = time.Second            // without a notification
-	promisedPollInterval = 150 * time.Millisecond // if the lane is free but promised to an earlier waiter
-	lockedPollInterval   = 30 * time.Millisecond  // if the row was locked, and once after the first attempt
+	channel              = "agent_lanes"          // channel for releases; the payload is a lane or a handover
+	queuePlaceTTL        = 5 * time.Second        // maximum pause between two attempts of a waiter in the queue
+	pollInterval         = time.Second            // pause without a notification
+	promisedPollInterval = 150 * time.Millisecond // pause while a free lane is reserved for an earlier waiter
+	lockedPollInterval   = 30 * time.Millisecond  // pause after a locked row, and after the first attempt
 )
 
-// AcquireWait queues for lane as a new owner. Waiters are served in order of arrival. It returns a *BusyError after
-// its timeout (see WithTimeout), or the cause of ctx when that ends, and leaves the queue either way.
+// AcquireWait waits for lane as a new owner. Waiters acquire a lane in order of arrival. AcquireWait returns a
+// *BusyError after its timeout (see WithTimeout), or the cause when ctx ends. In both cases it leaves the queue.
 func (k *Keeper) AcquireWait(ctx context.Context, lane string, opts ...Option) (*Lease, error) {
 	return k.AcquireWaitAs(ctx, runOwner(ctx, settingsFor(lane, opts).process), lane, opts...)
 }
@@ -47,8 +47,8 @@ type waiter struct {
 	lane          string
 	ttl           time.Duration
 	notifications <-chan string // of lanes; nil without a listener
-	sentAt        time.Time     // before the last answered attempt was sent
-	dbTime        time.Time     // the database's clock in that answer
+	sentAt        time.Time     // local time before the last attempt with a response
+	dbTime        time.Time     // the database's clock in that response
 }
 
 func (w *waiter) wait(ctx context.Context, timeout time.Duration) (*Lease, error) {
@@ -83,8 +83,8 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) (*Lease, error
 	}
 }
 
-// isRelevant reports whether a notification is about this lane and not a handover to another owner. The filter here
-// saves one query per unrelated notification.
+// isRelevant reports whether a notification is about this lane and not a handover to another owner. This saves one
+// query per irrelevant notification.
 func (w *waiter) isRelevant(payload string) bool {
 	return payload == w.lane || strings.HasPrefix(payload, w.lane+"\t"+w.owner.name+"\t")
 }
@@ -115,8 +115,8 @@ func (w *waiter) pause(
 	}
 }
 
-// nextAttempt is the pause without a notification. The second attempt is quick: a release during the first one may
-// have missed our place in the queue.
+// nextAttempt returns the pause before the next attempt without a notification. The pause before the second attempt is
+// short, because a release during the first attempt may not have seen this waiter in the queue.
 func (w *waiter) nextAttempt(busy *acquireResult, attempts int) time.Duration {
 	switch remaining := busy.remaining(); {
 	case busy.Holder == "", attempts == 1:
@@ -128,8 +128,8 @@ func (w *waiter) nextAttempt(busy *acquireResult, attempts int) time.Duration {
 	}
 }
 
-// leaveQueue leaves the queue and releases a lane that was just handed over, also when ctx has ended.
-// Otherwise the place expires after queuePlaceTTL.
+// leaveQueue leaves the queue, and releases a lane that was just handed over. It works with an ended ctx. After a
+// failure, the place in the queue expires after queuePlaceTTL.
 func (w *waiter) leaveQueue(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
 	defer cancel()
@@ -138,8 +138,8 @@ func (w *waiter) leaveQueue(ctx context.Context) {
 	}
 }
 
-// leaveQueue leaves the queue of a lane, and then releases a lane that was handed over meanwhile. The claim of an
-// execution gets no handover and may hold the lane: it only leaves.
+// leaveQueue leaves the queue of a lane, and then releases a lane that was handed over meanwhile. For the claim of an
+// execution it releases nothing, because the claim gets no handover and may hold the lane already.
 func leaveQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) error {
 	args := postgres.Strict{"lane": lane, "owner": owner.name}
 	if owner.claim {
@@ -162,11 +162,11 @@ func (w *waiter) tryOrEnqueue(
 		select `+acquireRowColumns+`
 		  from (select case when @claim then fence_agent_execution(split_part(@owner, '#', 1)::uuid,
 		          split_part(@owner, '#', 2)::bigint) end as fenced offset 0) f
-		 cross join lateral lanekeeper.acquire_or_enqueue_agent_lock(@lane, case when f.fenced is not false then @owner end,
-		         @ttl, @place, @handed)`,
+		 cross join lateral lanekeeper.acquire_or_enqueue_agent_lock(
+		   @lane, case when f.fenced is not false then @owner end, @ttl, @place_ttl, @accepts_handover)`,
 		postgres.Strict{
-			"claim": owner.claim, "lane": lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlaceTTL),
-			"handed": w.notifications != nil && !owner.claim,
+			"claim": owner.claim, "lane": lane, "owner": owner.name, "ttl": seconds(ttl),
+			"place_ttl": seconds(queuePlaceTTL), "accepts_handover": w.notifications != nil && !owner.claim,
 		})
 	if err != nil {
 		return acquireResult{}, err
@@ -185,7 +185,7 @@ type handover struct {
 	until       time.Time // by the database's clock
 }
 
-// parseHandover parses a notification; false for another kind.
+// parseHandover parses the notification of a handover. ok is false for other notifications.
 func parseHandover(payload string) (h handover, ok bool) {
 	parts := strings.Split(payload, "\t")
 	if len(parts) != 4 {
@@ -202,19 +202,18 @@ func parseHandover(payload string) (h handover, ok bool) {
 	return handover{parts[0], parts[1], token, time.UnixMicro(until).UTC()}, true
 }
 
-// IsHandover reports a notification on agent_lanes that a lane passed from its holder to a waiter, and so was never
-// free.
+// IsHandover reports whether a notification on agent_lanes is a handover to a waiter, so the lane was never free.
 func IsHandover(payload string) bool {
 	_, ok := parseHandover(payload)
 	return ok
 }
 
-// localEnd bounds the end of a handed-over lease by the local clock: it counts from before the last attempt, whose
-// answer had the database's time.
+// localEnd returns the earliest possible end of a handed-over lease by the local clock. It counts from before the last
+// attempt, whose response had the database's time.
 func (w *waiter) localEnd(h handover) time.Time { return w.sentAt.Add(h.until.Sub(w.dbTime)) }
 
-// accept makes a lease of a handed-over lane. The lease is short until Run renews it at once; without Run the next
-// attempt does. Lanes that Run does not renew, those of threads, are never handed over.
+// accept returns a lease for a handed-over lane. The lease is short, and Run renews it at once. Lanes of threads, which
+// Run does not renew, are never handed over.
 func (w *waiter) accept(ctx context.Context, h handover) *Lease {
 	lease := w.keeper.addGrant(ctx, w.owner, grant{
 		lane: w.lane, token: h.token, ttl: w.ttl, sentAt: w.sentAt, expires: h.until, localEnd: w.localEnd(h),

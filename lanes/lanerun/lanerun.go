@@ -1,9 +1,9 @@
 // Package lanerun runs a command while it holds a lane, like flock(1) with a file. It implements `agent lanes run
 // LANE -- CMD…`, for jobs that do not use lanes themselves.
 //
-// It promises that the command never runs without the lane. A busy lane skips the command, and a lost lane ends it:
-// SIGTERM first, then SIGKILL. Every exit releases the lane. When this process is killed, the lane ends with its
-// lease, and the command may run until then (on Linux it gets SIGTERM).
+// The command never runs without the lane. If the lane is busy, the command does not run. If the lane is lost, the
+// command gets SIGTERM and then SIGKILL. Every exit releases the lane. If this process is killed, the lane is held
+// until its lease expires. The command may run until then, but on Linux it gets SIGTERM.
 package lanerun
 
 import (
@@ -27,12 +27,12 @@ import (
 const (
 	// ExitBusy is the exit code for a busy lane.
 	ExitBusy = 75
-	// ExitFailed is the exit code when the command did not run, or was ended after its lane was lost.
+	// ExitFailed is the exit code if the command did not run, or lost its lane.
 	ExitFailed = 1
 	exitSignal = 128 // plus the signal's number, as in a shell
 
 	grace        = 10 * time.Second // between SIGTERM and SIGKILL
-	releaseLimit = 30 * time.Second // for a release without an answer
+	releaseLimit = 30 * time.Second // for the retries of a release
 )
 
 // Stdio has the streams of the command and of RunCommand's log.
@@ -51,13 +51,13 @@ func (s Stdio) log() *slog.Logger {
 	return s.Log
 }
 
-// RunCommand runs argv while keeper holds lane, and returns the command's exit code; 128 + n after signal n. Signals
-// to this process are forwarded to the command. ttl 0 is the lane's default.
+// RunCommand runs argv while keeper holds lane. It returns the exit code of the command, or 128 + n after signal n. It
+// forwards signals of this process to the command. A ttl of 0 is the default of the lane.
 //
-// A busy lane is exit code 75 and no error, with the warning `already running, skipped` in the log. A release without
-// an answer is retried for 30 seconds and then logged as a warning, because the command has run. An error comes with
-// exit code 1. Its causes are an invalid lane or command, no answer of the database, a lost lane (lanes.ErrLost), or
-// the end of ctx, which ends the command.
+// For a busy lane, RunCommand logs the warning `already running, skipped` and returns exit code 75 without an error. It
+// retries a failed release for 30 seconds. Then it logs a warning and returns no error, because the command has run. An
+// error has exit code 1. Its causes are an invalid lane or command, an unavailable database, a lost lane
+// (lanes.ErrLost) and the end of ctx, which ends the command.
 func RunCommand(
 	ctx context.Context, keeper *lanes.Keeper, lane string, ttl time.Duration, argv []string, stdio Stdio,
 ) (int, error) {
@@ -154,8 +154,8 @@ type group struct {
 	own bool // in its own process group
 }
 
-// newGroup starts cmd in its own process group, so its end reaches its children. At a terminal it stays in this
-// group, where it can read from the terminal.
+// newGroup makes cmd start in its own process group, so signals reach its children. At a terminal, cmd stays in the
+// group of this process, where it can read from the terminal.
 func newGroup(cmd *exec.Cmd) group {
 	in, isFile := cmd.Stdin.(*os.File)
 	g := group{cmd: cmd, own: !isFile || !term.IsTerminal(int(in.Fd()))}
@@ -163,7 +163,7 @@ func newGroup(cmd *exec.Cmd) group {
 	return g
 }
 
-// signal sends s to the group, and ignores an ended process.
+// signal sends s to the group. It ignores ended processes.
 func (g group) signal(s os.Signal) {
 	n, ok := s.(syscall.Signal)
 	switch {

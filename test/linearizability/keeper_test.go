@@ -197,7 +197,7 @@ func (w *recordingRows) Scan(dest ...any) error {
 	holder, _ := got["holder"].(string)
 	lane, _ := got["lane"].(string)
 	number, _ := got["n"].(int64)
-	passed, _ := got["passed"].(string)
+	handover, _ := got["handover"].(string)
 	for i, o := range w.ops {
 		if o.Many && o.Kind != kindRenew && int64(i) != number-1 {
 			continue
@@ -205,7 +205,7 @@ func (w *recordingRows) Scan(dest ...any) error {
 		o.answered = true
 		if o.Kind == kindRelease {
 			o.OK = true
-			o.setHeir(passed)
+			o.setHeir(handover)
 		} else if o.Kind != kindRenew {
 			o.OK, _ = got["acquired"].(bool)
 			o.Got = token
