@@ -59,8 +59,7 @@ func TestConcurrentRunSyncSharesBatches(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `
 		select count(*) from agent_executions x where x.completed_at is null
 		    or (select count(*) from agent_events v where v.execution_id = x.id) <> 1
-		    or (select count(*) from agent_checkpoints c
-		      where c.execution_id = x.id) <> (x.status = 'completed')::int`))
+		    or (select count(*) from agent_checkpoints c where c.execution_id = x.id) <> (x.status = 'completed')::int`))
 }
 
 // A database crash may lose a start if no durable write followed it. The execution then never existed: its run ends
@@ -91,10 +90,10 @@ func TestStartLostInACrashNeverExisted(t *testing.T) {
 	assert.Truef(t, errors.Is(err, executions.ErrNotFound) && strings.Contains(err.Error(), "database crash"),
 		"a run whose start is lost: %v, %v", x.Status, err)
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `
-		select (select count(*) from agent_executions where id <> @id::uuid) + (select count(*) from agent_events
-		  where execution_id <> @id::uuid)
-		     + (select count(*) from agent_checkpoints
-		       where execution_id <> @id::uuid)`, postgres.Strict{"id": durable.ID}))
+		select (select count(*) from agent_executions where id <> @id::uuid)
+		     + (select count(*) from agent_events where execution_id <> @id::uuid)
+		     + (select count(*) from agent_checkpoints where execution_id <> @id::uuid)`,
+		postgres.Strict{"id": durable.ID}))
 	assert.Equal(t, executions.Completed, getExecution(t, pool, durable.ID).Status)
 }
 
@@ -123,8 +122,8 @@ func awaitSyncReplication(t *testing.T, url string) {
 			if len(ended) > 0 {
 				return true
 			}
-			waits = pgtest.Value[bool](t, watch, `select exists (select from pg_stat_activity where pid = $1
-				and wait_event = 'SyncRep')`, pid)
+			waits = pgtest.Value[bool](t, watch,
+				`select exists (select from pg_stat_activity where pid = $1 and wait_event = 'SyncRep')`, pid)
 			return waits
 		}, "a commit ends, or waits for a standby")
 		leave()
@@ -183,7 +182,7 @@ func TestCompletionMakesStartDurable(t *testing.T) {
 // steps.
 func checkpointBatch(
 	ctx context.Context, db postgres.DB, ids []string, claims []int64, steps []string, variables []*string,
-) (kept string, err error) {
+) (recorded string, err error) {
 	err = db.QueryRow(ctx, `
 		select coalesce(string_agg(i::text, ' ' order by i), '')
 		  from generate_series(1, @n::int) i
@@ -191,8 +190,8 @@ func checkpointBatch(
 		   select n from lanekeeper.checkpoint_agent_executions(@ids, @claims, @steps,
 		     array_fill('print'::text, array[@n::int]), null, array_fill('3'::jsonb, array[@n::int]),
 		          (@variables::text[])::jsonb[]) where verdict = 'alone')`,
-		postgres.Strict{"ids": ids, "claims": claims, "n": len(ids), "steps": steps, "variables": variables}).Scan(&kept)
-	return kept, err
+		postgres.Strict{"ids": ids, "claims": claims, "n": len(ids), "steps": steps, "variables": variables}).Scan(&recorded)
+	return recorded, err
 }
 
 // A batch writes only steps with a live claim and an unlocked row.
@@ -489,8 +488,8 @@ func TestCompletionKeepsExistingCheckpoint(t *testing.T) {
 	for what, want := range map[string]string{"step": `"earlier" 1`, "event": `"later" 1`} {
 		x := awaitStatus(t, pool, p.startFlow(t, what), executions.Completed)
 		got := pgtest.Value[string](t, pool, `
-			select (select output::text from agent_checkpoints where execution_id = @id) || ' ' || (select count(*)
-			  from agent_events where external_id = 'completed ' || @id::text)`,
+			select (select output::text from agent_checkpoints where execution_id = @id) || ' ' ||
+			       (select count(*) from agent_events where external_id = 'completed ' || @id::text)`,
 			postgres.Strict{"id": x.ID})
 		assert.Equal(t, want, got, what)
 	}
@@ -748,7 +747,7 @@ func TestBatchReadsOnlyItsRows(t *testing.T) {
 		`insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
 			arguments_hash, expires_at)
 		 select 't', id, 's', true, 'skill', 1, '{}', id::text, clock_timestamp() + interval '1 hour' from agent_executions
-		   where flow = 'parent'`,
+		where flow = 'parent'`,
 		`insert into agent_activity_open (activity_id, execution_id, claim, step, kind) select id, id, 1, 's', 'call'
 			from agent_executions where flow = 'parent'`,
 		`insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)

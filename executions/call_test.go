@@ -62,7 +62,7 @@ func TestActivityHasThreadOfRun(t *testing.T) {
 		awaitStatus(t, pool, x.ID, executions.Completed)
 		got := pgtest.Value[string](t, pool, `
 			select string_agg(skill_name || ' in ' || coalesce(thread_id, 'none'), ', ' order by id) from agent_activity
-			  where execution_id = $1`, x.ID)
+			 where execution_id = $1`, x.ID)
 		assert.Equal(t, want, got, thread)
 	}
 }
@@ -122,8 +122,8 @@ func TestBranchWaitsForDeferredCheckpointInFlight(t *testing.T) {
 	require.NoError(t, err)
 	id := p.startFlow(t, "flow")
 	pgtest.Eventually(t, func() bool {
-		return pgtest.Value[bool](t, pool, `select exists (select from pg_locks where not granted
-			and relation = 'agent_activity_open'::regclass)`)
+		return pgtest.Value[bool](t, pool,
+			`select exists (select from pg_locks where not granted and relation = 'agent_activity_open'::regclass)`)
 	}, "the intent waits")
 	close(blocked)
 	select {
@@ -162,7 +162,7 @@ func TestCallIntentIsRecordedBeforeEffect(t *testing.T) {
 	assert.NoDiff(t, want, activityRows(t, pool, got.ID))
 	same := pgtest.Value[bool](t, pool, `
 		select a.xmin = c.xmin from agent_activity a, agent_checkpoints c where a.execution_id = @id
-		  and c.execution_id = @id`,
+		   and c.execution_id = @id`,
 		postgres.Strict{"id": got.ID})
 	if !same || countOpenActivities(t, pool) != 0 {
 		t.Errorf("end of the row and checkpoint in one commit: %v; rows listed as open: %d",
@@ -352,7 +352,7 @@ func TestStaleWorkerWriteIsRejectedAndRecorded(t *testing.T) {
 			expireLease(t, pool, id)
 			startEngine(t, pool, flows)
 			before := awaitStatus(t, pool, id, executions.Completed)
-			kept := activityRows(t, pool, id)
+			recorded := activityRows(t, pool, id)
 			checkpoints, err := executions.Checkpoints(t.Context(), pool, id)
 			require.NoError(t, err)
 			here.open()
@@ -363,7 +363,7 @@ func TestStaleWorkerWriteIsRejectedAndRecorded(t *testing.T) {
 			now, err := executions.Checkpoints(t.Context(), pool, id)
 			diff := cmp.Diff(checkpoints, now)
 			assert.Truef(t, diff == "" && err == nil, "the stale checkpoint counted %v (-before +after):\n%s", err, diff)
-			assert.NoDiff(t, append(kept, c.note), activityRows(t, pool, id))
+			assert.NoDiff(t, append(recorded, c.note), activityRows(t, pool, id))
 			assert.Equal(t, 1, countCompletions(t, pool, id))
 		})
 	}
@@ -499,7 +499,7 @@ func TestWaitFailsInNonRepeatableStep(t *testing.T) {
 
 func TestMisusedTransactionFailsStep(t *testing.T) {
 	t.Parallel()
-	for says, spoil := range map[string]func(ctx context.Context, tx pgx.Tx){
+	for message, spoil := range map[string]func(ctx context.Context, tx pgx.Tx){
 		"the transaction is still being read from": func(ctx context.Context, tx pgx.Tx) {
 			rows, _ := tx.Query(ctx, `select generate_series(1, 1000)`)
 			rows.Next()
@@ -518,7 +518,7 @@ func TestMisusedTransactionFailsStep(t *testing.T) {
 			})
 			return fmt.Sprint(err), nil
 		})
-		assert.Truef(t, strings.HasPrefix(string(got.Result), `"`+says), "%s, want %s", got.Result, says)
+		assert.Truef(t, strings.HasPrefix(string(got.Result), `"`+message), "%s, want %s", got.Result, message)
 	}
 }
 
@@ -683,7 +683,7 @@ func TestInvalidTextOfCallIsReplaced(t *testing.T) {
 	args := postgres.Strict{"id": got.ID}
 	assert.Equal(t, "fails error a\ufffd c\ufffd, works success a\ufffd ", pgtest.Value[string](t, pool, `
 		select string_agg(concat_ws(' ', step, status, model, error_class), ', ' order by step) from agent_activity
-		  where execution_id = @id`, args))
+		 where execution_id = @id`, args))
 }
 
 // One NaN row would make each sum with it NaN. JSON cannot encode NaN.
@@ -755,14 +755,14 @@ func TestCancelledStepIsRecorded(t *testing.T) {
 			})
 			return err
 		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
-		"a transaction whose function looks at its limit alone": {func(ctx context.Context) error {
+		"a transaction whose function only checks its time limit": {func(ctx context.Context) error {
 			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
 			defer cancel()
 			_, err := executions.StepTx(ctx, "slow",
 				func(ctx context.Context, _ pgx.Tx) (int, error) { return blockUntilDone(ctx, nil) })
 			return err
 		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
-		"a call beside one that fails": {func(ctx context.Context) (err error) {
+		"a call next to a failing call": {func(ctx context.Context) (err error) {
 			group, ctx := errgroup.WithContext(ctx)
 			begun := make(chan struct{})
 			group.Go(func() error {
@@ -944,7 +944,7 @@ func TestSnapshotReplacesOnlyItsLoop(t *testing.T) {
 		return n, err
 	})
 	assert.Truef(t, steps.Load() == 1 && string(got.Result) == "1",
-		"the step beside the loop ran %d times, result %s", steps.Load(), got.Result)
+		"the step outside the loop ran %d times, result %s", steps.Load(), got.Result)
 }
 
 // Keys of inner steps start with the key of their step, slashes included. So a phase covers its steps, a snapshot

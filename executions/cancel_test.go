@@ -40,7 +40,7 @@ func TestCancelMissingOrEndedExecution(t *testing.T) {
 	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
 		postgres.Strict{"id": id, "claim": n})
 	status, err := executions.Cancel(t.Context(), pool, id, "ana", "")
-	assert.Truef(t, err == nil && status == executions.Completed, "cancel of a completed one: %s, %v", status, err)
+	assert.Truef(t, err == nil && status == executions.Completed, "cancel of a completed execution: %s, %v", status, err)
 	assert.Equal(t, 1, countCompletions(t, pool, id))
 }
 
@@ -50,18 +50,18 @@ func TestCancelStopsRunningStep(t *testing.T) {
 		options func(t *testing.T, pool *pgxpool.Pool) func(*executions.Options)
 		cancel  func(ctx context.Context, p *testEngine, id string) error
 	}{
-		"told by a notification": {
+		"by a notification": {
 			func(t *testing.T, pool *pgxpool.Pool) func(*executions.Options) {
 				l := newListener(t, pool)
 				return func(o *executions.Options) { o.Listener, o.LeaseTTL = l, time.Hour }
 			},
 			func(ctx context.Context, p *testEngine, id string) error { return cancelFromAnotherProcess(ctx, p, id) },
 		},
-		"told by the renewal": {
+		"by the renewal": {
 			func(*testing.T, *pgxpool.Pool) func(*executions.Options) { return func(*executions.Options) {} },
 			func(ctx context.Context, p *testEngine, id string) error { return cancelFromAnotherProcess(ctx, p, id) },
 		},
-		"told by itself": {
+		"by the same process": {
 			func(*testing.T, *pgxpool.Pool) func(*executions.Options) {
 				return func(o *executions.Options) { o.LeaseTTL = time.Hour }
 			},

@@ -123,7 +123,7 @@ func TestFailedCheckpointLeavesOuterStepUnrecorded(t *testing.T) {
 	<-ready
 	locked <- blockCheckpointWrites(t, pool)
 	x := awaitStatus(t, pool, id, executions.Completed)
-	assert.Truef(t, string(x.Result) == "2", "it ended with %s", x.Result)
+	assert.Truef(t, string(x.Result) == "2", "the execution ended with %s", x.Result)
 }
 
 // Another process has the claim by now. The result comes too late, and the activity log keeps it as rejected.
@@ -162,7 +162,7 @@ func TestLateResultIsRecordedAsRejected(t *testing.T) {
 	assert.Truef(t, string(x.Result) == "2", "ended with %s", x.Result)
 	pgtest.Equal(t, pool, "1", `
 		select output ->> 'output' from agent_activity where execution_id = @id and skill_name = 'stale_write'
-		  and error_class = 'stale'`, postgres.Strict{"id": x.ID})
+		   and error_class = 'stale'`, postgres.Strict{"id": x.ID})
 }
 
 // The engine writes the last step with the completion or not at all. In the second case the execution continues
@@ -183,11 +183,9 @@ func TestFailedCompletionDropsLastStep(t *testing.T) {
 	}
 	end()
 	x := awaitStatus(t, pool, id, executions.Completed)
-	if kept := pgtest.Value[string](t, pool, `select output::text from agent_checkpoints where execution_id = @id
-		and step = 'step'`,
-		postgres.Strict{"id": id}); kept != string(x.Result) {
-		t.Errorf("the step is on record with %s, and the execution ended with %s", kept, x.Result)
-	}
+	assert.Equal(t, string(x.Result), pgtest.Value[string](t, pool,
+		`select output::text from agent_checkpoints where execution_id = @id and step = 'step'`,
+		postgres.Strict{"id": id}), "the checkpoint of the step")
 }
 
 // A deferred result is written soon, even if the code runs no further step.
@@ -201,8 +199,9 @@ func TestDeferredCheckpointIsFlushed(t *testing.T) {
 		return resultOf(n, err)
 	}))
 	id := p.startFlow(t, "flow")
-	pgtest.Until(t, pool, true, `select exists (select from agent_checkpoints where execution_id = @id
-			and step = 'step')`, postgres.Strict{"id": id})
+	pgtest.Until(t, pool, true,
+		`select exists (select from agent_checkpoints where execution_id = @id and step = 'step')`,
+		postgres.Strict{"id": id})
 	close(goOn)
 	awaitStatus(t, pool, id, executions.Completed)
 }
@@ -236,7 +235,7 @@ func TestCheckpointsKeepStepOrder(t *testing.T) {
 		postgres.Strict{"id": id}))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `
 		select count(*) from agent_checkpoints a join agent_checkpoints b on b.execution_id = a.execution_id
-		  and b.step = 'b' || substr(a.step, 2)
+		   and b.step = 'b' || substr(a.step, 2)
 		 where a.execution_id = @id and a.step like 'a/%'
 		   and a.created_at > b.created_at`, postgres.Strict{"id": id}))
 }
@@ -302,7 +301,8 @@ func TestRejectedLastStepFailsExecution(t *testing.T) {
 	}))
 	x := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Failed)
 	assert.Truef(t, x.FailedStep != nil && *x.FailedStep == "bad" && x.ErrorMessage != nil &&
-		strings.Contains(*x.ErrorMessage, "could not be recorded"), "it failed with %v at %v", x.ErrorMessage, x.FailedStep)
+		strings.Contains(*x.ErrorMessage, "could not be recorded"),
+		"the execution failed with %v at %v", x.ErrorMessage, x.FailedStep)
 	assert.Equal(t, 1, calls.Load())
 }
 
@@ -323,16 +323,18 @@ func TestCompletionWaitsForCheckpointInFlight(t *testing.T) {
 	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
 		defer close(returns)
 		n, err := executions.Step(ctx, "bad", func(context.Context) (int, error) { return 7, nil })
-		pgtest.Until(t, pool, true, `select exists (select from pg_locks where locktype = 'advisory' and objid = 77
-				and not granted
-				and database = (select oid from pg_database where datname = current_database()))`)
+		pgtest.Until(t, pool, true, `
+			select exists (
+			  select from pg_locks
+			   where locktype = 'advisory' and objid = 77 and not granted
+			     and database = (select oid from pg_database where datname = current_database()))`)
 		return resultOf(n, err)
 	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	id := p.startFlow(t, "flow")
 	testkit.Receive(t, returns)
 	assert.NoError(t, tx.Rollback(t.Context()))
 	x := awaitStatus(t, pool, id, executions.Failed)
-	assert.Truef(t, x.FailedStep != nil && *x.FailedStep == "bad", "it failed at %v", x.FailedStep)
+	assert.Truef(t, x.FailedStep != nil && *x.FailedStep == "bad", "the execution failed at %v", x.FailedStep)
 }
 
 // A goroutine that outlives its flow gets an error from its steps.
@@ -374,20 +376,20 @@ func TestVariablesAreStoredWithNextWrite(t *testing.T) {
 	look := func(ctx context.Context) (int, error) {
 		x, _ := executions.Current(ctx)
 		now, err := executions.Get(ctx, pool, x.ID)
-		text, wrong := compact(now.Variables)
+		text, compactErr := compact(now.Variables)
 		seen <- string(text)
-		return 0, errors.Join(err, wrong)
+		return 0, errors.Join(err, compactErr)
 	}
 	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
-		var wrong error
-		setVariables(ctx, variables{"a": 1}, &wrong)
+		var setErr error
+		setVariables(ctx, variables{"a": 1}, &setErr)
 		_, one := executions.Step(ctx, "first", look)  // not written yet
 		_, two := executions.Step(ctx, "second", look) // with the first step's checkpoint
-		setVariables(ctx, variables{"a": 2, "nul": "\x00"}, &wrong)
+		setVariables(ctx, variables{"a": 2, "nul": "\x00"}, &setErr)
 		_, three := executions.StepTx(ctx, "third", func(context.Context, pgx.Tx) (int, error) { return 0, nil })
 		_, four := executions.Step(ctx, "fourth", look) // with the transaction
-		setVariables(ctx, variables{"a": 3}, &wrong)
-		if err := errors.Join(wrong, one, two, three, four); err != nil {
+		setVariables(ctx, variables{"a": 3}, &setErr)
+		if err := errors.Join(setErr, one, two, three, four); err != nil {
 			return executions.Result{}, err
 		}
 		if _, err := executions.Wait(ctx, "event", executions.Event("go", 0)); err != nil {
@@ -427,8 +429,8 @@ func TestReplaySetsVariablesAgain(t *testing.T) {
 		g.enter(ctx)
 		return resultOf(executions.Step(ctx, "last", func(context.Context) (int, error) { return 0, nil }))
 	})
-	asleep := newEngine(t, pool, flows)
-	wait := asleep.runInBackground(t)
+	paused := newEngine(t, pool, flows)
+	wait := paused.runInBackground(t)
 	id := g.awaitFirst(t)
 	assert.Equal(t, `{"i":1}`, storedVariables(t, pool, id))
 	expireLease(t, pool, id)
@@ -458,8 +460,8 @@ func TestStaleClaimStoresNoVariables(t *testing.T) {
 		}
 		return executions.Result{}, nil
 	})
-	asleep := newEngine(t, pool, flows)
-	wait := asleep.runInBackground(t)
+	paused := newEngine(t, pool, flows)
+	wait := paused.runInBackground(t)
 	id := g.awaitFirst(t)
 	expireLease(t, pool, id)
 	startEngine(t, pool, flows)

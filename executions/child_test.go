@@ -168,8 +168,8 @@ func TestStaleClaimKeepsNoLane(t *testing.T) {
 		lanes <- err
 		return executions.Result{}, err
 	})
-	asleep := newEngine(t, pool, flows)
-	wait := asleep.runInBackground(t)
+	paused := newEngine(t, pool, flows)
+	wait := paused.runInBackground(t)
 	id := g.awaitFirst(t)
 	expireLease(t, pool, id)
 	startEngine(t, pool, flows)
@@ -346,8 +346,8 @@ func TestChildIsStartedOnce(t *testing.T) {
 		},
 		"child": func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil },
 	}
-	asleep := newEngine(t, pool, flows)
-	wait := asleep.runInBackground(t)
+	paused := newEngine(t, pool, flows)
+	wait := paused.runInBackground(t)
 	id := g.awaitFirst(t)
 	expireLease(t, pool, id)
 	startEngine(t, pool, flows)
@@ -362,21 +362,21 @@ func TestChildIsStartedOnce(t *testing.T) {
 func TestParentBecomesReadyWithoutEngine(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	for name, tell := range map[string]func(child string){
-		"told": func(child string) {
+	for name, resume := range map[string]func(child string){
+		"function": func(child string) {
 			pgtest.Exec(t, pool, `select lanekeeper.resume_agent_waiters('agent', @child)`, postgres.Strict{"child": child})
 		},
-		"swept": func(string) { sweep(t, pool) },
+		"sweep": func(string) { sweep(t, pool) },
 	} {
 		parent, child := newWaiter(t, pool), newWaiter(t, pool)
-		require.True(t, parent.park("child", "agent", child.id) == nil, "it has ended already")
+		require.True(t, parent.park("child", "agent", child.id) == nil, "the child has ended already")
 		pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`,
 			postgres.Strict{"id": child.id, "claim": child.claim})
 		assert.Equal(t, 1, pgtest.Value[int](t, pool,
 			`select count(*) from agent_unpublished_completions where execution_id = @id`,
 			postgres.Strict{"id": child.id}), name)
 		assert.Equal(t, executions.Waiting, parent.status(), name)
-		tell(child.id)
+		resume(child.id)
 		out := parent.resume("child")
 		assert.Truef(t, out.Event == "AGENT_COMPLETED" && !out.TimedOut, "%s: %+v", name, out)
 	}
@@ -416,7 +416,7 @@ func TestParentWaitExtendsWithChildWait(t *testing.T) {
 // resumes.
 func TestConcurrentCompletionAndWaitResumeParent(t *testing.T) {
 	t.Parallel()
-	for name, endFirst := range map[string]bool{"the end comes first": true, "the wait comes first": false} {
+	for name, endFirst := range map[string]bool{"end before wait": true, "wait before end": false} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
@@ -443,8 +443,9 @@ func TestConcurrentCompletionAndWaitResumeParent(t *testing.T) {
 			group.Go(func() error { defer done.Store(true); return second(ctx, pool) })
 			pgtest.Eventually(t, func() bool {
 				return done.Load() || pgtest.Value[bool](t, pool, `
-					select exists (select from pg_stat_activity where datname = current_database()
-					  and cardinality(pg_blocking_pids(pid)) > 0)`)
+					select exists (
+					  select from pg_stat_activity
+					   where datname = current_database() and cardinality(pg_blocking_pids(pid)) > 0)`)
 			}, "the second is done, or waits for the first")
 			require.NoError(t, errors.Join(tx.Commit(t.Context()), group.Wait()))
 			sweep(t, pool)

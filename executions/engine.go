@@ -99,7 +99,7 @@ type Engine struct {
 // maxLease bounds how long a dead process keeps its executions.
 const maxLease = 24 * time.Hour
 
-// New makes an engine. It does not use the database yet.
+// New creates an engine. It does not use the database yet.
 func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	if opts.Keeper == nil {
 		return nil, errors.New("make engine: a lanes.Keeper is required")

@@ -146,7 +146,7 @@ func TestNewRejectsInvalidOptions(t *testing.T) {
 		{Keeper: keeper, LeaseTTL: 100 * 365 * 24 * time.Hour},
 	} {
 		_, err := executions.New(pgtest.DB(t), opts)
-		assert.Error(t, err, "an engine of", opts.Workers, "workers and a lease of", opts.LeaseTTL, "was made")
+		assert.Error(t, err, "an engine with", opts.Workers, "workers and a lease of", opts.LeaseTTL)
 	}
 }
 
@@ -190,7 +190,7 @@ func TestShutdownFinishesStepAndReleasesRun(t *testing.T) {
 			}
 			id := first.awaitFirst(t)
 			wait := stopInBackground(p)
-			pgtest.Eventually(t, func() bool { return p.Live() != nil }, "the shutdown has begun")
+			pgtest.Eventually(t, func() bool { return p.Live() != nil }, "the shutdown has started")
 			first.open()
 			wait()
 			ran()

@@ -108,7 +108,7 @@ func TestEventClaimsHeadOfQueue(t *testing.T) {
 			},
 			"something else is ready": {before: `insert into agent_executions (trace_id, surface, flow)
 				values ('fl_x', 'flow', 'other')`, after: `delete from agent_executions where flow = 'other'`, flow: "flow", places: 2},
-			"what is ready is held by a limit": {before: `insert into agent_executions (trace_id, surface, flow)
+			"a limit delays a ready execution": {before: `insert into agent_executions (trace_id, surface, flow)
 				values ('fl_x', 'flow', 'other'); insert into agent_limits
 				values ('flow', 'other', 0)`, after: `delete from agent_executions where flow = 'other'; delete from agent_limits`, flow: "flow", places: 2, want: true},
 			"a pause": {
@@ -142,7 +142,7 @@ func TestEventClaimsHeadOfQueue(t *testing.T) {
 			case claimed != c.want, claimed != (x.ClaimedBy != nil):
 				t.Errorf("%s: claimed %t, want %t; the row is claimed by %q", name, claimed, c.want, postgres.Deref(x.ClaimedBy))
 			case claimed && (*got[0].Claimed != x.Claim || got[0].Held || !slices.Equal(got[0].Steps, []string{"event"})):
-				t.Errorf("%s: answered %+v, the row has claim %d", name, got[0], x.Claim)
+				t.Errorf("%s: response %+v, the row has claim %d", name, got[0], x.Claim)
 			}
 			pgtest.Exec(t, pool, `delete from agent_executions`)
 		}
@@ -170,10 +170,10 @@ func TestResumedExecutionsAreOrderedByPriority(t *testing.T) {
 		}
 		require.Equal(t, 2, len(got), got)
 		if x := getExecution(t, pool, late); x.Status != executions.Running || x.ClaimedBy != nil {
-			t.Errorf("the one of less priority is %s, claimed by %q", x.Status, postgres.Deref(x.ClaimedBy))
+			t.Errorf("the execution of lower priority is %s, claimed by %q", x.Status, postgres.Deref(x.ClaimedBy))
 		}
 		claimReady(t, pool, me, 1)
-		assert.True(t, getExecution(t, pool, first).ClaimedBy != nil, "the one of more priority was not first")
+		assert.True(t, getExecution(t, pool, first).ClaimedBy != nil, "the execution of higher priority was not first")
 	})
 }
 
@@ -255,7 +255,7 @@ func TestResumedExecutionReportsLostClaim(t *testing.T) {
 			pgtest.Exec(t, pool, `
 				insert into agent_activity (trace_id, execution_id, skill_name, step, status, error_class)
 				select trace_id, id, 'fetch', 'fetch', 'unknown', 'interrupted' from agent_executions
-				  where id = @id`, postgres.Strict{"id": id})
+				 where id = @id`, postgres.Strict{"id": id})
 			assert.True(t, held(), "a call that was interrupted is not said")
 			pgtest.Exec(t, pool, `update agent_executions set status = 'completed' where id = @id`, postgres.Strict{"id": id})
 		}
@@ -413,7 +413,7 @@ func TestWorkerIsFreeDuringCompletion(t *testing.T) {
 	awaitStatus(t, pool, second, executions.Completed)
 }
 
-// The record returned with the claim equals the stored one: for the wait alone, and with earlier records.
+// The checkpoints returned with the claim equal the stored ones: for the wait only, and with earlier checkpoints.
 func TestClaimedCheckpointsEqualStoredOnes(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -431,7 +431,7 @@ func TestClaimedCheckpointsEqualStoredOnes(t *testing.T) {
 			pgtest.Exec(t, pool, `
 				insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
 				select id, @step, claim, 'print', true, '{"a": 1}' from agent_executions
-				  where id = @id`, postgres.Strict{"id": id, "step": record.before})
+				 where id = @id`, postgres.Strict{"id": id, "step": record.before})
 		}
 		var steps []string
 		var answered, stored string
@@ -466,8 +466,9 @@ func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change f
 		done <- deliverBatch(t, pool, worker, 2, singleDelivery, "k")
 	}()
 	pgtest.Until(t, pool, true, `
-			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'
-			  and query like '%deliver_agent_event%')`)
+		select exists (
+		  select from pg_stat_activity
+		   where datname = current_database() and wait_event_type = 'Lock' and query like '%deliver_agent_event%')`)
 	change(tx)
 	require.NoError(t, tx.Commit(t.Context()))
 	return <-done
@@ -494,7 +495,7 @@ func TestEventRechecksAfterLockWait(t *testing.T) {
 				insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
 				values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": id + "#2", "id": id})
 		}, executions.Running, true},
-		"its time is over": {func(t *testing.T, tx pgx.Tx, id, _ string) {
+		"it has timed out": {func(t *testing.T, tx pgx.Tx, id, _ string) {
 			pgtest.Exec(t, tx,
 				`select lanekeeper.resume_agent_executions(array[@id::uuid], array['{"timed_out": true}'::jsonb])`,
 				postgres.Strict{"id": id})
@@ -510,11 +511,12 @@ func TestEventRechecksAfterLockWait(t *testing.T) {
 			got := deliverDuring(t, pool, me, id, func(tx pgx.Tx) { c.change(t, tx, id, me) })
 			x := getExecution(t, pool, id)
 			assert.Truef(t, len(got) == 1 && (got[0].Claimed != nil) == c.claimed && (x.ClaimedBy != nil) == c.claimed &&
-				x.Status == c.status, "answered %+v, it is %s and claimed by %q", got, x.Status, postgres.Deref(x.ClaimedBy))
-			taken := pgtest.Value[bool](t, pool, `select consumed_by is not null from agent_events where key = 'k'`)
-			mine := name != "its time is over" && name != "it is cancelled"
-			assert.Truef(t, taken == mine && (got[0].ExecutionID != nil) == mine,
-				"the event is taken %t, answered %+v", taken, got)
+				x.Status == c.status, "response %+v, the execution is %s and claimed by %q",
+				got, x.Status, postgres.Deref(x.ClaimedBy))
+			consumed := pgtest.Value[bool](t, pool, `select consumed_by is not null from agent_events where key = 'k'`)
+			mine := name != "it has timed out" && name != "it is cancelled"
+			assert.Truef(t, consumed == mine && (got[0].ExecutionID != nil) == mine,
+				"the event is consumed: %t, response %+v", consumed, got)
 			assert.True(t, pgtest.Value[int](t, pool, `select count(*) from agent_locks where execution_id = @id and parked`,
 				postgres.Strict{"id": id}) <= 0, "the lane did not stay with the execution")
 		})
@@ -531,10 +533,10 @@ func TestEventSourceIsRecordedPerEvent(t *testing.T) {
 	insertWaiting(t, pool, "one", "flow", 2)
 	request := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7()::text`)
 	for name, event := range map[string][2]string{
-		"nobody waits":  {"EVENT_COMPLETED", "none"},
-		"one waits":     {"EVENT_COMPLETED", "one"},
-		"two wait":      {"EVENT_COMPLETED", "two"},
-		"a test's kind": {"AGENT_COMPLETED", request},
+		"no execution waits": {"EVENT_COMPLETED", "none"},
+		"one waits":          {"EVENT_COMPLETED", "one"},
+		"two wait":           {"EVENT_COMPLETED", "two"},
+		"a test's kind":      {"AGENT_COMPLETED", request},
 	} {
 		tx, err := pool.Begin(t.Context())
 		require.NoError(t, err)

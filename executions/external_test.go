@@ -44,20 +44,20 @@ func (p *testEngine) lock(t *testing.T, id, owner string) executions.RunLock {
 
 func (p *testEngine) checkpoint(t *testing.T, id, lock, step, output string) bool {
 	t.Helper()
-	_, anew, err := p.CheckpointRun(t.Context(), id, lock, step, json.RawMessage(output))
+	_, created, err := p.CheckpointRun(t.Context(), id, lock, step, json.RawMessage(output))
 	require.NoError(t, err)
-	return anew
+	return created
 }
 
-// wantVoid checks that every operation under a lock fails with the given words.
-func (p *testEngine) wantVoid(t *testing.T, id, lock, words string) {
+// wantVoid checks that every operation under a lock fails with the given text.
+func (p *testEngine) wantVoid(t *testing.T, id, lock, text string) {
 	t.Helper()
 	_, beat := p.RenewLock(t.Context(), id, lock)
 	_, _, record := p.CheckpointRun(t.Context(), id, lock, "late", json.RawMessage(`1`))
 	_, _, unlock := p.UnlockRun(t.Context(), id, lock, executions.UnlockParams{Status: executions.Completed})
 	for what, err := range map[string]error{"beat": beat, "checkpoint": record, "unlock": unlock} {
-		assert.Truef(t, errors.Is(err, executions.ErrVoid) && strings.Contains(fmt.Sprint(err), words) &&
-			!strings.Contains(fmt.Sprint(err), lock), "%s with a void lock: %v, want %q", what, err, words)
+		assert.Truef(t, errors.Is(err, executions.ErrVoid) && strings.Contains(fmt.Sprint(err), text) &&
+			!strings.Contains(fmt.Sprint(err), lock), "%s with a void lock: %v, want %q", what, err, text)
 	}
 }
 
@@ -126,7 +126,7 @@ func TestLockRunRejectsInvalidRequests(t *testing.T) {
 		assert.ErrorIs(t, err, c.want, name)
 	}
 	_, err := p.RenewLock(t.Context(), nobody, "x")
-	assert.ErrorIs(t, err, executions.ErrNotFound, "beat of nobody")
+	assert.ErrorIs(t, err, executions.ErrNotFound, "heartbeat without a lock")
 	lock, other := p.lock(t, id, "w"), p.startExternal(t)
 	_, err = p.RenewLock(t.Context(), other, lock.LockID)
 	assert.ErrorIs(t, err, executions.ErrVoid, "another run's lock")
@@ -208,8 +208,10 @@ func TestLockRunWaitsForCheckpointSweepDoesNot(t *testing.T) {
 		second, err = p.LockRun(context.WithoutCancel(t.Context()), id, "second", time.Minute)
 		return err
 	})
-	pgtest.Until(t, p.pool, true, `select exists (select from pg_stat_activity where datname = current_database()
-			and wait_event_type = 'Lock' and query like '%lock_agent_execution%')`)
+	pgtest.Until(t, p.pool, true, `
+		select exists (
+		  select from pg_stat_activity
+		   where datname = current_database() and wait_event_type = 'Lock' and query like '%lock_agent_execution%')`)
 	require.NoError(t, checkpoint.Commit(t.Context()))
 	require.NoError(t, group.Wait())
 	assert.Truef(t, len(second.Checkpoints) == 1 && second.Checkpoints[0].Step == "slow" && second.Execution.Claim == 3,
@@ -220,48 +222,49 @@ func TestLockRunWaitsForCheckpointSweepDoesNot(t *testing.T) {
 func TestLockRunSettlesExpiredLock(t *testing.T) {
 	t.Parallel()
 	p := newEngine(t, pgtest.DB(t), nil)
-	fails := p.startExternal(t)
-	lock := p.lock(t, fails, "first")
-	expireLease(t, p.pool, fails)
-	p.wantVoid(t, fails, lock.LockID, "it expired or was released")
-	_, err := p.LockRun(t.Context(), fails, "second", time.Minute)
+	failing := p.startExternal(t)
+	lock := p.lock(t, failing, "first")
+	expireLease(t, p.pool, failing)
+	p.wantVoid(t, failing, lock.LockID, "it expired or was released")
+	_, err := p.LockRun(t.Context(), failing, "second", time.Minute)
 	assert.Truef(t, errors.Is(err, executions.ErrEnded) && strings.Contains(err.Error(), "lease expired"),
-		"lock after the time of one that fails: %v", err)
-	x := getExecution(t, p.pool, fails)
-	assert.Truef(t, x.Status == executions.Failed && x.OnLost == "fail", "it is %+v", x)
-	goesOn := p.startExternal(t, onLostHandOn)
-	lock = p.lock(t, goesOn, "first")
-	p.checkpoint(t, goesOn, lock.LockID, "a", `"mine"`)
-	expireLease(t, p.pool, goesOn)
-	again := p.lock(t, goesOn, "first")
+		"lock of an execution with OnLost fail after its lease: %v", err)
+	x := getExecution(t, p.pool, failing)
+	assert.Truef(t, x.Status == executions.Failed && x.OnLost == "fail", "the execution is %+v", x)
+	handedOn := p.startExternal(t, onLostHandOn)
+	lock = p.lock(t, handedOn, "first")
+	p.checkpoint(t, handedOn, lock.LockID, "a", `"mine"`)
+	expireLease(t, p.pool, handedOn)
+	again := p.lock(t, handedOn, "first")
 	assert.Truef(t, again.LockID != lock.LockID && again.Execution.Claim == 3, "the same owner, too late, got %+v", again)
-	p.wantVoid(t, goesOn, lock.LockID, "locked by first")
+	p.wantVoid(t, handedOn, lock.LockID, "locked by first")
 	assert.Equal(t, 1, countExternalWorkers(t, p.pool))
 }
 
 func TestSweepAppliesOnLostAndMaxAttempts(t *testing.T) {
 	t.Parallel()
 	p := newEngine(t, pgtest.DB(t), nil)
-	fails, goesOn := p.startExternal(t), p.startExternal(t, onLostHandOn, func(s *executions.Spec) { s.MaxAttempts = 3 })
-	p.lock(t, fails, "w")
-	lock := p.lock(t, goesOn, "w 0")
-	p.checkpoint(t, goesOn, lock.LockID, "a", "1")
-	expireLease(t, p.pool, fails)
-	expireLease(t, p.pool, goesOn)
+	failing := p.startExternal(t)
+	handedOn := p.startExternal(t, onLostHandOn, func(s *executions.Spec) { s.MaxAttempts = 3 })
+	p.lock(t, failing, "w")
+	lock := p.lock(t, handedOn, "w 0")
+	p.checkpoint(t, handedOn, lock.LockID, "a", "1")
+	expireLease(t, p.pool, failing)
+	expireLease(t, p.pool, handedOn)
 	sweep(t, p.pool)
-	x := getExecution(t, p.pool, fails)
+	x := getExecution(t, p.pool, failing)
 	assert.Truef(t, x.Status == executions.Failed && *x.ErrorMessage == "the worker's lease expired",
 		"the execution with OnLost fail is %+v", x)
-	x = getExecution(t, p.pool, goesOn)
+	x = getExecution(t, p.pool, handedOn)
 	if x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 || countExternalWorkers(t, p.pool) != 0 {
 		t.Errorf("after the handover the execution is %+v, %d locks", x, countExternalWorkers(t, p.pool))
 	}
 	for i := range 2 { // no further step is recorded
-		p.lock(t, goesOn, fmt.Sprint("w ", i+1))
-		expireLease(t, p.pool, goesOn)
+		p.lock(t, handedOn, fmt.Sprint("w ", i+1))
+		expireLease(t, p.pool, handedOn)
 		sweep(t, p.pool)
 	}
-	x = getExecution(t, p.pool, goesOn)
+	x = getExecution(t, p.pool, handedOn)
 	assert.Truef(t, x.Status == executions.Failed && strings.Contains(*x.ErrorMessage, "3 workers"),
 		"after three handovers the execution is %+v", x)
 }
@@ -270,9 +273,9 @@ func TestProgressTimeoutVoidsLock(t *testing.T) {
 	t.Parallel()
 	p := newEngine(t, pgtest.DB(t), nil)
 	slow := func(s *executions.Spec) { s.ProgressSeconds = 60 }
-	fails, goesOn, works := p.startExternal(t, slow), p.startExternal(t, slow, onLostHandOn), p.startExternal(t, slow)
+	failing, handedOn, works := p.startExternal(t, slow), p.startExternal(t, slow, onLostHandOn), p.startExternal(t, slow)
 	locks := map[string]executions.RunLock{}
-	for _, id := range []string{fails, goesOn, works} {
+	for _, id := range []string{failing, handedOn, works} {
 		locks[id] = p.lock(t, id, "w")
 	}
 	pgtest.Exec(t, p.pool, `update agent_executions set updated_at = updated_at - interval '61 seconds'`)
@@ -284,18 +287,18 @@ func TestProgressTimeoutVoidsLock(t *testing.T) {
 	sweep(t, p.pool)
 	x := getExecution(t, p.pool, works)
 	assert.Truef(t, x.Status == executions.Running && x.ClaimedBy != nil, "an execution with recorded steps is %+v", x)
-	x = getExecution(t, p.pool, fails)
+	x = getExecution(t, p.pool, failing)
 	assert.Truef(t, x.Status == executions.Failed && strings.Contains(*x.ErrorMessage, "no progress"),
 		"an execution with OnLost fail is %+v", x)
-	if x := getExecution(t, p.pool, goesOn); x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 {
+	if x := getExecution(t, p.pool, handedOn); x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 {
 		t.Errorf("an execution with OnLost hand_on is %+v", x)
 	}
-	p.wantVoid(t, goesOn, locks[goesOn].LockID, "lock the run again")
-	p.lock(t, goesOn, "another")
+	p.wantVoid(t, handedOn, locks[handedOn].LockID, "lock the run again")
+	p.lock(t, handedOn, "another")
 	pgtest.Exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'
 		where owner = 'w'`)
 	sweep(t, p.pool)
-	if x, n := getExecution(t, p.pool, goesOn), countExternalWorkers(t, p.pool); x.ClaimedBy == nil || n != 1 {
+	if x, n := getExecution(t, p.pool, handedOn), countExternalWorkers(t, p.pool); x.ClaimedBy == nil || n != 1 {
 		t.Errorf("with the second worker the execution is %+v, %d locks", x, n)
 	}
 }
@@ -317,7 +320,7 @@ func TestRenewalReportsCancelOnce(t *testing.T) {
 	p.wantVoid(t, id, lock.LockID, "not wanted")
 	assert.Equal(t, 0, countExternalWorkers(t, p.pool))
 	_, err = p.LockRun(t.Context(), before, "w", time.Minute)
-	assert.ErrorIs(t, err, executions.ErrEnded, "one that was cancelled before its start")
+	assert.ErrorIs(t, err, executions.ErrEnded, "an execution that was cancelled before its start")
 }
 
 func TestRenewLocksRenewsIndependently(t *testing.T) {
@@ -328,9 +331,9 @@ func TestRenewLocksRenewsIndependently(t *testing.T) {
 		id := p.startExternal(t)
 		locks = append(locks, p.lock(t, id, "w").LockID)
 	}
-	gone := p.startExternal(t)
-	locks = append(locks, p.lock(t, gone, "w").LockID, "never given")
-	expireLease(t, p.pool, gone)
+	expired := p.startExternal(t)
+	locks = append(locks, p.lock(t, expired, "w").LockID, "unknown")
+	expireLease(t, p.pool, expired)
 	sweeping := pgtest.Begin(t, p.pool) // like the sweep
 	pgtest.Exec(t, sweeping, `select from agent_workers where expires_at < clock_timestamp() for update`)
 	got, err := p.RenewLocks(t.Context(), locks)
@@ -374,7 +377,7 @@ func TestLockRunReturnsWaitOutcome(t *testing.T) {
 	p.wantVoid(t, id, lock.LockID, "waits for event paid")
 	if _, err := p.LockRun(t.Context(), id, "w", time.Minute); !errors.Is(err, executions.ErrNotReady) ||
 		!strings.Contains(err.Error(), "event paid") {
-		t.Errorf("lock while it waits: %v", err)
+		t.Errorf("lock of a waiting execution: %v", err)
 	}
 	_, err := p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "paid", json.RawMessage(`{"amount": 3}`), "")
 	require.NoError(t, err)
@@ -412,7 +415,7 @@ func TestLockRunReturnsWaitOutcome(t *testing.T) {
 	}
 	keys := pgtest.Value[string](t, p.pool, `select string_agg(waiting_for, ' ' order by n) from agent_status_changes
 		where execution_id = $1 and status = 'waiting'`, id)
-	assert.Equal(t, "event response agent document signature test approval delay", keys, "it waited for")
+	assert.Equal(t, "event response agent document signature test approval delay", keys, "kinds of waits")
 }
 
 func TestEngineClaimsNoExternalExecution(t *testing.T) {
@@ -424,7 +427,7 @@ func TestEngineClaimsNoExternalExecution(t *testing.T) {
 		t.Helper()
 		w := newWorker(t, pool)
 		n, err := claim(t.Context(), pool, id, w)
-		assert.Truef(t, err == nil && n == 0, "%s it was claimed: %d, %v", when, n, err)
+		assert.Truef(t, err == nil && n == 0, "claimed %s: %d, %v", when, n, err)
 		for range 2 {
 			sweep(t, pool)
 			n := pgtest.Value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`, id)
@@ -450,7 +453,7 @@ func TestEngineClaimsNoExternalExecution(t *testing.T) {
 	never("given up")
 	_, err = pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status)
 		values ('fl_1', 'flow', 'external', 'running')`)
-	assert.Truef(t, postgres.IsCode(err, "LK002"), "one that begins running: %v", err)
+	assert.Truef(t, postgres.IsCode(err, "LK002"), "an insert with status running: %v", err)
 }
 
 func TestExternalCompletionResumesParent(t *testing.T) {
@@ -506,7 +509,7 @@ func TestRejectedExternalWritesAreRecorded(t *testing.T) {
 	assert.Truef(t, len(got) == 6 && got[4].Write == "checkpoint" && got[4].Step == "step 4" && got[4].More == 25 &&
 		got[5].Write == "beat" && got[0].Status == "error" && got[0].Class == "stale", "recorded %+v", got)
 	for _, r := range got {
-		assert.Truef(t, !strings.Contains(r.Output, "sk-secret"), "a secret is kept: %s", r.Output)
+		assert.Truef(t, !strings.Contains(r.Output, "sk-secret"), "the output has a secret: %s", r.Output)
 	}
 	logged := l.Records(t, "stale write rejected")
 	assert.True(t, len(logged) > 0, "no line")
@@ -520,36 +523,36 @@ func TestRejectedExternalWritesAreRecorded(t *testing.T) {
 		from lanekeeper.agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
 		postgres.Strict{"trace": late.Execution.TraceID})
 	assert.Contains(t, why, "a write under a void lock was refused: checkpoint in step step 4, and 25 more")
-	assert.True(t, p.checkpoint(t, id, next.LockID, "second", `2`), "the next one's step is not recorded")
+	assert.True(t, p.checkpoint(t, id, next.LockID, "second", `2`), "the step of the next owner is not recorded")
 	assert.True(t, !pgtest.Value[bool](t, pool, `select record_stale_agent_write(gen_random_uuid(), 'x', 'checkpoint')`),
 		"a write of no execution is recorded")
 }
 
-// An external worker that waits for a child lends it its thread and has it back afterwards. It learns the outcome of
-// the child, as a flow inside would.
+// An external worker that waits for a child lends its thread to the child until the child ends. It gets the outcome of
+// the child, like a flow in a process.
 func TestExternalParentLendsThread(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := startEngine(t, pool, nil)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
-	says := func(id, lock, words string) (queued bool) {
+	sendMessage := func(id, lock, text string) (queued bool) {
 		t.Helper()
 		claim, err := p.LockClaim(t.Context(), id, lock)
 		require.NoError(t, err)
-		return pgtest.Value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t', @id, @claim, @words)`,
-			postgres.Strict{"id": id, "claim": claim, "words": words})
+		return pgtest.Value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t', @id, @claim, @text)`,
+			postgres.Strict{"id": id, "claim": claim, "text": text})
 	}
 	id := p.startExternal(t, func(s *executions.Spec) { s.ThreadID = "t" })
 	for n, ends := range []string{"while it waits", "before it waits"} {
 		lock := p.lock(t, id, "coordinator")
-		assert.True(t, !says(id, lock.LockID, "I ask"), "the coordinator's message queues")
+		assert.True(t, !sendMessage(id, lock.LockID, "I ask"), "the coordinator's message queues")
 		child := p.startExternal(t, func(s *executions.Spec) {
 			s.ParentID, s.ThreadID, s.Awaited, s.Inherits = id, "t", true, true
 		})
 		work := func() {
 			t.Helper()
 			mine := p.lock(t, child, "child")
-			assert.True(t, !says(child, mine.LockID, "I answer"), "the child's message queues")
+			assert.True(t, !sendMessage(child, mine.LockID, "I answer"), "the child's message queues")
 			pgtest.Exec(t, pool, `update agent_executions set variables = '{"color": "red"}' where id = @id`,
 				postgres.Strict{"id": child})
 			_, _, err := p.UnlockRun(t.Context(), child, mine.LockID, executions.UnlockParams{
@@ -580,7 +583,7 @@ func TestExternalParentLendsThread(t *testing.T) {
 		err = json.Unmarshal(point.Output, &out)
 		assert.Truef(t, err == nil && out.Data.Status == "completed" && out.Data.Variables["color"] == "red" &&
 			out.Data.Result["n"] == 7.0, "%s: %s is %s, %v", ends, point.Step, point.Output, err)
-		assert.True(t, !says(id, lock.LockID, fmt.Sprint("thanks ", n)), "the coordinator's message queues")
+		assert.True(t, !sendMessage(id, lock.LockID, fmt.Sprint("thanks ", n)), "the coordinator's message queues")
 	}
 }
 
@@ -618,8 +621,9 @@ func TestWorkersSweepsAndCancelsDoNotDeadlock(t *testing.T) {
 						locks[id] = lock.LockID
 					}
 				case what < 6:
-					var anew bool
-					if _, anew, err = p.CheckpointRun(ctx, id, locks[id], fmt.Sprint("step ", a, " ", n), json.RawMessage(`1`)); anew {
+					var created bool
+					_, created, err = p.CheckpointRun(ctx, id, locks[id], fmt.Sprint("step ", a, " ", n), json.RawMessage(`1`))
+					if created {
 						recorded.Add(1)
 					}
 				case what < 8:
@@ -667,6 +671,6 @@ func TestWorkersSweepsAndCancelsDoNotDeadlock(t *testing.T) {
 	assert.Truef(t, n == int(recorded.Load()) && n != 0, "%d steps are recorded, %d were confirmed", n, recorded.Load())
 	for _, id := range ids {
 		x := getExecution(t, pool, id)
-		assert.Truef(t, x.Status == executions.Cancelled, "it is %+v", x)
+		assert.Truef(t, x.Status == executions.Cancelled, "the execution is %+v", x)
 	}
 }

@@ -20,12 +20,20 @@ kept as (
 unused_approvals as (
   select a.id, a.step from agent_approvals a
    where a.execution_id = @id and a.parked
-     and not exists (select from kept k where a.consumed_at is not null
-            and (k.step = substr(a.consumed_for, 38) or right(k.step, length(a.consumed_for) - 36) = '/' || substr(a.consumed_for, 38)))
-     and not (a.status in ('rejected', 'expired') and exists (
-            select from kept k where k.step <> a.step and (strpos(k.step, a.id::text) > 0 or exists (
-              select from agent_events v where v.id = lanekeeper.agent_uuid(k.output ->> 'event_id') and v.event = 'APPROVAL_DECIDED'
-                 and v.key = a.id::text))))),
+     and not exists (
+       select from kept k
+        where a.consumed_at is not null
+          and (k.step = substr(a.consumed_for, 38)
+               or right(k.step, length(a.consumed_for) - 36) = '/' || substr(a.consumed_for, 38)))
+     and not (a.status in ('rejected', 'expired')
+              and exists (
+                select from kept k
+                 where k.step <> a.step
+                   and (strpos(k.step, a.id::text) > 0
+                        or exists (
+                          select from agent_events v
+                           where v.id = lanekeeper.agent_uuid(k.output ->> 'event_id')
+                             and v.event = 'APPROVAL_DECIDED' and v.key = a.id::text))))),
 -- Requests to people to omit: those without a later kept checkpoint in their scope.
 open_requests as (
   select distinct on (r.id) k.step from agent_requests r

@@ -23,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// stepLog notes the steps that really ran, by execution.
+// stepLog records the steps that ran, by execution.
 type stepLog struct {
 	mu        sync.Mutex
 	stepsByID map[string][]string
@@ -52,7 +52,7 @@ func (d *stepLog) sorted(id string) string {
 	return strings.Join(words, " ")
 }
 
-// step runs a step that notes itself in the journal.
+// step runs a step that appends its name to the log.
 func (d *stepLog) step(ctx context.Context, name string, opts ...executions.Option) error {
 	_, err := executions.Step(ctx, name, func(ctx context.Context) (string, error) {
 		d.add(ctx, name)
@@ -61,7 +61,7 @@ func (d *stepLog) step(ctx context.Context, name string, opts ...executions.Opti
 	return err
 }
 
-// dumpExecution returns everything that the tables have of an execution.
+// dumpExecution returns everything that the tables contain about an execution.
 func dumpExecution(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
@@ -73,8 +73,8 @@ func dumpExecution(t *testing.T, db postgres.DB, id string) string {
 		  'approvals', (select jsonb_agg(a order by a.id) from agent_approvals a where a.execution_id = @id),
 		  'requests', (select jsonb_agg(r order by r.id) from agent_requests r where r.execution_id = @id),
 		  'messages', (select jsonb_agg(m order by m.id) from agent_messages m where m.execution_id = @id),
-		  'lanes', (select jsonb_agg(to_jsonb(l) - 'expires_at' order by l.lane) from agent_locks l
-		    where l.execution_id = @id),
+		  'lanes', (select jsonb_agg(to_jsonb(l) - 'expires_at' order by l.lane)
+		              from agent_locks l where l.execution_id = @id),
 		  'children', (select jsonb_agg(x order by x.id) from agent_executions x where x.parent_id = @id))::text`,
 		postgres.Strict{"id": id})
 }
@@ -184,7 +184,7 @@ func TestForkRejectsUnknownStep(t *testing.T) {
 	p.Unforkable("flow", "do otherwise")
 	_, err = p.Fork(t.Context(), pool, executions.ForkSpec{ID: id})
 	assert.Truef(t, errors.Is(err, executions.ErrNoFork) && strings.Contains(err.Error(), "do otherwise"),
-		"of what cannot be forked: %v", err)
+		"of an execution that cannot be forked: %v", err)
 }
 
 // A running loop is forked from its last snapshot, also from a step inside it.
@@ -255,7 +255,7 @@ func TestForkOfRunningExecution(t *testing.T) {
 	id := p.startFlow(t, "flow")
 	g.awaitFirst(t)
 	_, err := p.Replay(t.Context(), id)
-	assert.ErrorIs(t, err, executions.ErrRunning, "replay of what runs here")
+	assert.ErrorIs(t, err, executions.ErrRunning, "replay of a running execution")
 	if got := p.fork(t, executions.ForkSpec{ID: id}, executions.Completed); d.steps(got.ID) != "" {
 		t.Errorf("did %s", d.steps(got.ID))
 	}
@@ -412,7 +412,7 @@ func TestRetryStartsAtFailedStep(t *testing.T) {
 		assert.Equal(t, want.did, d.steps(x.ID), name)
 		assert.Equal(t, before, dumpExecution(t, pool, failed[name]), name)
 		_, _, err = p.Retry(t.Context(), pool, x.ID)
-		assert.ErrorIs(t, err, executions.ErrNotFailed, name, "retry of what succeeded")
+		assert.ErrorIs(t, err, executions.ErrNotFailed, name, "retry of a completed execution")
 	}
 }
 
@@ -430,11 +430,11 @@ func TestRetryContinuesCancelledExecution(t *testing.T) {
 	id := p.startFlow(t, "flow")
 	awaitStatus(t, pool, id, executions.Waiting)
 	if _, _, err := p.Retry(t.Context(), pool, id); !errors.Is(err, executions.ErrNotFailed) {
-		t.Errorf("retry of what waits: %v", err)
+		t.Errorf("retry of a waiting execution: %v", err)
 	}
 	_, err := p.Cancel(t.Context(), id, "test", "a mistake")
 	require.NoError(t, err)
-	assert.True(t, replay(t, p, id).Equal, "the cancelled one is not replayed")
+	assert.True(t, replay(t, p, id).Equal, "the replay of the cancelled execution differs")
 	x, from, err := p.Retry(t.Context(), pool, id)
 	require.Truef(t, err == nil && from == "", "from %q, %v", from, err)
 	awaitStatus(t, pool, x.ID, executions.Waiting)

@@ -108,7 +108,7 @@ func TestFailedHousekeepingIsDelayed(t *testing.T) {
 		e.sweepLoop(ctx)
 		synctest.Wait()
 		n := strings.Count(log.String(), "housekeeping failed")
-		assert.Truef(t, n >= 5 && n <= 10, "it failed %d times in ten minutes, want about once a minute", n)
+		assert.Truef(t, n >= 5 && n <= 10, "%d failures in ten minutes, want about one per minute", n)
 	})
 }
 

@@ -137,7 +137,7 @@ func TestLoanReturnsToLender(t *testing.T) {
 		"expired, and wanted by an outsider": func(t *testing.T, lane string, _ chainMember) {
 			pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 			assert.True(t, !pgtest.Value[bool](t, pool, `select try_acquire_agent_lock($1, 'outsider')`, lane),
-				"an outsider gets a lane that goes back to its lender")
+				"another execution gets a lane that returns to its lender")
 		},
 		"expired, and swept": func(t *testing.T, lane string, _ chainMember) {
 			pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
@@ -221,7 +221,7 @@ func TestLentLaneBelongsToBorrower(t *testing.T) {
 	pgtest.Exec(t, pool, `select fence_agent_lock($1, $2)`, loanLane, lent)
 	for _, owner := range []string{lenders, all[0].owner()} {
 		assert.Truef(t, !pgtest.Value[bool](t, pool, `select release_agent_lock($1, $2)`, loanLane, owner),
-			"%s releases what it has lent", owner)
+			"%s releases a lent lane", owner)
 	}
 	if sibling := startMember(t, pool, all[0].id); true {
 		ok, _ := tryAcquire(t, pool, loanLane, sibling)
@@ -416,7 +416,7 @@ func TestThreadIsLentOnlyToAwaitedChild(t *testing.T) {
 	for i, c := range []struct {
 		kind string
 		key  func(lent, other chainMember) string
-		kept bool
+		lent bool
 	}{
 		{"agent", func(lent, _ chainMember) string { return lent.id }, true},
 		{"agent", func(_, other chainMember) string { return other.id }, false},
@@ -431,7 +431,7 @@ func TestThreadIsLentOnlyToAwaitedChild(t *testing.T) {
 		wantLoans(t, pool, "thread:"+thread, 1)
 		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id,
 			p.claim, c.kind, c.key(lent, other))
-		if c.kept {
+		if c.lent {
 			wantHolder(t, pool, "thread:"+thread, lent.id, false)
 			wantLoans(t, pool, "thread:"+thread, 1)
 			continue
@@ -498,7 +498,7 @@ func TestPruneKeepsLoanThatExpiresMeanwhile(t *testing.T) {
 	require.NoError(t, <-swept)
 	wantLoans(t, pool, "objective:2", 1)
 	assert.True(t, !pgtest.Value[bool](t, pool, `select try_acquire_agent_lock('objective:2', 'outsider')`),
-		"an outsider gets a lane whose lender waits")
+		"another execution gets a lane whose lender waits")
 	wantHolder(t, pool, "objective:2", second[0].id, true)
 }
 

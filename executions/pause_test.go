@@ -91,7 +91,7 @@ func TestPauseStopsUnattendedStarts(t *testing.T) {
 func TestPauseReleasesRunBeforeNextStep(t *testing.T) {
 	t.Parallel()
 	for _, announced := range []bool{true, false} {
-		t.Run(map[bool]string{true: "told", false: "found"}[announced], func(t *testing.T) {
+		t.Run(map[bool]string{true: "by notification", false: "by polling"}[announced], func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			first := newGate(t)
@@ -153,9 +153,9 @@ func TestPauseSerializesWithClaims(t *testing.T) {
 	require.NoError(t, claiming.Commit(t.Context()))
 	pausing := inTx(`select pause_agent('prices look wrong')`)
 	n, err := claim(t.Context(), pool, after, w)
-	assert.Truef(t, n == 0 && err == nil, "claimed while a pause was made: %d, %v", n, err)
+	assert.Truef(t, n == 0 && err == nil, "claimed during the pause: %d, %v", n, err)
 	ids := claimReady(t, pool, w, 5)
-	assert.Truef(t, len(ids) == 0, "claimed while a pause was made: %v", ids)
+	assert.Truef(t, len(ids) == 0, "claimed during the pause: %v", ids)
 	require.NoError(t, pausing.Rollback(t.Context()))
 	mustClaim(t, pool, after, w)
 }
@@ -238,7 +238,7 @@ func TestConcurrentPausesChangeOnce(t *testing.T) {
 	assert.Equal(t, 1, n)
 	pgtest.Equal(t, pool, "pause_agent ana why, resume_agent ana ", `
 		select string_agg(skill_name || ' ' || agent || ' ' || purpose, ', ' order by id) from agent_activity
-		  where skill_name in ('pause_agent', 'resume_agent')`)
+		 where skill_name in ('pause_agent', 'resume_agent')`)
 }
 
 func TestRunContinuesAfterUnnoticedResume(t *testing.T) {
@@ -295,7 +295,7 @@ func TestPauseDuringClaim(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), timeout)
 	defer cancel()
 	_, err = conn.WaitForNotification(ctx)
-	assert.NoError(t, err, "no notification came")
+	assert.NoError(t, err, "no notification was received")
 	awaitStatus(t, pool, id, executions.Completed)
 }
 

@@ -284,7 +284,7 @@ func (rec *replayRecord) diverge(step, kind, message string) {
 	}
 }
 
-// divergeUnreached reports whether the replay left a checkpoint unreached, and stores that as the difference. reason is
+// divergeUnreached reports whether the replay did not reach a checkpoint, and stores that as the difference. reason is
 // the error with which the code ended.
 func (rec *replayRecord) divergeUnreached(reason string) bool {
 	rec.mu.Lock()

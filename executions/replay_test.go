@@ -322,7 +322,7 @@ func FuzzStoredText(f *testing.F) {
 	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 	require.NoError(f, err)
 	var text, raw string
-	var kept any
+	var stored any
 	err = e.Register("says", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		texts, err := executions.Step(ctx, "text", func(context.Context) (map[string]string, error) {
 			return map[string]string{"a": text, text: "b"}, nil
@@ -330,7 +330,7 @@ func FuzzStoredText(f *testing.F) {
 		if err != nil {
 			return executions.Result{}, err
 		}
-		kept = texts
+		stored = texts
 		_, failure := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call", Input: text}},
 			func(context.Context, *executions.Effect) (json.RawMessage, error) {
 				if json.Valid([]byte(raw)) {
@@ -364,8 +364,8 @@ func FuzzStoredText(f *testing.F) {
 			}
 			var again map[string]string
 			require.NoError(t, json.Unmarshal(c.Output, &again))
-			for name, v := range kept.(map[string]string) {
-				assert.Equal(t, v, again[name], one, kept, again)
+			for name, v := range stored.(map[string]string) {
+				assert.Equal(t, v, again[name], one, stored, again)
 			}
 		}
 	})

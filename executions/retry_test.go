@@ -43,8 +43,8 @@ func TestRolledBackStartLeavesNothing(t *testing.T) {
 	_, _, err = p.Start(t.Context(), tx, executions.Spec{Flow: "flow", Surface: "flow"})
 	assert.NoError(t, err)
 	assert.NoError(t, tx.Rollback(t.Context()))
-	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select (select count(*) from agent_executions) + (select count(*)
-		from river.river_job)`))
+	assert.Equal(t, 0, pgtest.Value[int](t, pool,
+		`select (select count(*) from agent_executions) + (select count(*) from river.river_job)`))
 }
 
 func TestRepeatedWritesCountOnce(t *testing.T) {

@@ -42,7 +42,7 @@ type tickArgs struct{}
 // Kind names the job in River's table.
 func (tickArgs) Kind() string { return "schedule_tick" }
 
-// newRiverClient makes the River client of this process. It works wake-up jobs and, on the leader, the tick.
+// newRiverClient creates the River client of this process. It processes wake-up jobs and, on the leader, the tick.
 func newRiverClient(pool *pgxpool.Pool, e *Engine) (*river.Client[pgx.Tx], error) {
 	workers := river.NewWorkers()
 	river.AddWorker(workers, river.WorkFunc(func(_ context.Context, job *river.Job[wakeArgs]) error {

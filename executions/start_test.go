@@ -121,7 +121,7 @@ func TestLocalStartReturnsStoredRow(t *testing.T) {
 			wantStored(t, pool, "left to the queue", x)
 		}
 	}
-	assert.Truef(t, running <= 1, "%d began claimed, and one worker was free", running)
+	assert.Truef(t, running <= 1, "%d starts were claimed with one free worker", running)
 }
 
 // A run also returns the row as it ended, with concurrent writes of others.
@@ -139,7 +139,7 @@ func TestRunSyncReturnsStoredRow(t *testing.T) {
 		_, err := executions.Step(ctx, "meanwhile", func(ctx context.Context) (int, error) {
 			_, err := pool.Exec(ctx, `
 				update agent_executions set flow_version = 3, inherits = true, variables = '{"b": 1, "a": 2}' where id = @id
-				  and @kind::int > 1`,
+				   and @kind::int > 1`,
 				postgres.Strict{"id": x.ID, "kind": kind})
 			return 0, err
 		})
@@ -202,7 +202,7 @@ func TestRunSyncWithExpiredLeaseIsQueued(t *testing.T) {
 			}()
 			x, err := paused.RunSync(t.Context(), spec)
 			if err == nil && x.Status.Ended() {
-				err = fmt.Errorf("it is %s", x.Status)
+				err = fmt.Errorf("the execution is %s", x.Status)
 			}
 			return err
 		})
@@ -301,7 +301,7 @@ func TestListByAgentUsesIndex(t *testing.T) {
 		`set local session_replication_role = replica`,
 		`insert into agent_executions (trace_id, surface, agent, flow, status)
 		 select 'hb_' || n, 'heartbeat', case n when 7 then 'rare' else 'common' end, 'heartbeat', 'completed'
-		   from generate_series(1, 3000) n`,
+		from generate_series(1, 3000) n`,
 		`analyze agent_executions`,
 	} {
 		pgtest.Exec(t, tx, sql)

@@ -325,12 +325,12 @@ func TestRejectedEventFailsAlone(t *testing.T) {
 	for caller := range 8 {
 		group.Go(func() error {
 			for i := range 25 {
-				id, wrong := fmt.Sprint(caller, "-", i), (caller+i)%5 == 0
-				if wrong {
+				id, invalid := fmt.Sprint(caller, "-", i), (caller+i)%5 == 0
+				if invalid {
 					id = "completed " + id // reserved
 				}
 				_, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", fmt.Sprint(caller, "-", i), nil, id)
-				if wrong != postgres.IsCode(err, "22023") || !wrong && err != nil {
+				if invalid != postgres.IsCode(err, "22023") || !invalid && err != nil {
 					return fmt.Errorf("event %s: %w", id, err)
 				}
 			}
@@ -539,7 +539,7 @@ func TestTransitionsAreLogged(t *testing.T) {
 				"execution started", "action requires wait", "execution waiting", "execution resumed", "continuing from checkpoint",
 				"execution completed", "event emitted", "locks released",
 			}
-			assert.Truef(t, slices.Equal(seen, want), "told %q", seen)
+			assert.Truef(t, slices.Equal(seen, want), "log lines %q", seen)
 			_, named := l.Records(t, "execution resumed")[0]["event"]
 			assert.Truef(t, named != (name == "by a sweep"), "an event is named: %t", named)
 			for message, attribute := range map[string][2]any{

@@ -74,22 +74,22 @@ func TestSweepReleasesClaimsOfLostWorker(t *testing.T) {
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": locked})
 	assert.Equal(t, 7, pgtest.Value[int](t, pool, `select lanekeeper.lose_agent_claims(@id)`, postgres.Strict{"id": lost}))
-	const gone = "running, nobody's, claim 2, wake 1, noted lost, attempt "
-	const ended = "failed, nobody's, claim 2, wake 0, noted lost, attempt "
-	const kept = "running, somebody's, claim 1, wake 0, noted , attempt "
+	const released = "running, free, claim 2, wake 1, recorded lost, attempt "
+	const ended = "failed, free, claim 2, wake 0, recorded lost, attempt "
+	const held = "running, claimed, claim 1, wake 0, recorded , attempt "
 	for id, want := range map[string]string{
-		fresh: gone + "1: ", again: gone + "4: ", recorded: gone + "1: ", spentButRecorded: gone + "1: ",
+		fresh: released + "1: ", again: released + "4: ", recorded: released + "1: ", spentButRecorded: released + "1: ",
 		spent: ended + "5: given up after 5 workers were lost without a checkpoint between",
 		fails: ended + "1: the worker's lease expired", once: ended + "1: given up after 1 workers were lost without a " +
 			"checkpoint between",
-		locked: kept + "0: ", others: kept + "0: ",
+		locked: held + "0: ", others: held + "0: ",
 	} {
 		pgtest.Equal(t, pool, want, `
-			select concat(x.status, case when x.claimed_by is null then ', nobody''s' else ', somebody''s' end, ', claim ',
-			              x.claim, ', wake ', x.wake, ', noted ',
-			              (select string_agg(c.how, ' ') from agent_claims_lost c where c.execution_id = x.id
-			         and c.claim = 1 and c.worker_name <> ''),
-			       ', attempt ', x.attempt, ': ', x.error_message)
+			select concat(x.status, case when x.claimed_by is null then ', free' else ', claimed' end, ', claim ',
+			              x.claim, ', wake ', x.wake, ', recorded ',
+			              (select string_agg(c.how, ' ') from agent_claims_lost c
+			                where c.execution_id = x.id and c.claim = 1 and c.worker_name <> ''),
+			              ', attempt ', x.attempt, ': ', x.error_message)
 			  from agent_executions x where x.id = @id`, postgres.Strict{"id": id})
 	}
 }
@@ -110,13 +110,17 @@ func createLostWorker(t *testing.T, pool *pgxpool.Pool) {
 
 // outcomeSQL counts the outcomes of a dead worker's executions.
 const outcomeSQL = `
-	select format('%s its still, %s ready, %s ended, %s told, %s noted',
-	  count(*) filter (where x.claim = 1 and x.claimed_by is not null),
+	select format('%s still claimed, %s ready, %s failed, %s completion events, %s lost claims',
+	         count(*) filter (where x.claim = 1 and x.claimed_by is not null),
 	         count(*) filter (where x.status = 'running' and x.claim = 2 and x.wake = 1 and x.attempt = 1
-	           and x.claimed_by is null),
+	                            and x.claimed_by is null),
 	         count(*) filter (where x.status = 'failed' and x.claim = 2 and x.completed_at is not null),
-	         (select count(*) from agent_events where event = 'AGENT_COMPLETED'), (select count(*) from agent_claims_lost))
+	         (select count(*) from agent_events where event = 'AGENT_COMPLETED'),
+	         (select count(*) from agent_claims_lost))
 	  from agent_executions x`
+
+// lostWorkerReleased is the result of outcomeSQL after a sweep.
+const lostWorkerReleased = "0 still claimed, 15 ready, 5 failed, 5 completion events, 20 lost claims"
 
 // Concurrent sweeps release the claims of a dead worker once.
 func TestConcurrentSweepsReleaseClaimsOnce(t *testing.T) {
@@ -127,18 +131,18 @@ func TestConcurrentSweepsReleaseClaimsOnce(t *testing.T) {
 	barrier := pgtest.Begin(t, pool) // blocks all until they have started
 	pgtest.Exec(t, barrier, `lock table agent_workers in access exclusive mode`)
 	var group errgroup.Group
-	// on a slow machine a sweep may time out waiting for the others; the next sweep takes the rest
-	late := func(err error) error {
+	// On a slow machine a sweep may time out while it waits for the others. The last sweep releases the rest.
+	ignoreTimeout := func(err error) error {
 		if postgres.Locked(err) {
 			return nil
 		}
 		return err
 	}
 	for range 3 { // with the barrier 7 connections; the pooler has 8
-		group.Go(func() error { return late(p.Sweep(t.Context())) })
+		group.Go(func() error { return ignoreTimeout(p.Sweep(t.Context())) })
 		group.Go(func() error { // like a request for the run of a lost worker
 			_, err := pool.Exec(t.Context(), `select lanekeeper.lose_agent_claims(w.id) from agent_workers w`)
-			return late(err)
+			return ignoreTimeout(err)
 		})
 	}
 	pgtest.Eventually(t, func() bool {
@@ -148,7 +152,7 @@ func TestConcurrentSweepsReleaseClaimsOnce(t *testing.T) {
 	require.NoError(t, barrier.Commit(t.Context()))
 	assert.NoError(t, group.Wait())
 	assert.NoError(t, p.Sweep(t.Context()))
-	assert.Equal(t, "0 its still, 15 ready, 5 ended, 5 told, 20 noted", pgtest.Value[string](t, pool, outcomeSQL))
+	assert.Equal(t, lostWorkerReleased, pgtest.Value[string](t, pool, outcomeSQL))
 }
 
 // A sweep that loses its connection changes nothing, and the next sweep does all.
@@ -176,12 +180,12 @@ func TestInterruptedSweepChangesNothing(t *testing.T) {
 			select coalesce(bool_or(pg_terminate_backend(pid)), false) from pg_stat_activity
 			 where datname = current_database() and wait_event = 'advisory'`)
 	assert.Error(t, group.Wait(), "the sweep returned no error")
-	assert.Equal(t, "20 its still, 0 ready, 0 ended, 0 told, 0 noted", pgtest.Value[string](t, pool, outcomeSQL))
+	assert.Equal(t, "20 still claimed, 0 ready, 0 failed, 0 completion events, 0 lost claims", pgtest.Value[string](t, pool, outcomeSQL))
 	require.NoError(t, stall.Commit(t.Context()))
 	// the server ends the session before it frees its locks
 	pgtest.Eventually(t, func() bool {
 		assert.NoError(t, p.Sweep(t.Context()))
-		return pgtest.Value[string](t, pool, outcomeSQL) == "0 its still, 15 ready, 5 ended, 5 told, 20 noted"
+		return pgtest.Value[string](t, pool, outcomeSQL) == lostWorkerReleased
 	}, "the next one takes all, once")
 }
 
@@ -195,17 +199,17 @@ func TestSweepSkipsLockedRows(t *testing.T) {
 		lane = `select from agent_locks where lane = 'automation:a' for update`
 		end  = `insert into agent_events (event, key, external_id)
 		        select 'AGENT_COMPLETED', l.execution_id::text, 'completed ' || l.execution_id from agent_locks l
-		          where l.lane = 'automation:a'`
+		         where l.lane = 'automation:a'`
 	)
 	lost := func(t *testing.T, pool *pgxpool.Pool, set string) (held, free string) {
-		gone := newWorker(t, pool)
+		dead := newWorker(t, pool)
 		held, free = insertPending(t, pool), insertPending(t, pool)
 		for _, id := range []string{held, free} {
-			mustClaim(t, pool, id, gone)
+			mustClaim(t, pool, id, dead)
 			pgtest.Exec(t, pool, `update agent_executions set `+set+` where id = @id`, postgres.Strict{"id": id})
 		}
 		pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute' where id = @id`,
-			postgres.Strict{"id": gone})
+			postgres.Strict{"id": dead})
 		return held, free
 	}
 	waits := func(t *testing.T, pool *pgxpool.Pool, wait string) (held, free string) {
@@ -261,7 +265,7 @@ func TestSweepSkipsLockedRows(t *testing.T) {
 			awaitStatus(t, pool, free, one.then)
 			x, err := executions.Get(t.Context(), pool, held)
 			assert.Truef(t, err == nil && x.Status == before.Status && x.Claim == before.Claim,
-				"what is locked: %+v, %v", x, err)
+				"locked execution: %+v, %v", x, err)
 			require.NoError(t, tx.Rollback(t.Context()))
 			require.NoError(t, p.Sweep(t.Context()))
 			awaitStatus(t, pool, held, one.then)

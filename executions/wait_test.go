@@ -174,7 +174,7 @@ func TestEventTimerAndCancelEndWaitOnce(t *testing.T) {
 			                   from agent_checkpoints where execution_id = x.id), 'nothing')
 			       || ', event ' || case when v.consumed_by is null then 'kept' else 'taken' end
 			  from agent_executions x join agent_events v on v.key = x.id::text and v.event = 'EVENT_COMPLETED'
-			    where x.id = @id`,
+			 where x.id = @id`,
 			postgres.Strict{"id": id})
 		kinds[how]++
 		if got := getExecution(t, pool, id); got.Status != executions.Cancelled || countCompletions(t, pool, id) != 1 {
@@ -281,11 +281,12 @@ func TestWaitNumberIsResumedOnce(t *testing.T) {
 	n := mustClaim(t, pool, id, newWorker(t, pool))
 	resume := func(number int) bool {
 		return pgtest.Value[bool](t, pool, `
-			select count(*) = 1 from (
-			  select x.id from agent_executions x where x.id = @id and x.status = 'waiting'
-			    and x.wait_number = @number for no key update) e,
-			  lanekeeper.resume_agent_executions(array[e.id],
-			    array['{}'::jsonb]) r`, postgres.Strict{"id": id, "number": number})
+			select count(*) = 1
+			  from (select x.id from agent_executions x
+			         where x.id = @id and x.status = 'waiting' and x.wait_number = @number
+			           for no key update) e
+			 cross join lateral lanekeeper.resume_agent_executions(array[e.id], array['{}'::jsonb]) r`,
+			postgres.Strict{"id": id, "number": number})
 	}
 	assert.True(t, !resume(0), "a running execution was resumed")
 	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`,
@@ -452,13 +453,13 @@ func TestDocumentWaitEndsWithLastDocument(t *testing.T) {
 		err := json.Unmarshal(out.Data, &data)
 		assert.Truef(t, err == nil && fmt.Sprint(data.DocumentURLs) == "[ua ub]", "%s: %s, %v", name, out.Data, err)
 		if again := w.park("again", "document", id); again == nil || string(again.Data) != string(out.Data) {
-			t.Errorf("%s: a second wait for it ended with %+v", name, again)
+			t.Errorf("%s: a second wait for the same event ended with %+v", name, again)
 		}
 	}
 	pets := pgtest.Value[int](t, pool, `select count(*) from agent_requests where unexpected ? 'pet'
 		and status = 'completed'`)
 	n := pgtest.Value[int](t, pool, `select count(*) from agent_events where consumed_by is null`)
-	assert.Truef(t, n == 0 && pets == 1, "%d events are left, %d unrequested documents are noted", n, pets)
+	assert.Truef(t, n == 0 && pets == 1, "%d events remain, %d unrequested documents are recorded", n, pets)
 }
 
 // An upload and the end of the execution run at once. Both lock the execution before the request.

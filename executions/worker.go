@@ -220,7 +220,7 @@ func (e *Engine) reconcile(w *workerLease, sentAt time.Time, claims []string) (l
 	return lost, orphaned
 }
 
-// stopLostRun stops a run whose claim is gone, with the cause that the row gives.
+// stopLostRun stops a run that lost its claim. The cause depends on the state of the execution.
 func (e *Engine) stopLostRun(ctx context.Context, r *run) {
 	now, err := Get(ctx, e.pool, r.exec.ID)
 	switch {

@@ -23,7 +23,7 @@ const (
 	notifyInterval = 20 * time.Millisecond
 	// minMissDelay is the first pause before the pool polls locked executions again. The pause doubles up to maxMissDelay.
 	minMissDelay, maxMissDelay = 2 * time.Millisecond, time.Second
-	// maxCompletingPerWorker bounds the completions that are written beside the work of each worker.
+	// maxCompletingPerWorker bounds the completions per worker that are written while the workers run other executions.
 	maxCompletingPerWorker = 4
 )
 
@@ -45,7 +45,7 @@ type workerPool struct {
 	busy       int                  // working workers and reserved slots
 	completing int                  // returned flows with a completion in flight
 	starved    bool                 // an execution may be ready without a free worker
-	accepting  bool                 // the pool makes claims
+	accepting  bool                 // the pool may claim executions
 	runCtx     context.Context      // context of the runs
 	skipUntil  map[string]time.Time // when to claim an unknown flow again
 }
@@ -302,7 +302,7 @@ type claimedExecution struct {
 	checkpoints   map[string]Checkpoint
 	interrupted   map[string]bool
 	onCompleted   func(row *Execution) // receives the final row if the run knows it without a query; may be nil
-	callerLeft    func() bool          // whether the caller left, so the run is to be cancelled; may be nil
+	callerLeft    func() bool          // whether the caller left and the run must be cancelled; may be nil
 }
 
 // claim claims up to n ready executions with their checkpoints, in one round trip and one transaction. missed reports

@@ -89,7 +89,7 @@ func TestLimitHoldsAcrossProcesses(t *testing.T) {
 		p.startFlow(t, "flow")
 	}
 	pgtest.Until(t, pool, 0, `select count(*) from agent_executions where status <> 'completed'`)
-	assert.Truef(t, surplus.Load() == 0 && most.Load() >= 2, "%d ran at once", most.Load())
+	assert.Truef(t, surplus.Load() == 0 && most.Load() >= 2, "%d ran concurrently", most.Load())
 }
 
 // queryValue queries one value inside a flow.
@@ -141,8 +141,8 @@ func TestQueueIsOrderedByPriorityAndAge(t *testing.T) {
 	old := insertQueued(t, pool, "a", "flow", 2)
 	urgent := insertQueued(t, pool, "b", "chat", 1)
 	late := insertQueued(t, pool, "c", "flow", 3)
-	young, gone := insertQueued(t, pool, "a", "flow", 2), insertQueued(t, pool, "a", "flow", 1)
-	_, err := executions.Cancel(t.Context(), pool, gone, "test", "not needed")
+	young, cancelled := insertQueued(t, pool, "a", "flow", 2), insertQueued(t, pool, "a", "flow", 1)
+	_, err := executions.Cancel(t.Context(), pool, cancelled, "test", "not needed")
 	require.NoError(t, err)
 	if got, want := claimReady(t, pool, w, 2), []string{urgent, old}; !slices.Equal(got, want) {
 		t.Errorf("first %v, want %v", got, want)
@@ -431,18 +431,21 @@ func TestAThousandWaitsResumeOnce(t *testing.T) {
 	require.NoError(t, group.Wait())
 	pgtest.Until(t, pool, 0, `select count(*) from agent_executions where status <> 'completed'`)
 	for what, sql := range map[string]string{
-		"events that nobody took": `select count(*) from agent_events where event = 'EVENT_COMPLETED' and consumed_by is null`,
-		"events beyond one for each wait": `
+		"events without a consumer": `select count(*) from agent_events where event = 'EVENT_COMPLETED' and consumed_by is null`,
+		"duplicate events": `
 			select count(*) - (select count(distinct key) from agent_events where event = 'EVENT_COMPLETED')
 			  from agent_events where event = 'EVENT_COMPLETED'`,
-		"waits whose outcome is not their event": `
-			select count(*) from agent_executions x join agent_checkpoints c on c.execution_id = x.id and c.step = 'event'
-			  join agent_events v on v.id = (c.output ->> 'event_id')::uuid where v.key <> x.input #>> '{}'
-			    or v.consumed_by <> x.id`,
-		"waits beyond one": `select count(*) from agent_executions where wait_number > 1`,
-		"results not of them": `select count(*) from agent_executions where result ->> 'event' <> 'EVENT_COMPLETED'
-			or (result ->> 'timed_out')::boolean`,
-		"ends told twice": `
+		"waits with the outcome of another event": `
+			select count(*)
+			  from agent_executions x
+			  join agent_checkpoints c on c.execution_id = x.id and c.step = 'event'
+			  join agent_events v on v.id = (c.output ->> 'event_id')::uuid
+			 where v.key <> x.input #>> '{}' or v.consumed_by <> x.id`,
+		"executions with a second wait": `select count(*) from agent_executions where wait_number > 1`,
+		"results of other events": `
+			select count(*) from agent_executions
+			 where result ->> 'event' <> 'EVENT_COMPLETED' or (result ->> 'timed_out')::boolean`,
+		"ends with two events": `
 			select count(*) - count(distinct key) from agent_events where event = 'AGENT_COMPLETED'`,
 	} {
 		assert.Equal(t, 0, pgtest.Value[int](t, pool, sql), what)

@@ -400,21 +400,24 @@ func TestReleaseBatchSkipsOthers(t *testing.T) {
 	for _, name := range names {
 		before[name] = laneRow(t, db, name)
 	}
-	freed := pgtest.Column[int64](t, db, `select n
+	released := pgtest.Column[int64](t, db, `select n
 		from unnest($1::text[], $2::text[], $3::bigint[]) with ordinality w (lane, owner, token, n)
-		 where lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false) is not null
-		   order by n`, names, owners, tokens)
-	assert.Truef(t, slices.Equal(freed, []int64{1, 6, 8}), "released %v, want 1, 6 and 8", freed)
+		where lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false) is not null
+		order by n`, names, owners, tokens)
+	assert.Truef(t, slices.Equal(released, []int64{1, 6, 8}), "released %v, want 1, 6 and 8", released)
 	for i, name := range names {
-		gone := i == 0 || i == 5 || i == 7
-		assert.Equal(t, gone, laneRow(t, db, name) != before[name], name)
+		freed := i == 0 || i == 5 || i == 7
+		assert.Equal(t, freed, laneRow(t, db, name) != before[name], name)
 	}
-	assert.True(t, !pgtest.Value[bool](t, db, `select exists (select from agent_locks where lane in ('mine', 'also mine')
-		and (locked_by <> '' or expires_at > clock_timestamp()
-		or fencing_token = any ($1)))`, tokens), "a released lane is held still, or its token is not void")
+	assert.True(t, !pgtest.Value[bool](t, db, `
+		select exists (
+		  select from agent_locks
+		   where lane in ('mine', 'also mine')
+		     and (locked_by <> '' or expires_at > clock_timestamp() or fencing_token = any ($1)))`, tokens),
+		"a released lane is still held, or its token is still valid")
 }
 
-// Concurrent callers share statements, and each gets its own answer.
+// Concurrent callers share statements, and each gets its own result.
 func TestConcurrentCallersShareStatements(t *testing.T) {
 	t.Parallel()
 	db := largePool(t)

@@ -23,7 +23,7 @@ func enqueue(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
 	if pgtest.Value[bool](t, db, `select acquired from lanekeeper.acquire_or_enqueue_agent_lock($1, $2, $3, 60, true)`,
 		lane, owner,
 		ttl) {
-		t.Fatalf("%s got %s at once", owner, lane)
+		t.Fatalf("%s got %s without a wait", owner, lane)
 	}
 }
 
@@ -125,7 +125,7 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 		tell  bool
 	}{
 		"one who did not ask for it": {first: `select await_agent_lock($1, 'b', 60, 60)`, tell: true},
-		"one whose place is over": {
+		"a waiter whose place has expired": {
 			first: `select lanekeeper.acquire_or_enqueue_agent_lock($1, 'b', 60, 60, true)`,
 			over:  true, to: "c",
 		},

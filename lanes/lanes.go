@@ -1,4 +1,4 @@
-// Package lanes keeps two runs from doing the same work at once.
+// Package lanes prevents two runs from doing the same work concurrently.
 //
 // A lane is a name, such as "heartbeat" or "pipeline:prices", that one owner holds for a while. The hold is a lease in
 // the table agent_locks: owner, fencing token, expiry. If the holder dies, its lease expires, so no cleanup is needed.

@@ -164,9 +164,8 @@ func TestReleasedLeaseIsNotRenewed(t *testing.T) {
 		require.NoError(t, err)
 	}
 	require.NoError(t, inner.Release(t.Context()))
-	if gone, err := inner.Renew(t.Context()), outer.Renew(t.Context()); !errors.Is(gone, lanes.ErrLost) || err != nil {
-		t.Errorf("the released inner lease: %v; the outer: %v", gone, err)
-	}
+	assert.ErrorIs(t, inner.Renew(t.Context()), lanes.ErrLost, "the released inner lease")
+	assert.NoError(t, outer.Renew(t.Context()), "the outer lease")
 	require.NoError(t, errors.Join(outer.Release(t.Context()), other.Release(t.Context())))
 	assert.ErrorIs(t, outer.Renew(t.Context()), lanes.ErrLost)
 }
@@ -203,7 +202,7 @@ func TestReleaseIsRetriedAfterOutage(t *testing.T) {
 	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "not released")
 }
 
-// An acquire without an answer must not keep the lane busy until its TTL. Nor must one that commits and then gets an
+// An acquire without a response must not keep the lane busy until its TTL. Nor must one that commits and then gets an
 // error, from a server that shuts down or a pooler that has lost it.
 func TestLostResponseLeavesLaneFree(t *testing.T) {
 	t.Parallel()
@@ -218,7 +217,7 @@ func TestLostResponseLeavesLaneFree(t *testing.T) {
 			k, _ := newKeeper(t, w)
 			w.dropResponses.Store(true)
 			_, err := k.Acquire(t.Context(), "x")
-			require.Error(t, err, "no error although the answer was lost")
+			require.Error(t, err, "no error although the response was lost")
 			w.dropResponses.Store(false)
 			require.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_locks where lane = 'x'`))
 			assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "a lane without a known owner is held")
@@ -259,7 +258,7 @@ func TestCallerLeavingDuringGrantLeavesLaneFree(t *testing.T) {
 	leave()
 	select {
 	case err := <-left:
-		t.Errorf("the caller did not stay for the answer: %v", err)
+		t.Errorf("the caller did not wait for the response: %v", err)
 		left <- nil
 	case <-time.After(200 * time.Millisecond):
 	}

@@ -39,7 +39,7 @@ func TestReleaseSurvivesKilledSession(t *testing.T) {
 	assert.True(t, len(log.Lines("lane not released yet", "lane=x")) > 0, "no log line about a repeated release")
 }
 
-// A release without an answer succeeded: the lane was not lost.
+// A release without a response succeeded: the lane was not lost.
 func TestReleaseWithLostResponseSucceeds(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -49,7 +49,7 @@ func TestReleaseWithLostResponseSucceeds(t *testing.T) {
 	w.dropResponses.Store(true)
 	released := make(chan error, 1)
 	go func() { released <- l.Release(t.Context()) }()
-	pgtest.Eventually(t, func() bool { return len(log.Lines("lane not released yet")) > 0 }, "the answer is lost")
+	pgtest.Eventually(t, func() bool { return len(log.Lines("lane not released yet")) > 0 }, "the response is lost")
 	w.dropResponses.Store(false)
 	assert.NoError(t, <-released, "Release")
 	log.want(t, 1, "lane released", "lane=x")
@@ -99,7 +99,7 @@ func TestBackgroundReleaseKeepsLaterHold(t *testing.T) {
 	}
 }
 
-// An acquire has no answer, and its lane cannot be released at once. The keeper releases it later.
+// An acquire has no response, and its lane cannot be released at once. The keeper releases it later.
 func TestOrphanedLaneIsReleasedInBackground(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -110,7 +110,7 @@ func TestOrphanedLaneIsReleasedInBackground(t *testing.T) {
 	pgtest.Exec(t, db, `create function leave_agent_lock_queue(text, text) returns void language plpgsql as $$ begin
 		raise exception 'the server goes down' using errcode = '57P01'; end $$`)
 	_, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour))
-	require.Error(t, err, "no error although the answer was lost")
+	require.Error(t, err, "no error although the response was lost")
 	log.want(t, 1, "lane may be held", "lane=x")
 	require.True(t, pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`),
 		"the statement did not reach the database: the test tests nothing")
@@ -312,5 +312,5 @@ func TestQueueEntryLastsAMinuteAtMost(t *testing.T) {
 	pgtest.Exec(t, db, `select await_agent_lock('x', 'gone', 60, 86400)`)
 	assert.True(t, pgtest.Value[bool](t, db,
 		`select expires_at < clock_timestamp() + interval '61 seconds' from agent_lock_waiters`),
-		"the place is kept for longer")
+		"the place in the queue lasts longer")
 }

@@ -62,7 +62,7 @@ func commit(t testing.TB, tx pgx.Tx) {
 	require.NoError(t, tx.Commit(t.Context()))
 }
 
-// expire ends the present lease of a lane now.
+// expire ends the current lease of a lane now.
 func expire(t testing.TB, db postgres.DB, lane string) {
 	t.Helper()
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
@@ -71,8 +71,8 @@ func expire(t testing.TB, db postgres.DB, lane string) {
 // laneRow returns all data of a lane, with its row version: it differs after any write.
 func laneRow(t testing.TB, db postgres.DB, lane string) string {
 	t.Helper()
-	return pgtest.Value[string](t, db, `select coalesce((select l.xmin || l.ctid::text || l::text from agent_locks l
-		where l.lane = $1), 'none')`, lane)
+	return pgtest.Value[string](t, db,
+		`select coalesce((select l.xmin || l.ctid::text || l::text from agent_locks l where l.lane = $1), 'none')`, lane)
 }
 
 // wantCode fails unless err has the SQLSTATE.
@@ -84,8 +84,11 @@ func wantCode(t testing.TB, err error, code string) {
 // waitUntilBlocked waits until a statement that contains text waits for a lock.
 func waitUntilBlocked(t testing.TB, db postgres.DB, text string) {
 	t.Helper()
-	pgtest.Until(t, db, true, `select exists (select from pg_stat_activity where datname = current_database()
-			and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> pg_backend_pid())`, text)
+	pgtest.Until(t, db, true, `
+		select exists (
+		  select from pg_stat_activity
+		   where datname = current_database() and wait_event_type = 'Lock'
+		     and query like '%' || $1 || '%' and pid <> pg_backend_pid())`, text)
 }
 
 // queryUnblocked is get with retries while another transaction uses the lane, like clients.
@@ -115,12 +118,12 @@ func (l *logs) want(t testing.TB, n int, words ...string) {
 	}
 }
 
-// faultyDB is a database behind a connection that a test can cut, slow down, or let lose answers.
+// faultyDB is a database behind a connection that a test can cut, slow down, or make lose responses.
 type faultyDB struct {
 	postgres.DB
 	disconnected    atomic.Bool
 	dropResponses   atomic.Bool
-	responseErr     error // replaces a lost answer; nil blocks until the caller's time runs out
+	responseErr     error // replaces a lost response; nil blocks until the caller's time runs out
 	delay           time.Duration
 	statementCounts sync.Map // *atomic.Int64 by the function that the statement calls
 }

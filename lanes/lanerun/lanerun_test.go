@@ -92,7 +92,7 @@ func TestBusyLaneSkipsCommand(t *testing.T) {
 	assert.NoError(t, l.Release(t.Context()), "the skipped run freed the lane")
 }
 
-// A command that has run must not fail because the database does not answer afterwards. A caller that sees a failure
+// A command that has run must not fail because the database is unavailable afterwards. A caller that sees a failure
 // repeats it.
 func TestFailedReleaseKeepsExitCode(t *testing.T) {
 	db := pgtest.DB(t)
