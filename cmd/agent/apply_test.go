@@ -62,8 +62,8 @@ func TestApplyDiff(t *testing.T) {
 	assert.Contains(t, p.must("apply", changed), "~ skill one\n", "config.query: \"select 1 as n\" → \"select 2 as n\"")
 	two := writeFolder(t, map[string]string{"two.yaml": strings.Replace(goodSkill, "name: one", "name: two", 1)})
 	assert.Contains(t, p.must("apply", two, "--prune"), "- skill one\n", "+ skill two\n", "applied\n")
-	p.fails(2, "has no .yaml file", "apply", writeFolder(t, nil))
-	p.fails(2, "DIR is empty", "apply", "")
+	p.mustFail(2, "has no .yaml file", "apply", writeFolder(t, nil))
+	p.mustFail(2, "DIR is empty", "apply", "")
 	assert.Contains(t, p.must("skills", "ls"), "two")
 }
 
@@ -370,7 +370,7 @@ func TestInitCreatesWorkingWorkspace(t *testing.T) {
 	assert.Contains(t, p.must("chat", "which tables are there?"), "list_tables")
 	_, err = os.Stat(filepath.Join(dir, ".env"))
 	assert.Error(t, err, "there is an .env without a database")
-	p.fails(2, "is not empty; name another folder", "init", dir, "--yes")
+	p.mustFail(2, "is not empty; name another folder", "init", dir, "--yes")
 }
 
 func TestInitRejectsInvalidAnswers(t *testing.T) {

@@ -72,7 +72,7 @@ func TestDevReadsDotEnv(t *testing.T) {
 			"with %q: exit %d, stderr %q", text, got.code, got.err)
 	}
 	require.NoError(t, os.Remove(".env"))
-	newProgramWithoutDatabase(t).fails(2, "no database; set DATABASE_URL", "lanes", "ls")
+	newProgramWithoutDatabase(t).mustFail(2, "no database; set DATABASE_URL", "lanes", "ls")
 	_, err := os.Stat(stateDir)
 	assert.Error(t, err, "a data directory was made")
 }
@@ -83,7 +83,7 @@ func TestCommandsReadDotEnv(t *testing.T) {
 	url := pgtest.URL(t)
 	testkit.WriteFile(t, ".env", "DATABASE_URL="+url+"\nAGENT_NAME=robin\n")
 	assert.Contains(t, newProgramWithoutDatabase(t).must("agents", "ls"), "robin")
-	newProgramWithoutDatabase(t).fails(2, "DATABASE_URL is not set", "serve")
+	newProgramWithoutDatabase(t).mustFail(2, "DATABASE_URL is not set", "serve")
 	got := newProgramWithoutDatabase(t, "DATABASE_URL="+url).must("agents", "ls")
 	assert.Truef(t, !strings.Contains(got, "robin"), "a command with its own database: %s", got)
 }
@@ -280,7 +280,7 @@ func TestDemoText(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t))
 	assert.Contains(t, p.must("demo"), "STORY", "onboarding", "independent", "chained", "hung")
 	assert.Equal(t, p.must("demo"), p.must("demo", "list"), "list is not the same")
-	p.fails(exitFailed, "see agent demo list", "demo", "nobody")
+	p.mustFail(exitFailed, "see agent demo list", "demo", "nobody")
 	before := time.Now()
 	shown := p.must("demo", "hung", "--fast")
 	assert.Contains(t, shown, "14:11  agente_a     has been silent for too long: lane stale, clearing", "SEQ  WHO",

@@ -21,7 +21,7 @@ import (
 type browserTest struct {
 	program
 	pool   *pgxpool.Pool
-	served *started
+	server *started
 	base   string
 	*browser.Page
 }
@@ -48,8 +48,8 @@ func newBrowserTest(t *testing.T, p program, pool *pgxpool.Pool) *browserTest {
 // serve starts the agent.
 func (w *browserTest) serve() {
 	w.t.Helper()
-	w.served = w.start("serve")
-	w.base = w.served.find(w.t, `msg=serving listen=(\S+)`)
+	w.server = w.start("serve")
+	w.base = w.server.find(w.t, `msg=serving listen=(\S+)`)
 }
 
 // waitLive waits for the stream and sets a mark that a reload would remove.
@@ -214,8 +214,8 @@ func TestFeedAfterServerRestart(t *testing.T) {
 	w.waitLive()
 	w.must("heartbeat")
 	w.checkFeed()
-	w.served.stop()
-	require.Equal(t, 0, <-w.served.ended, w.served.err.String())
+	w.server.stop()
+	require.Equal(t, 0, <-w.server.ended, w.server.err.String())
 	w.must("heartbeat")
 	w.serve()
 	w.checkFeed()

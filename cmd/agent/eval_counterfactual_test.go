@@ -39,13 +39,13 @@ func TestEvalCounterfactualComparesCandidateWithAgent(t *testing.T) {
 	dir := t.TempDir()
 	testkit.WriteFile(t, filepath.Join(dir, "a.yaml"), evalWorkspace)
 	p.must("apply", dir)
-	p.fails(1, "no recorded turn can be played", "eval", "counterfactual", "--model", "gpt-4.1")
+	p.mustFail(1, "no recorded turn can be played", "eval", "counterfactual", "--model", "gpt-4.1")
 	for n := range 8 {
 		p.must("operate", fmt.Sprintf("order %d?", n))
 	}
-	p.fails(2, "name the candidate", "eval", "counterfactual")
-	p.fails(2, "--agent-version must be 1 or more", "eval", "counterfactual", "--agent-version", "-1")
-	p.fails(2, "the model has no price", "eval", "counterfactual", "--model", "no-such-model", "--budget", "1")
+	p.mustFail(2, "name the candidate", "eval", "counterfactual")
+	p.mustFail(2, "--agent-version must be 1 or more", "eval", "counterfactual", "--agent-version", "-1")
+	p.mustFail(2, "the model has no price", "eval", "counterfactual", "--model", "no-such-model", "--budget", "1")
 	before := len(server.Requests())
 
 	same := p.run("eval", "counterfactual", "--model", "gpt-4o-mini", "--budget", "1")

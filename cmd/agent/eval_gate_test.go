@@ -45,7 +45,7 @@ func politeModel(t *testing.T) *modeltest.Server {
 	return server
 }
 
-func newGated(t *testing.T) (p program, pool *pgxpool.Pool, dir string, write func(was, now string)) {
+func newGatedProgram(t *testing.T) (p program, pool *pgxpool.Pool, dir string, write func(was, now string)) {
 	t.Helper()
 	url := pgtest.URL(t)
 	pool = pgtest.Pool(t, url, postgres.Options{})
@@ -66,12 +66,12 @@ func newGated(t *testing.T) (p program, pool *pgxpool.Pool, dir string, write fu
 // which the audit log records.
 func TestApplyRequiresGatingSuites(t *testing.T) {
 	t.Parallel()
-	p, pool, dir, write := newGated(t)
+	p, pool, dir, write := newGatedProgram(t)
 	p.must("apply", dir) // the first apply has nothing to compare
 	assert.Contains(t, p.must("apply", dir), "no changes")
 
 	write("Be kind.", "Be very kind.")
-	p.fails(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir+
+	p.mustFail(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir+
 		`; agent apply with --without-evals --reason "…" goes on without`, "apply", dir)
 	assert.Contains(t, p.run("apply", dir, "--dry-run").err, "warning: the gate of eval manners: it has not run")
 	assert.Contains(t, p.must("eval", "run", "--candidate", dir), "agent nora version 2", ", not applied", "greets  2/2")
@@ -81,10 +81,10 @@ func TestApplyRequiresGatingSuites(t *testing.T) {
 	write("Be very kind.", "Be rude.")
 	failed := p.run("eval", "run", "--candidate", dir)
 	assert.Truef(t, failed.code == 1, "exit %d: %s%s", failed.code, failed.out, failed.err)
-	p.fails(1, "evals refuse this apply: manners: a pass rate of 0.00, below 1.00, in run", "apply", dir)
-	p.fails(1, "greets (0/2)", "apply", dir)
-	p.fails(2, "--without-evals needs a --reason", "apply", dir, "--without-evals")
-	p.fails(2, "--without-evals needs a --reason", "apply", dir, "--reason", "hurry")
+	p.mustFail(1, "evals refuse this apply: manners: a pass rate of 0.00, below 1.00, in run", "apply", dir)
+	p.mustFail(1, "greets (0/2)", "apply", dir)
+	p.mustFail(2, "--without-evals needs a --reason", "apply", dir, "--without-evals")
+	p.mustFail(2, "--without-evals needs a --reason", "apply", dir, "--reason", "hurry")
 	assert.Contains(t, p.must("apply", dir, "--without-evals", "--reason", "the shop is on fire"), "~ agent nora")
 	pgtest.Equal(t, pool, `admin|without evals: the shop is on fire|["manners"]`, `
 		select format('%s|%s|%s', u.actor, u.reason, a.input ->> 'without_evals')
@@ -98,14 +98,14 @@ func TestApplyRequiresGatingSuites(t *testing.T) {
 // A run of the offline model does not pass a suite if earlier runs had another model.
 func TestOfflineModelDoesNotPassGate(t *testing.T) {
 	t.Parallel()
-	p, _, dir, write := newGated(t)
+	p, _, dir, write := newGatedProgram(t)
 	write("{contains: Ana}", "{max_words: 500}")
 	p.must("apply", dir)
 	p.must("eval", "run")
 	offline := program{t, []string{p.environ[0], "AGENT_LOG_LEVEL=error"}}
 	write("Be kind.", "Be brief.")
 	assert.Contains(t, offline.must("eval", "run", "--candidate", dir), "model offline", "greets  2/2")
-	offline.fails(1, "manners: only the offline model passed it, and its runs before had gpt-4o-mini", "apply", dir)
+	offline.mustFail(1, "manners: only the offline model passed it, and its runs before had gpt-4o-mini", "apply", dir)
 	p.must("eval", "run", "--candidate", dir)
 	p.must("apply", dir)
 }
@@ -113,32 +113,32 @@ func TestOfflineModelDoesNotPassGate(t *testing.T) {
 // agent dev rejects a workspace at its start by the same rule as apply.
 func TestDevRejectsWorkspaceThatFailsItsEvals(t *testing.T) {
 	t.Parallel()
-	p, _, dir, write := newGated(t)
+	p, _, dir, write := newGatedProgram(t)
 	p.environ = append(p.environ, "AGENT_LISTEN=127.0.0.1:0")
 	p.must("apply", dir)
 	write("Be kind.", "Be rude.")
-	p.fails(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir, "dev", dir)
+	p.mustFail(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir, "dev", dir)
 	assert.Contains(t, p.must("agents", "show", "nora"), "version 1")
 }
 
 // A server follows the same rule, also for --watch on the caller's machine.
 func TestServerAppliesSameGate(t *testing.T) {
 	t.Parallel()
-	p, pool, dir, write := newGated(t)
-	far, _ := p.remote()
-	far.must("apply", dir)
+	p, pool, dir, write := newGatedProgram(t)
+	remote, _ := p.remote()
+	remote.must("apply", dir)
 	write("Be kind.", "Be brief.")
-	far.fails(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir, "apply", dir)
-	assert.Contains(t, far.must("eval", "run", "--candidate", dir), "greets  2/2")
-	far.must("apply", dir)
+	remote.mustFail(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir, "apply", dir)
+	assert.Contains(t, remote.must("eval", "run", "--candidate", dir), "greets  2/2")
+	remote.must("apply", dir)
 	write("Be brief.", "Be rude.")
-	far.must("apply", dir, "--without-evals", "--reason", "a test")
+	remote.must("apply", dir, "--without-evals", "--reason", "a test")
 	pgtest.Equal(t, pool, "without evals: a test", `
 		select reason from agent_audit where act = 'apply_workspace' order by id desc limit 1`)
 
-	far.fails(2, "--candidate needs the folder", "eval", "run", "--candidate", "")
-	far.fails(2, "--candidate needs the folder", "eval", "run", "--prune")
-	far.fails(1, `has no eval "maners"; did you mean "manners"?`, "eval", "run", "maners", "--candidate", dir)
+	remote.mustFail(2, "--candidate needs the folder", "eval", "run", "--candidate", "")
+	remote.mustFail(2, "--candidate needs the folder", "eval", "run", "--prune")
+	remote.mustFail(1, `has no eval "maners"; did you mean "manners"?`, "eval", "run", "maners", "--candidate", dir)
 
 	write("Be rude.", "Be slow.")
 	watching := p.start("apply", dir, "--watch")
@@ -163,6 +163,6 @@ func TestShippedSuitesPassOffline(t *testing.T) {
 		p.must(append([]string{"init", dir}, flags...)...)
 		p.must("apply", filepath.Join(dir, "workspace"))
 		assert.Contains(t, p.must("eval", "run"), suite+" version 1", "3/3", "passed, no price")
-		p.fails(2, "the offline model answers for every model", "eval", "run", "--model", "gpt-5-mini")
+		p.mustFail(2, "the offline model answers for every model", "eval", "run", "--model", "gpt-5-mini")
 	}
 }

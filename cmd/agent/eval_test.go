@@ -57,9 +57,9 @@ func TestEvalCommands(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=k", "AGENT_MODEL=gpt-4o-mini",
 		"AGENT_LOG_LEVEL=error")
 	assert.Contains(t, p.must("eval", "ls"), "no eval; declare one")
-	p.fails(2, "--trials must be 1 to 100", "eval", "run", "--trials", "0")
-	p.fails(2, "x.xml", "eval", "run", "--junit", "/nowhere/x.xml")
-	p.fails(1, "there is no eval; declare one as kind: eval", "eval", "run")
+	p.mustFail(2, "--trials must be 1 to 100", "eval", "run", "--trials", "0")
+	p.mustFail(2, "x.xml", "eval", "run", "--junit", "/nowhere/x.xml")
+	p.mustFail(1, "there is no eval; declare one as kind: eval", "eval", "run")
 	dir := t.TempDir()
 	path := filepath.Join(dir, "a.yaml")
 	testkit.WriteFile(t, path, evalWorkspace)
@@ -68,11 +68,11 @@ func TestEvalCommands(t *testing.T) {
 	assert.Contains(t, passed, "not due  2/2", "0.34–1.00", "1.00 (k=2)", "passed, $0.")
 	assert.Contains(t, p.must("eval", "ls"), "orders", "passed")
 	for _, command := range []string{"run", "ls", "labels"} {
-		p.fails(1, `there is no eval "ordrs"; see agent eval ls`, "eval", command, "ordrs")
+		p.mustFail(1, `there is no eval "ordrs"; see agent eval ls`, "eval", command, "ordrs")
 	}
-	p.fails(2, "the model has no price", "eval", "run", "--model", "no-such-model")
+	p.mustFail(2, "the model has no price", "eval", "run", "--model", "no-such-model")
 	calls := len(server.Requests())
-	p.fails(2, `"other" is not the id (uuid) of a run; see agent eval ls --runs`, "eval", "run", "--against", "other")
+	p.mustFail(2, `"other" is not the id (uuid) of a run; see agent eval ls --runs`, "eval", "run", "--against", "other")
 	assert.Equal(t, calls, len(server.Requests()))
 
 	undecided := p.run("eval", "run", "orders", "--against", "last")
@@ -87,22 +87,22 @@ func TestEvalCommands(t *testing.T) {
 	require.NoError(t, err)
 	assert.Contains(t, string(text), `tests="2" failures="2" errors="0" skipped="0"`, `name="not due #2"`)
 	id := regexp.MustCompile(`run ([0-9a-f-]{36})`).FindStringSubmatch(failed.out)[1]
-	p.fails(1, "is no counterfactual; see agent eval show", "eval", "counterfactual", "--resume", id)
-	p.fails(2, "leave out --model", "eval", "run", "--resume", id, "--model", "x")
-	p.fails(2, "leave out the suites", "eval", "run", "--resume", id, "orders")
-	p.fails(2, "--prune needs --candidate", "eval", "counterfactual", "--prune", "--model", "x")
+	p.mustFail(1, "is no counterfactual; see agent eval show", "eval", "counterfactual", "--resume", id)
+	p.mustFail(2, "leave out --model", "eval", "run", "--resume", id, "--model", "x")
+	p.mustFail(2, "leave out the suites", "eval", "run", "--resume", id, "orders")
+	p.mustFail(2, "--prune needs --candidate", "eval", "counterfactual", "--prune", "--model", "x")
 	shown := p.must("eval", "show", id)
 	assert.Contains(t, shown, "not due  2      fail", "ev_")
 	assert.Contains(t, p.must("eval", "labels"), "no label; agent eval label")
 	assert.Contains(t, p.must("eval", "label", id, "not due", "bad", "--trial", "2", "--note", "it is not"), `trial 2 of "not due": bad`)
 	assert.Contains(t, p.must("eval", "labels", "orders"), "orders  not due  2      bad    root", "it is not")
 	assert.Equal(t, `{"answer":"It is paid.","pass":false}`+"\n", p.must("eval", "labels", "--jsonl"))
-	p.fails(1, `has no trial 3 of "not due"; see agent eval show`, "eval", "label", id, "not due", "good", "--trial", "3")
-	p.fails(2, "a label is good, bad or none", "eval", "label", id, "not due", "fine")
+	p.mustFail(1, `has no trial 3 of "not due"; see agent eval show`, "eval", "label", id, "not due", "good", "--trial", "3")
+	p.mustFail(2, "a label is good, bad or none", "eval", "label", id, "not due", "fine")
 	for _, trial := range []string{"-5", "0", "3000000000"} {
-		p.fails(2, "a trial has a number from 1 to 100", "eval", "label", id, "not due", "good", "--trial", trial)
+		p.mustFail(2, "a trial has a number from 1 to 100", "eval", "label", id, "not due", "good", "--trial", trial)
 	}
-	p.fails(2, "--agent-version must be 1 or more", "eval", "shadow", "--agent-version", "-1")
+	p.mustFail(2, "--agent-version must be 1 or more", "eval", "shadow", "--agent-version", "-1")
 	p.must("eval", "label", id, "not due", "none", "--trial", "2")
 	assert.Equal(t, "", p.must("eval", "labels", "--jsonl"))
 	made := p.must("eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again")
@@ -110,8 +110,8 @@ func TestEvalCommands(t *testing.T) {
 	assert.Contains(t, p.must("eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again", "--to", path),
 		`added "again"`)
 	assert.Contains(t, p.must("apply", dir), "~ eval orders")
-	p.fails(2, "there is no file nowhere.yaml", "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--to", "nowhere.yaml")
-	p.fails(1, `the suite has a case "again" already`, "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again",
+	p.mustFail(2, "there is no file nowhere.yaml", "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--to", "nowhere.yaml")
+	p.mustFail(1, `the suite has a case "again" already`, "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again",
 		"--to", path)
 }
 
@@ -124,17 +124,17 @@ func TestEvalAddFromOutage(t *testing.T) {
 	testkit.WriteFile(t, filepath.Join(dir, "a.yaml"), evalWorkspace)
 	p.must("apply", dir)
 	add := []string{"eval", "add", "--outage", "check_order", "--to", filepath.Join(dir, "outages.yaml"), "--name"}
-	p.fails(1, "self-heal has not taken check_order out of service", append(add, "first")...)
+	p.mustFail(1, "self-heal has not taken check_order out of service", append(add, "first")...)
 	pgtest.Exec(t, pgtest.Pool(t, url, postgres.Options{}), `
 		insert into agent_activity (trace_id, surface, kind, skill_name, skill_id, status, input, error_class, error_message)
 		select 'op_01JD3V7K8ZQ6W2M5T9X4C1B0A' || n, 'operate', 'call', 'check_order', s.id, 'error', '{"order": 7}', 'timeout', 'too slow'
 		  from generate_series(1, 3) n, agent_skills s where s.name = 'check_order'`)
 	assert.Contains(t, p.must("selfheal"), "check_order: 3 consecutive failures", "agent eval add --outage check_order")
 	assert.Contains(t, p.must(append(add, "first")...), `added "first"`)
-	far, _ := p.remote()
-	assert.Contains(t, far.must(append(add, "second")...), `added "second"`)
-	p.fails(1, `the suite has a case "second" already`, append(add, "second")...)
-	far.fails(2, "there is no file none.jsonl", "selfheal", "report", "--set", "none.jsonl")
+	remote, _ := p.remote()
+	assert.Contains(t, remote.must(append(add, "second")...), `added "second"`)
+	p.mustFail(1, `the suite has a case "second" already`, append(add, "second")...)
+	remote.mustFail(2, "there is no file none.jsonl", "selfheal", "report", "--set", "none.jsonl")
 	p.must("apply", dir)
 	assert.Contains(t, p.must("eval", "ls"), "selfheal", "2")
 }
@@ -144,5 +144,5 @@ func TestSelfhealReportNeedsNoDatabase(t *testing.T) {
 	t.Parallel()
 	p := newProgramWithoutDatabase(t, "DATABASE_URL=postgres://127.0.0.1:1/none")
 	assert.Contains(t, p.must("selfheal", "report"), "the set of this release: 240 traces")
-	p.fails(2, "there is no file none.jsonl", "selfheal", "report", "--set", "none.jsonl")
+	p.mustFail(2, "there is no file none.jsonl", "selfheal", "report", "--set", "none.jsonl")
 }

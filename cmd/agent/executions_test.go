@@ -68,8 +68,8 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	}
 	p.mustJSON(&started, "executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana",
 		"--label", "order=A-1001")
-	p.fails(2, "order is there twice", "executions", "start", "greet", "--label", "order=A-1", "--label", "order=A-2")
-	p.fails(2, "order is there twice", "executions", "start", "greet", "--label", "order=A-1,order=A-2")
+	p.mustFail(2, "order is there twice", "executions", "start", "greet", "--label", "order=A-1", "--label", "order=A-2")
+	p.mustFail(2, "order is there twice", "executions", "start", "greet", "--label", "order=A-1,order=A-2")
 	assert.Truef(t, started.Created && strings.HasPrefix(started.TraceID, "fl_"), "started %+v", started)
 	assert.Contains(t, p.must("executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana"),
 		"was already started", started.ID)
@@ -203,14 +203,14 @@ actions:
   - {actionType: send_message, parameters: {message: hello}}
 `)
 	p.must("apply", dir)
-	far, _ := p.remote()
-	for _, one := range []program{p, far} {
-		one.fails(2, "talks in a thread, and none is named; name one with --thread ID", "executions", "start", "talks")
+	remote, _ := p.remote()
+	for _, one := range []program{p, remote} {
+		one.mustFail(2, "the flow needs a thread, and none is named; name one with --thread ID", "executions", "start", "talks")
 	}
-	base, admin := strings.TrimPrefix(far.environ[0], "AGENT_SERVER="), strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
+	base, admin := strings.TrimPrefix(remote.environ[0], "AGENT_SERVER="), strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
 	got := send(t.Context(), "POST", base+"/v1/executions", admin, `{"flow": "talks"}`)
 	assert.Equal(t, 422, got.status, got.body)
-	assert.Contains(t, got.body, "thread_id is missing", "talks in a thread")
+	assert.Contains(t, got.body, "thread_id is missing", "the flow needs a thread")
 	assert.Contains(t, p.must("executions", "ls"), "no executions")
 	assert.Contains(t, p.must("executions", "start", "talks", "--thread", "ana", "--wait"), "completed")
 	got = send(t.Context(), "POST", base+"/v1/executions", admin, `{"flow": "talks", "thread_id": "eva"}`)
@@ -246,9 +246,9 @@ actions:
   - {actionType: fail, parameters: {message: no route}}
 `)
 	p.must("apply", dir)
-	far, _ := p.remote()
+	remote, _ := p.remote()
 	verdict := func() string {
-		return send(t.Context(), "GET", strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")+"/v1/monitor/verdict",
+		return send(t.Context(), "GET", strings.TrimPrefix(remote.environ[0], "AGENT_SERVER=")+"/v1/monitor/verdict",
 			strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="), "").body
 	}
 	reject := func(flow string) {
@@ -306,13 +306,13 @@ func TestInvalidExecutionCommands(t *testing.T) {
 		{"memory", "set", "k", "1", "--category", "a\xff"},
 		{"executions", "start", "external:import", "--key", "\xff"},
 	} {
-		p.fails(2, "UTF-8", args...)
+		p.mustFail(2, "UTF-8", args...)
 	}
-	p.fails(2, `remove \u0000`, "executions", "start", "external:import", "--input", `{"name": "a\u0000b"}`)
+	p.mustFail(2, `remove \u0000`, "executions", "start", "external:import", "--input", `{"name": "a\u0000b"}`)
 	assert.Contains(t, p.must("threads", "show", "begun"), "begun  chat")
 	assert.Contains(t, p.must("executions", "show", x.ID), "external:import", "pending")
-	p.fails(1, "the program that ran it has the code", "executions", "replay", x.ID)
-	p.fails(1, "fork "+x.ID, "executions", "retry", x.ID)
+	p.mustFail(1, "the program that ran it has the code", "executions", "replay", x.ID)
+	p.mustFail(1, "fork "+x.ID, "executions", "retry", x.ID)
 }
 
 // The replay of a heartbeat with all kinds of work needs no model.
@@ -338,7 +338,7 @@ func TestListFlowsAndRequests(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "greet.yaml")
 	testkit.WriteFile(t, path, strings.Replace(greeting, "flow:greet", "flow:gret", 1))
-	p.fails(2, `unknown flow "gret"; did you mean "greet"?`, "apply", dir)
+	p.mustFail(2, `unknown flow "gret"; did you mean "greet"?`, "apply", dir)
 	testkit.WriteFile(t, path, greeting)
 	p.must("apply", dir)
 	assert.Contains(t, p.must("flows", "ls"), "greet", "data", "Says hello")
@@ -346,7 +346,7 @@ func TestListFlowsAndRequests(t *testing.T) {
 	assert.Contains(t, shown, "kind: flow", "name: greet", "actionType: wait_for_event")
 	testkit.WriteFile(t, path, shown)
 	assert.Contains(t, p.must("apply", dir), "skill", "remove")
-	p.fails(1, "agent flows ls", "flows", "show", "nothing")
+	p.mustFail(1, "agent flows ls", "flows", "show", "nothing")
 	var schema map[string]any
 	err := json.Unmarshal([]byte(p.must("flows", "schema")), &schema)
 	assert.Truef(t, err == nil && schema["$schema"] != nil, "schema: %v", err)
@@ -366,13 +366,13 @@ func TestShowFlowVersions(t *testing.T) {
 	apply(strings.Replace(document, "hola", "adios", 1))
 	assert.Contains(t, p.must("flows", "show", "greet"), "# version 2 of", "#   version 1 of", ", current", "word: adios")
 	assert.Contains(t, p.must("flows", "show", "greet", "--version", "1"), "# version 1 of", "word: hola")
-	p.fails(1, "flow greet has no version 7: the latest is 2; see agent flows show greet", "flows", "show",
+	p.mustFail(1, "flow greet has no version 7: the latest is 2; see agent flows show greet", "flows", "show",
 		"greet", "--version", "7")
 	apply("")
-	p.fails(1, "flow greet was removed; agent flows show greet --version 2 shows its last version",
+	p.mustFail(1, "flow greet was removed; agent flows show greet --version 2 shows its last version",
 		"flows", "show", "greet")
 	assert.Contains(t, p.must("flows", "show", "greet", "--version", "2"), "word: adios")
-	p.fails(1, "flow heartbeat is Go code", "flows", "show", "heartbeat")
+	p.mustFail(1, "flow heartbeat is Go code", "flows", "show", "heartbeat")
 }
 
 // TestAnswerRequest answers a request of each kind as an admin.
@@ -418,7 +418,7 @@ func TestAnswerRequest(t *testing.T) {
 		assert.Contains(t, p.must("requests", "show", id), append(c.first, "Please", c.kind)...)
 		assert.Contains(t, p.must(append([]string{"requests", "answer", id}, c.flags...)...), "completed "+id)
 		assert.Contains(t, p.must("requests", "show", id), c.want...)
-		p.fails(1, "is already completed", append([]string{"requests", "answer", id}, c.flags...)...)
+		p.mustFail(1, "is already completed", append([]string{"requests", "answer", id}, c.flags...)...)
 	}
 	assert.Contains(t, p.must("activity", "audit"), "raise_event")
 	id := ask("test", "{}")
@@ -454,7 +454,7 @@ func TestAnswerRequest(t *testing.T) {
 		got := p.run(append([]string{"requests", "answer"}, wrong...)...)
 		assert.Truef(t, got.code == 2, "%v: %d %q", wrong, got.code, got.err)
 	}
-	p.fails(1, "agent requests ls", "requests", "show", "01890000-0000-7000-8000-000000000000")
+	p.mustFail(1, "agent requests ls", "requests", "show", "01890000-0000-7000-8000-000000000000")
 }
 
 func TestVersionFlag(t *testing.T) {
@@ -496,8 +496,8 @@ func TestHeartbeatReportsYield(t *testing.T) {
 func TestPauseAndResume(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
-	p.fails(2, "--reason", "pause")
-	p.fails(2, "--reason", "pause", "--reason", " ")
+	p.mustFail(2, "--reason", "pause")
+	p.mustFail(2, "--reason", "pause", "--reason", " ")
 	assert.Contains(t, p.must("doctor"), "autonomy", "not paused", "verdict", "stopped: no process is running")
 	assert.Contains(t, p.must("resume"), "the agent is not paused")
 	assert.Contains(t, p.must("pause", "--reason", "prices look wrong"), "autonomous work is paused since",

@@ -24,38 +24,38 @@ func TestFourEyesOnServer(t *testing.T) {
 		Approvals: skills.Approvals{FourEyes: true},
 	}, skills.SourceWorkspace)
 	require.NoError(t, err)
-	far, _ := d.remote()
-	base := strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")
-	ana, anas, anaToken := d.principal(far, "ana", principals.Admin)
-	bob, bobs, bobToken := d.principal(far, "bob", principals.Admin)
-	ana.fails(1, "waits for approval", "operate", "Wipe everything.")
+	remote, _ := d.remote()
+	base := strings.TrimPrefix(remote.environ[0], "AGENT_SERVER=")
+	ana, anaSecret, anaToken := d.principal(remote, "ana", principals.Admin)
+	bob, bobSecret, bobToken := d.principal(remote, "bob", principals.Admin)
+	ana.mustFail(1, "waits for approval", "operate", "Wipe everything.")
 	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
-	ana.fails(1, "four eyes", "approvals", "approve", id)
-	ana.fails(1, "four eyes", "approvals", "reject", id)
+	ana.mustFail(1, "four eyes", "approvals", "approve", id)
+	ana.mustFail(1, "four eyes", "approvals", "reject", id)
 	page := func(secret string) string {
 		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+"/approvals/"+id, "", testkit.Bearer(secret))
 		require.NoError(t, err)
 		return string(got.Body)
 	}
 	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/approvals/"+id, `{"decision":"approve"}`,
-		testkit.Bearer(anas))
+		testkit.Bearer(anaSecret))
 	require.NoError(t, err)
 	assert.Equal(t, 403, got.Status)
 	assert.Contains(t, string(got.Body), "four eyes")
-	assert.Contains(t, page(anas), "Another approver must decide it", "ana")
-	assert.True(t, !strings.Contains(page(anas), `action="/act/v1/approvals/`), "the requester has a form to decide")
-	assert.Contains(t, page(bobs), `action="/act/v1/approvals/`+id)
+	assert.Contains(t, page(anaSecret), "Another approver must decide it", "ana")
+	assert.True(t, !strings.Contains(page(anaSecret), `action="/act/v1/approvals/`), "the requester has a form to decide")
+	assert.Contains(t, page(bobSecret), `action="/act/v1/approvals/`+id)
 	assert.Contains(t, bob.must("approvals", "show", id), "  four eyes    requesters cannot decide: ana",
 		", requested by ana")
 	bob.must("approvals", "approve", id, "--reason", "looked at it")
 	pgtest.Equal(t, d.pool, "bob cli "+bobToken+" looked at it",
 		`select concat_ws(' ', actor, via, token_id, reason) from agent_audit where act = 'decide_approval'`)
 	decider := "bob via cli with token " + bobToken
-	assert.Contains(t, page(bobs), "by "+decider)
+	assert.Contains(t, page(bobSecret), "by "+decider)
 	assert.Contains(t, bob.must("approvals", "show", id), "by "+decider)
 	trace := pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals`)
 	assert.Contains(t, bob.must("why", trace), "by "+decider, "ana asked for it")
-	carryTheirActor(t, d, ana, base, anas, anaToken)
+	checkActorIsRecorded(t, d, ana, base, anaSecret, anaToken)
 }
 
 // With four eyes, a principal cannot decide the calls of its own chat turns. A visitor is no principal: each approver
@@ -70,11 +70,11 @@ func TestFourEyesInChat(t *testing.T) {
 	}, skills.SourceWorkspace)
 	require.NoError(t, err)
 	const key = "visitors-key-of-this-test"
-	far, _ := d.remote("AGENT_CHAT_KEY="+key, "AGENT_CHAT_APPROVAL_WAIT=1s")
-	base := strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")
-	ana, anas, _ := d.principal(far, "ana", principals.Admin)
-	bob, bobs, _ := d.principal(far, "bob", principals.Approver)
-	vera, _, _ := d.principal(far, "vera", principals.Viewer)
+	remote, _ := d.remote("AGENT_CHAT_KEY="+key, "AGENT_CHAT_APPROVAL_WAIT=1s")
+	base := strings.TrimPrefix(remote.environ[0], "AGENT_SERVER=")
+	ana, anaSecret, _ := d.principal(remote, "ana", principals.Admin)
+	bob, bobSecret, _ := d.principal(remote, "bob", principals.Approver)
+	vera, _, _ := d.principal(remote, "vera", principals.Viewer)
 	page := func(secret, id string) string {
 		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+"/approvals/"+id, "", testkit.Bearer(secret))
 		require.NoError(t, err)
@@ -89,15 +89,15 @@ func TestFourEyesInChat(t *testing.T) {
 
 	ana.run("chat", "Wipe everything.")
 	id := pending()
-	ana.fails(1, "four eyes", "approvals", "approve", id)
-	ana.fails(1, "four eyes", "approvals", "reject", id)
+	ana.mustFail(1, "four eyes", "approvals", "approve", id)
+	ana.mustFail(1, "four eyes", "approvals", "reject", id)
 	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/approvals/"+id, `{"decision":"approve"}`,
-		testkit.Bearer(anas))
+		testkit.Bearer(anaSecret))
 	require.NoError(t, err)
 	assert.Equal(t, 403, got.Status)
 	assert.Contains(t, string(got.Body), "four eyes")
-	assert.Contains(t, page(anas, id), "Another approver must decide it", "ana")
-	assert.Contains(t, page(bobs, id), `action="/act/v1/approvals/`+id)
+	assert.Contains(t, page(anaSecret, id), "Another approver must decide it", "ana")
+	assert.Contains(t, page(bobSecret, id), `action="/act/v1/approvals/`+id)
 	bob.must("approvals", "approve", id)
 	answered("It is over.")
 
@@ -106,19 +106,19 @@ func TestFourEyesInChat(t *testing.T) {
 	require.NoError(t, err)
 	require.Truef(t, got.Status == 200 || got.Status == 503, "%d %s", got.Status, got.Body)
 	id = pending()
-	vera.fails(1, "needs the scope approvals:decide", "approvals", "approve", id)
+	vera.mustFail(1, "needs the scope approvals:decide", "approvals", "approve", id)
 	ana.must("approvals", "approve", id)
 	answered("Over again.")
 	pgtest.Equal(t, d.pool, "ana by bob,  by ana", `
 		select string_agg(array_to_string(requested_by, ' ') || ' by ' || decided_by, ', ' order by id) from agent_approvals`)
 }
 
-// carryTheirActor checks that pause, resume, retention, start and cancel record principal, token and interface.
-func carryTheirActor(t *testing.T, d *operateTest, ana program, base, anas, anaToken string) {
+// checkActorIsRecorded checks that pause, resume, retention, start and cancel record principal, token and interface.
+func checkActorIsRecorded(t *testing.T, d *operateTest, ana program, base, anaSecret, anaToken string) {
 	t.Helper()
 	ana.must("pause", "--reason", "a look")
 	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/resume", `{"reason":"seen"}`,
-		testkit.Bearer(anas))
+		testkit.Bearer(anaSecret))
 	require.NoError(t, err)
 	assert.Equal(t, 200, got.Status)
 	ana.must("retention", "set", "activity=400d", "--reason", "longer")
@@ -126,7 +126,7 @@ func carryTheirActor(t *testing.T, d *operateTest, ana program, base, anas, anaT
 	run := pgtest.Value[string](t, d.pool, `select id::text from agent_executions where flow = 'external:sum'`)
 	ana.must("executions", "cancel", run, "--reason", "no more")
 	got, err = testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/events",
-		`{"event":"EVENT_COMPLETED","key":"a","data":{}}`, testkit.Bearer(anas))
+		`{"event":"EVENT_COMPLETED","key":"a","data":{}}`, testkit.Bearer(anaSecret))
 	require.NoError(t, err)
 	assert.Equal(t, 202, got.Status)
 	ana.must("executions", "event", "EVENT_COMPLETED", "b")
@@ -171,18 +171,18 @@ func TestRemoteSkillsCallNeedsApprovalScope(t *testing.T) {
 		}, skills.SourceWorkspace)
 		require.NoError(t, err)
 	}
-	far, _ := d.remote()
-	olga, _, _ := d.principal(far, "olga", principals.Operator)
-	ana, _, _ := d.principal(far, "ana", principals.Admin)
-	olga.fails(1, "needs the scope approvals:decide", "skills", "call", "refund")
+	remote, _ := d.remote()
+	olga, _, _ := d.principal(remote, "olga", principals.Operator)
+	ana, _, _ := d.principal(remote, "ana", principals.Admin)
+	olga.mustFail(1, "needs the scope approvals:decide", "skills", "call", "refund")
 	assert.Contains(t, ana.must("skills", "call", "refund"), "gone")
 	for _, p := range []program{olga, ana} {
-		p.fails(1, "has four_eyes", "skills", "call", "wipe")
+		p.mustFail(1, "has four_eyes", "skills", "call", "wipe")
 	}
-	assert.Contains(t, far.must("skills", "call", "wipe"), "gone")
+	assert.Contains(t, remote.must("skills", "call", "wipe"), "gone")
 	assert.Contains(t, d.must("skills", "call", "wipe"), "gone")
 	id := pgtest.Value[string](t, d.pool, `select id::text from agent_executions where flow = 'skill_call' limit 1`)
-	ana.fails(1, "agent skills call", "executions", "fork", id)
+	ana.mustFail(1, "agent skills call", "executions", "fork", id)
 }
 
 // With four eyes, a console does not ask the requester of a call to approve it. The call waits for another principal.
@@ -194,11 +194,11 @@ func TestRemoteConsoleDoesNotAskRequester(t *testing.T) {
 		Approvals: skills.Approvals{FourEyes: true},
 	}, skills.SourceWorkspace)
 	require.NoError(t, err)
-	far, _ := d.remote()
-	ana, _, _ := d.principal(far, "ana", principals.Admin)
-	there := *d
-	there.environ = ana.environ
-	s := there.startTerminal()
+	remote, _ := d.remote()
+	ana, _, _ := d.principal(remote, "ana", principals.Admin)
+	remoteTest := *d
+	remoteTest.environ = ana.environ
+	s := remoteTest.startTerminal()
 	s.waitFor(`(>) `)
 	s.typeKeys("Wipe.\n")
 	s.waitFor(`(You requested this call\. Another approver must decide it\.)`)

@@ -190,8 +190,8 @@ func TestTrace(t *testing.T) {
 		"agent: read trace hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE: no such trace; see agent trace ls\n" {
 		t.Errorf("an unknown trace: exit %d, stderr %q", got.code, got.err)
 	}
-	p.fails(2, "a trace id looks like hb_", "trace", "foo")
-	p.fails(1, "no trace yet", "trace", "last", "--surface", "chat")
+	p.mustFail(2, "a trace id looks like hb_", "trace", "foo")
+	p.mustFail(1, "no trace yet", "trace", "last", "--surface", "chat")
 }
 
 func TestExecutions(t *testing.T) {

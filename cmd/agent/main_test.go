@@ -78,11 +78,11 @@ func (p program) must(args ...string) string {
 	return got.out
 }
 
-// fails runs a command. It must exit with code and write says to stderr.
-func (p program) fails(code int, says string, args ...string) {
+// mustFail runs a command. It must exit with code, and its stderr must contain a text.
+func (p program) mustFail(code int, stderr string, args ...string) {
 	p.t.Helper()
-	if got := p.run(args...); got.code != code || !strings.Contains(got.err, says) {
-		p.t.Errorf("agent %.200q: exit %d, stderr %q, want %d with %q", args, got.code, got.err, code, says)
+	if got := p.run(args...); got.code != code || !strings.Contains(got.err, stderr) {
+		p.t.Errorf("agent %.200q: exit %d, stderr %q, want %d with %q", args, got.code, got.err, code, stderr)
 	}
 }
 

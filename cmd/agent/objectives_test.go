@@ -131,10 +131,10 @@ func TestMemoryCommands(t *testing.T) {
 		{"plain", "x", "--expires", "-1s"},
 		{"plain", strings.Repeat("x", 70000)},
 	} {
-		p.fails(exitUsage, "see agent memory set --help", append([]string{"memory", "set"}, wrong...)...)
+		p.mustFail(exitUsage, "see agent memory set --help", append([]string{"memory", "set"}, wrong...)...)
 	}
 	assert.Contains(t, p.must("memory", "forget", "plain"), "forgotten")
-	p.fails(exitFailed, `forget memory "plain" of category "general": memory not found; see agent memory ls`,
+	p.mustFail(exitFailed, `forget memory "plain" of category "general": memory not found; see agent memory ls`,
 		"memory", "forget", "plain")
 }
 
@@ -335,7 +335,7 @@ func TestWebhookCommands(t *testing.T) {
 	for _, want := range []string{"endpoint shop is disabled\n", "endpoint shop is disabled already\n"} {
 		assert.Equal(t, want, p.must("webhooks", "disable", "shop"))
 	}
-	p.fails(1, "see agent webhooks endpoints; a target needs --target", "webhooks", "enable", "ops")
+	p.mustFail(1, "see agent webhooks endpoints; a target needs --target", "webhooks", "enable", "ops")
 	assert.Contains(t, p.must("webhooks", "replay", "msg_1"), "replay 1 of")
 	for command, code := range map[string]int{
 		"replay msg_1": 1, "show none": 1, "ls --status lost": 2, "enable none": 1, "replay": 2,

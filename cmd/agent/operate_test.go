@@ -63,12 +63,12 @@ func (d *operateTest) laneHeld(t *testing.T) bool {
 
 // terminalTest runs agent operate on a terminal.
 type terminalTest struct {
-	t     *testing.T
-	keys  *os.File
-	shown testkit.Log
-	seen  int // the length that waitFor has consumed
-	ended chan int
-	stop  context.CancelFunc
+	t        *testing.T
+	keys     *os.File
+	shown    testkit.Log
+	consumed int // the length that waitFor has consumed
+	ended    chan int
+	stop     context.CancelFunc
 }
 
 func (d *operateTest) startTerminal(args ...string) *terminalTest {
@@ -118,12 +118,12 @@ func (s *terminalTest) waitFor(pattern string) string {
 	found := ""
 	pgtest.Eventually(s.t, func() bool {
 		text := escapes.ReplaceAllString(s.shown.String(), "")
-		at := expression.FindStringSubmatchIndex(text[min(s.seen, len(text)):])
+		at := expression.FindStringSubmatchIndex(text[min(s.consumed, len(text)):])
 		if at == nil {
 			return false
 		}
-		found = text[s.seen:][at[len(at)-2]:at[len(at)-1]]
-		s.seen += at[1]
+		found = text[s.consumed:][at[len(at)-2]:at[len(at)-1]]
+		s.consumed += at[1]
 		return true
 	}, "the screen shows "+pattern+"; it has:\n"+s.shown.String())
 	return found
@@ -286,7 +286,7 @@ func TestTerminalApprovalDecidedElsewhere(t *testing.T) {
 func TestDecisionReportsTurnEndedElsewhere(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
-	d.fails(1, "waits for approval", "operate", "--session", "ses_1", "Wipe.")
+	d.mustFail(1, "waits for approval", "operate", "--session", "ses_1", "Wipe.")
 	pgtest.Exec(t, d.pool, `
 		create function finish_turn() returns trigger language plpgsql as $$ begin
 		  perform set_config('session_replication_role', 'replica', true);

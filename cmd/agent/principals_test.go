@@ -20,7 +20,7 @@ func TestTokenHasScopesOfItsRole(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	assert.Contains(t, p.must("principals", "add", "anna", "--role", "viewer", "--reason", "new here"),
 		"anna: user, role viewer")
-	p.fails(1, "agent principals role", "principals", "add", "anna")
+	p.mustFail(1, "agent principals role", "principals", "add", "anna")
 	text := strings.TrimSpace(p.must("tokens", "create", "anna", "--expires", "90d", "--name", "laptop"))
 	require.Truef(t, strings.HasPrefix(text, "lk_") && strings.Count(text, "_") == 2, "token is %q", text)
 	base := "http://" + p.start("serve").find(t, `listen=http://(\S+)`)

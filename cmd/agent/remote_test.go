@@ -30,7 +30,7 @@ import (
 )
 
 // remote starts agent serve. It returns a program that sends its commands there, with only a token.
-func (p program) remote(settings ...string) (far program, server *started) {
+func (p program) remote(settings ...string) (remote program, server *started) {
 	p.t.Helper()
 	server = program{p.t, append(slices.Clone(p.environ), append([]string{
 		token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_HEARTBEAT_CRON=0 0 1 1 *",
@@ -89,7 +89,7 @@ func TestRemoteCommandsEqualLocalOnes(t *testing.T) {
 		require.NoError(t, os.MkdirAll(filepath.Join(dir, filepath.Dir(name)), 0o700))
 		testkit.WriteFile(t, filepath.Join(dir, name), text)
 	}
-	far, _ := local.remote()
+	remote, _ := local.remote()
 	local.must("apply", filepath.Join(dir, "a"))
 	local.must("memory", "set", "tone", `"kind"`)
 	db := connect(t, url)
@@ -130,35 +130,35 @@ func TestRemoteCommandsEqualLocalOnes(t *testing.T) {
 		{[]string{"models", "ls"}, 0},
 	} {
 		var got [2]commandResult
-		for i, p := range []program{local, far} {
+		for i, p := range []program{local, remote} {
 			got[i] = p.run(c.args...)
 			got[i].out, got[i].err = volatile.ReplaceAllString(got[i].out, "#"), volatile.ReplaceAllString(got[i].err, "#")
 		}
 		assert.Truef(t, got[0] == got[1] && got[0].code == c.code,
 			"agent %q, want exit %d\nlocal:  %+v\nremote: %+v", c.args, c.code, got[0], got[1])
 	}
-	checkRemoteFiles(t, far, dir)
+	checkRemoteFiles(t, remote, dir)
 }
 
 // checkRemoteFiles copies a file to the server and back, and reads standard input.
-func checkRemoteFiles(t *testing.T, far program, dir string) {
+func checkRemoteFiles(t *testing.T, remote program, dir string) {
 	t.Helper()
 	var d documents.Document
-	far.mustJSON(&d, "documents", "add", filepath.Join(dir, "binary"))
+	remote.mustJSON(&d, "documents", "add", filepath.Join(dir, "binary"))
 	want, err := os.ReadFile(filepath.Join(dir, "binary"))
 	require.NoError(t, err)
-	assert.Equal(t, string(want), far.must("documents", "get", d.ID))
+	assert.Equal(t, string(want), remote.must("documents", "get", d.ID))
 	out := filepath.Join(dir, "out")
-	assert.Contains(t, far.must("documents", "get", d.ID, "-o", out), fmt.Sprintf("%d bytes", len(want)))
+	assert.Contains(t, remote.must("documents", "get", d.ID, "-o", out), fmt.Sprintf("%d bytes", len(want)))
 	got, err := os.ReadFile(out)
 	require.NoError(t, err)
 	assert.Equal(t, string(want), string(got))
-	far.fails(1, "exists", "documents", "get", d.ID, "-o", out)
-	piped := far.runWith(t.Context(), strings.NewReader("from a pipe"), "documents", "add", "-", "--name", "p.txt",
+	remote.mustFail(1, "exists", "documents", "get", d.ID, "-o", out)
+	piped := remote.runWith(t.Context(), strings.NewReader("from a pipe"), "documents", "add", "-", "--name", "p.txt",
 		"--json")
 	require.NoError(t, json.Unmarshal([]byte(piped.out), &d))
-	assert.Equal(t, "from a pipe", far.must("documents", "get", d.ID))
-	lines := far.runWith(t.Context(), strings.NewReader("hello\nhello again\n"), "chat")
+	assert.Equal(t, "from a pipe", remote.must("documents", "get", d.ID))
+	lines := remote.runWith(t.Context(), strings.NewReader("hello\nhello again\n"), "chat")
 	assert.Truef(t, lines.code == 0 && strings.Count(lines.err, "thread th_") == 2, "two lines: %+v", lines)
 }
 
@@ -166,7 +166,7 @@ func TestRemoteRejectsAccessToServerMachine(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	local := newProgram(t, url)
-	far, _ := local.remote("OPENAI_API_KEY=sk-of-the-server", "OPENAI_BASE_URL=http://127.0.0.1:1")
+	remote, _ := local.remote("OPENAI_API_KEY=sk-of-the-server", "OPENAI_BASE_URL=http://127.0.0.1:1")
 	secret := "kind: webhook_target\nname: out\nurl: https://example.com/x\nevents: [execution.completed]\nsecrets: "
 	for says, text := range map[string]string{
 		"it reads OPENAI_API_KEY, a secret of the server": secret + "[\"${OPENAI_API_\\u004bEY}\"]\n",
@@ -179,15 +179,15 @@ func TestRemoteRejectsAccessToServerMachine(t *testing.T) {
 		"it reads DATABASE_READ_URL, a secret": "kind: database\nname: d\ndescription: d\nurl_env: DATABASE_READ_URL\naccess: read\n",
 	} {
 		dir := writeFolder(t, map[string]string{"x.yaml": text})
-		far.fails(2, says, "apply", dir)
+		remote.mustFail(2, says, "apply", dir)
 		if strings.Contains(says, "file") { // after a local apply, the file does not matter
 			local.must("apply", dir)
-			far.must("apply", dir)
+			remote.must("apply", dir)
 		}
 	}
 	post := func(body string) string {
 		got, err := testkit.Do(t.Context(), http.DefaultClient, http.MethodPost,
-			strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")+commandsPath, body,
+			strings.TrimPrefix(remote.environ[0], "AGENT_SERVER=")+commandsPath, body,
 			testkit.Bearer(strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")), "Content-Type: application/json")
 		require.NoError(t, err)
 		return string(got.Body)
@@ -239,7 +239,7 @@ func TestRemoteCommandLimitsAndPanics(t *testing.T) {
 func TestRemoteCommandsNeedScopeOfRoute(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	far, _ := newProgram(t, url).remote()
+	remote, _ := newProgram(t, url).remote()
 	db := connect(t, url)
 	as := func(role principals.Role, scopes ...string) program {
 		name := strings.Join(append([]string{string(role)}, scopes...), "-")
@@ -249,7 +249,7 @@ func TestRemoteCommandsNeedScopeOfRoute(t *testing.T) {
 		require.NoError(t, err)
 		_, secret, err := principals.CreateToken(t.Context(), db, principals.TokenParams{Principal: name, Scopes: scopes})
 		require.NoError(t, err)
-		return newProgramWithoutDatabase(t, far.environ[0], "AGENT_TOKEN="+secret)
+		return newProgramWithoutDatabase(t, remote.environ[0], "AGENT_TOKEN="+secret)
 	}
 	viewer, operator, narrow := as(principals.Viewer, "*"), as(principals.Operator, "*"), as(principals.Admin, "runs:read")
 	viewer.must("skills", "ls")
@@ -267,10 +267,10 @@ func TestRemoteCommandsNeedScopeOfRoute(t *testing.T) {
 		if args[0] == "apply" {
 			args[1] = caretaker
 		}
-		viewer.fails(1, "which viewer-all (role viewer) does not have here", args...)
+		viewer.mustFail(1, "which viewer-all (role viewer) does not have here", args...)
 	}
-	narrow.fails(1, "needs the scope operate", "skills", "disable", "recall")
-	operator.fails(1, "needs the scope admin", "apply", caretaker)
+	narrow.mustFail(1, "needs the scope operate", "skills", "disable", "recall")
+	operator.mustFail(1, "needs the scope admin", "apply", caretaker)
 	operator.must("skills", "disable", "recall", "--reason", "r")
 	pgtest.Equal(t, db, "operator-all cli", `select concat_ws(' ', actor, via) from agent_audit where act = 'disable_skill'`)
 }
@@ -278,8 +278,8 @@ func TestRemoteCommandsNeedScopeOfRoute(t *testing.T) {
 func TestRemoteInterruptCancelsTurn(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
-	far, _ := d.remote()
-	olga, _, id := d.principal(far, "olga", principals.Operator)
+	remote, _ := d.remote()
+	olga, _, id := d.principal(remote, "olga", principals.Operator)
 	s := olga.start("operate", "Be slow.")
 	d.waitSlow()
 	s.stop()
@@ -294,7 +294,7 @@ func TestRemoteInterruptCancelsTurn(t *testing.T) {
 	pgtest.Equal(t, d.pool, "olga", `select cancelled_by from agent_executions`)
 	why := d.must("why", pgtest.Value[string](t, d.pool, `select trace_id from agent_executions`))
 	assert.Contains(t, why, "by olga via cli with token "+id)
-	w := far.start("operate", "--watch")
+	w := remote.start("operate", "--watch")
 	pgtest.Eventually(t, func() bool { return strings.Contains(w.err.String(), "no admin is active") },
 		"the watch begins")
 	w.stop()
@@ -304,8 +304,8 @@ func TestRemoteInterruptCancelsTurn(t *testing.T) {
 func TestServerShutdownEndsRemoteCommand(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
-	far, server := d.remote("AGENT_DRAIN_DELAY=0s", "AGENT_SHUTDOWN_TIMEOUT=1s")
-	s := far.start("operate", "Be slow.")
+	remote, server := d.remote("AGENT_DRAIN_DELAY=0s", "AGENT_SHUTDOWN_TIMEOUT=1s")
+	s := remote.start("operate", "Be slow.")
 	d.waitSlow()
 	server.stop()
 	if code := <-s.ended; code != exitFailed || !strings.Contains(s.err.String(), "the command may have been done") {
@@ -313,8 +313,8 @@ func TestServerShutdownEndsRemoteCommand(t *testing.T) {
 	}
 }
 
-// frames responds to a command with lines, then closes the connection.
-func frames(t *testing.T, pause time.Duration, lines ...string) program {
+// fakeCommandServer responds to a command with lines, then closes the connection.
+func fakeCommandServer(t *testing.T, pause time.Duration, lines ...string) program {
 	t.Helper()
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", framesType)
@@ -346,14 +346,14 @@ func TestRemoteFailures(t *testing.T) {
 		code int
 		says string
 	}{
-		"dies":         {frames(t, 0, version, `{"out":"b25lCg=="}`), 1, "the connection ended before the command"},
-		"never begins": {frames(t, 0), 1, "the command may have been done: see agent activity ls"},
+		"dies":         {fakeCommandServer(t, 0, version, `{"out":"b25lCg=="}`), 1, "the connection ended before the command"},
+		"never begins": {fakeCommandServer(t, 0), 1, "the command may have been done: see agent activity ls"},
 		"other version": {
-			frames(t, 0, `{"version":"v9.9.9"}`, `{"exit":0}`), 0,
+			fakeCommandServer(t, 0, `{"version":"v9.9.9"}`, `{"exit":0}`), 0,
 			"the server runs v9.9.9, this is " + buildVersion(),
 		},
-		"exit code":   {frames(t, 0, version, `{"exit":75}`), 75, ""},
-		"slow":        {frames(t, 50*time.Millisecond, version, `{}`, `{}`, `{"err":"b25lCg=="}`, `{"exit":1}`), 1, "one\n"},
+		"exit code":   {fakeCommandServer(t, 0, version, `{"exit":75}`), 75, ""},
+		"slow":        {fakeCommandServer(t, 50*time.Millisecond, version, `{}`, `{}`, `{"err":"b25lCg=="}`, `{"exit":1}`), 1, "one\n"},
 		"401":         {refusing(401, `{"detail":"wrong token"}`), 2, "401 Unauthorized: wrong token; set AGENT_TOKEN"},
 		"403":         {refusing(403, `{"detail":"the scope operate is missing"}`), 1, "the scope operate is missing"},
 		"older":       {refusing(404, `{"detail":"no route"}`), 1, "of this version or newer"},
@@ -376,7 +376,7 @@ func TestRemoteFailures(t *testing.T) {
 	for _, args := range [][]string{
 		{"serve"}, {"dev"}, {"init"}, {"migrate"}, {"lanes", "run", "x", "--", "true"}, {"mcp"}, {"healthcheck"}, {"demo"},
 	} {
-		p.fails(2, "runs only on this machine", args...)
+		p.mustFail(2, "runs only on this machine", args...)
 	}
 	p.must("skills", "--help")
 	p.must("--version")
@@ -398,7 +398,7 @@ func TestRemoteServerIsNotTrusted(t *testing.T) {
 	t.Run("file", func(t *testing.T) {
 		t.Parallel()
 		dir := t.TempDir()
-		p := frames(t, 0, `{"file":"b25l"}`, `{"created":true}`, `{"exit":0}`)
+		p := fakeCommandServer(t, 0, `{"file":"b25l"}`, `{"created":true}`, `{"exit":0}`)
 		p.must("skills", "show", "x")
 		p.must("documents", "get", "x", "-o", filepath.Join(dir, "named"))
 		found, err := os.ReadDir(dir)
@@ -409,8 +409,8 @@ func TestRemoteServerIsNotTrusted(t *testing.T) {
 
 func TestLoginStoresTokenPerServer(t *testing.T) {
 	t.Parallel()
-	far, _ := newProgram(t, pgtest.URL(t)).remote()
-	base := strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")
+	remote, _ := newProgram(t, pgtest.URL(t)).remote()
+	base := strings.TrimPrefix(remote.environ[0], "AGENT_SERVER=")
 	home := t.TempDir()
 	p := newProgramWithoutDatabase(t, "HOME="+home)
 	secret := strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
@@ -427,30 +427,30 @@ func TestLoginStoresTokenPerServer(t *testing.T) {
 	refused()
 	got := login("\n")
 	assert.Truef(t, got.code == 2 && strings.Contains(got.err, "empty"), "no token: %+v", got)
-	p.fails(2, "there is no token", "--server", base, "skills", "ls")
+	p.mustFail(2, "there is no token", "--server", base, "skills", "ls")
 	got = login(secret + "\n")
 	assert.Truef(t, got.code == 0 && !strings.Contains(got.out+got.err, secret), "login: %+v", got)
 	refused() // and the stored token does not change
 	assert.Contains(t, p.must("--server", base, "skills", "ls"), "memory_search")
-	p.fails(2, "there is no token", "--server", "http://127.0.0.1:2", "skills", "ls")
+	p.mustFail(2, "there is no token", "--server", "http://127.0.0.1:2", "skills", "ls")
 	file := filepath.Join(home, ".config", "lanekeeper", "login.json")
 	info, err := os.Stat(file)
 	require.NoError(t, err)
 	assert.Equal(t, os.FileMode(0o600), info.Mode())
 	require.NoError(t, os.Chmod(file, 0o640))
-	p.fails(2, "can be read by others; run chmod 600", "--server", base, "skills", "ls")
+	p.mustFail(2, "can be read by others; run chmod 600", "--server", base, "skills", "ls")
 	require.NoError(t, os.Chmod(file, 0o600))
-	p.fails(1, "there is no login to http://127.0.0.1:2", "logout", "http://127.0.0.1:2")
+	p.mustFail(1, "there is no login to http://127.0.0.1:2", "logout", "http://127.0.0.1:2")
 	assert.Contains(t, p.must("logout"), "removed 1 token")
-	p.fails(2, "there is no token", "--server", base, "skills", "ls")
+	p.mustFail(2, "there is no token", "--server", base, "skills", "ls")
 }
 
 // On a terminal, each line is one command of the same conversation.
 func TestRemoteConversationOnTerminal(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.Text("One."), modeltest.Text("Two."))
-	far, _ := d.remote()
-	d.environ = far.environ
+	remote, _ := d.remote()
+	d.environ = remote.environ
 	s := d.startTerminal()
 	s.waitFor(`(>) `)
 	s.typeKeys("Hello.\n")
@@ -472,8 +472,8 @@ func TestRemoteConversationOnTerminal(t *testing.T) {
 	pgtest.Equal(t, d.pool, 1, `select count(distinct thread_id) from agent_executions where flow = 'operate'`)
 }
 
-// unlogged removes AGENT_LOG_LEVEL.
-func unlogged(environ []string) []string {
+// withoutLogLevel removes AGENT_LOG_LEVEL.
+func withoutLogLevel(environ []string) []string {
 	set := func(s string) bool { return strings.HasPrefix(s, "AGENT_LOG_LEVEL=") }
 	return slices.DeleteFunc(slices.Clone(environ), set)
 }
@@ -483,9 +483,9 @@ func TestConversationCommandsLogOnlyWarnings(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t)
 	d.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Hello.") })
-	far, _ := d.remote()
-	for _, p := range []program{d.program, far} {
-		p.environ = unlogged(p.environ)
+	remote, _ := d.remote()
+	for _, p := range []program{d.program, remote} {
+		p.environ = withoutLogLevel(p.environ)
 		for _, command := range []string{"operate", "chat"} {
 			got := p.run(command, "Hello?")
 			assert.Equal(t, "Hello.\n", got.out)
@@ -503,8 +503,8 @@ func TestChatReportsPendingApproval(t *testing.T) {
 	pgtest.Exec(t, d.pool, `update agent_skills set scope = 'both'`)
 	d.environ = append(d.environ, "AGENT_CHAT_APPROVAL_WAIT=1s")
 	here := d.run("chat", "Wipe.")
-	far, _ := d.remote()
-	for where, got := range map[string]commandResult{"here": here, "on a server": far.run("chat", "Wipe.")} {
+	remote, _ := d.remote()
+	for where, got := range map[string]commandResult{"here": here, "on a server": remote.run("chat", "Wipe.")} {
 		assert.Equal(t, 1, strings.Count(got.err, "the answer waits for an approval\n"), where, got.err)
 		assert.Contains(t, got.out, "An admin has to approve a step")
 	}
@@ -518,13 +518,13 @@ func TestRemoteConsolePrintsLikeLocal(t *testing.T) {
 		d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."), modeltest.ToolCall("wipe", `{}`),
 			modeltest.Text("Over."), modeltest.ToolCall("wipe", `{}`), modeltest.Text("Over again."),
 			modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0))
-		there := *d
-		there.environ = unlogged(d.environ)
+		remoteTest := *d
+		remoteTest.environ = withoutLogLevel(d.environ)
 		if i == 1 {
-			far, _ := d.remote()
-			there.environ = append(unlogged(far.environ), "TERM=xterm")
+			remote, _ := d.remote()
+			remoteTest.environ = append(withoutLogLevel(remote.environ), "TERM=xterm")
 		}
-		s := there.startTerminal("--session", "ses_1")
+		s := remoteTest.startTerminal("--session", "ses_1")
 		enter := func(line, until string) {
 			s.typeKeys(line + "\n")
 			s.waitFor(until)
@@ -563,10 +563,10 @@ func TestRemoteConsoleBesideLocal(t *testing.T) {
 	local.waitFor(`> `)
 	local.typeKeys("Hello.\n")
 	local.waitFor(`One\.`)
-	far, _ := d.remote()
-	there := *d
-	there.environ = append(far.environ, "TERM=xterm")
-	s := there.startTerminal("--session", "ses_1")
+	remote, _ := d.remote()
+	remoteTest := *d
+	remoteTest.environ = append(remote.environ, "TERM=xterm")
+	s := remoteTest.startTerminal("--session", "ses_1")
 	s.waitFor(`> `)
 	s.typeKeys("/lanes\n")
 	s.waitFor(`operate  `)
@@ -582,12 +582,12 @@ func TestChatConsoleCommands(t *testing.T) {
 	for _, where := range []string{"here", "on a server"} {
 		t.Run(where, func(t *testing.T) {
 			d := newOperateTest(t, modeltest.Text("A table of hosts."))
-			there := *d
+			remoteTest := *d
 			if where != "here" {
-				far, _ := d.remote()
-				there.environ = far.environ
+				remote, _ := d.remote()
+				remoteTest.environ = remote.environ
 			}
-			s := there.startConsole("chat")
+			s := remoteTest.startConsole("chat")
 			s.waitFor(`(> )`)
 			for line, shown := range map[string]string{
 				"/help": `/quit +leave`, "/lanes": `agent: unknown command /lanes; see /help`, "/nope": `unknown command /nope`,
@@ -609,18 +609,18 @@ func TestChatConsoleCommands(t *testing.T) {
 func TestSlashCommandsNeedTheirScopes(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
-	d.fails(1, "waits for approval", "operate", "Wipe.")
+	d.mustFail(1, "waits for approval", "operate", "Wipe.")
 	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
-	far, _ := d.remote()
+	remote, _ := d.remote()
 	d.must("principals", "add", "olga", "--role", "operator")
-	far.environ = append(far.environ, "AGENT_TOKEN="+strings.TrimSpace(d.must("tokens", "create", "olga")))
+	remote.environ = append(remote.environ, "AGENT_TOKEN="+strings.TrimSpace(d.must("tokens", "create", "olga")))
 	for _, decision := range []string{"/approve " + id, "/reject " + id + " no"} {
-		got := far.runWith(t.Context(), strings.NewReader(decision+"\n"), "operate")
+		got := remote.runWith(t.Context(), strings.NewReader(decision+"\n"), "operate")
 		assert.Equal(t, exitFailed, got.code)
 		assert.Contains(t, got.err, "needs the scope approvals:decide, which olga (role operator) does not have")
 	}
 	pgtest.Equal(t, d.pool, "pending", `select status from agent_approvals`)
-	got := far.runWith(t.Context(), strings.NewReader("/approvals\n"), "operate")
+	got := remote.runWith(t.Context(), strings.NewReader("/approvals\n"), "operate")
 	assert.Contains(t, got.out, id)
 }
 
@@ -628,9 +628,9 @@ func TestSlashCommandsNeedTheirScopes(t *testing.T) {
 func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Here."))
-	far, _ := d.remote()
+	remote, _ := d.remote()
 	var shown testkit.Log
-	c := &cli{environ: config.Environ(far.environ), out: &shown, err: &shown}
+	c := &cli{environ: config.Environ(remote.environ), out: &shown, err: &shown}
 	server, err := parseServer(c.environ["AGENT_SERVER"])
 	require.NoError(t, err)
 	call := &remoteCall{cli: c, server: server, token: c.environ["AGENT_TOKEN"]}
@@ -658,8 +658,8 @@ func TestInterruptedRemoteChatNamesPrincipal(t *testing.T) {
 		close(asked)
 		<-r.Context().Done()
 	}))
-	far, _ := d.remote()
-	ana, _, _ := d.principal(far, "ana", principals.Operator)
+	remote, _ := d.remote()
+	ana, _, _ := d.principal(remote, "ana", principals.Operator)
 	s := ana.startProcess("chat")
 	s.waitFor(`(>) `)
 	s.typeKeys("Hello.\n")
@@ -671,7 +671,7 @@ func TestInterruptedRemoteChatNamesPrincipal(t *testing.T) {
 }
 
 // principal adds a principal, and returns the program with its token.
-func (d *operateTest) principal(far program, name string, role principals.Role) (p program, secret, tokenID string) {
+func (d *operateTest) principal(remote program, name string, role principals.Role) (p program, secret, tokenID string) {
 	d.t.Helper()
 	_, err := principals.Create(d.t.Context(), d.pool,
 		principals.CreateParams{Name: name, Kind: principals.User, Role: role})
@@ -680,7 +680,7 @@ func (d *operateTest) principal(far program, name string, role principals.Role) 
 		Principal: name, Scopes: []string{"*"},
 	})
 	require.NoError(d.t, err)
-	return newProgramWithoutDatabase(d.t, far.environ[0], "AGENT_TOKEN="+secret), secret, token.ID
+	return newProgramWithoutDatabase(d.t, remote.environ[0], "AGENT_TOKEN="+secret), secret, token.ID
 }
 
 // startProcess runs a command on a terminal in its own process. stop interrupts it.
@@ -714,8 +714,8 @@ func TestInterruptAtPromptKeepsConsole(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t)
 	d.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Still here.") })
-	far, _ := d.remote()
-	for name, p := range map[string]program{"chat": d.program, "remote chat": far, "remote operate": far} {
+	remote, _ := d.remote()
+	for name, p := range map[string]program{"chat": d.program, "remote chat": remote, "remote operate": remote} {
 		t.Run(name, func(t *testing.T) {
 			p.t = t
 			s := p.startProcess(strings.TrimPrefix(name, "remote "))
@@ -737,8 +737,8 @@ func TestInterruptAtPromptKeepsConsole(t *testing.T) {
 func TestInterruptAtApprovalCancelsRemoteTurn(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Still here."))
-	far, _ := d.remote()
-	s := far.startProcess("operate")
+	remote, _ := d.remote()
+	s := remote.startProcess("operate")
 	s.waitFor(`(>) `)
 	s.typeKeys("Wipe.\n")
 	s.waitFor(`(approve\?) \[y, n, or why not`)
@@ -757,10 +757,10 @@ func TestInterruptAtApprovalCancelsRemoteTurn(t *testing.T) {
 func TestInterruptAtApprovalWithoutScope(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
-	far, _ := d.remote()
+	remote, _ := d.remote()
 	token := strings.TrimSpace(d.must("tokens", "create", "root", "--scope", "operate", "--scope", "approvals:decide"))
-	far.environ = append(far.environ, "AGENT_TOKEN="+token)
-	s := far.startProcess("operate")
+	remote.environ = append(remote.environ, "AGENT_TOKEN="+token)
+	s := remote.startProcess("operate")
 	s.waitFor(`(>) `)
 	s.typeKeys("Wipe.\n")
 	s.waitFor(`(approve\?) \[y, n, or why not`)
@@ -775,10 +775,10 @@ func TestRemoteConsoleAsksForApproval(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."),
 		modeltest.ToolCall("wipe", `{}`))
-	far, _ := d.remote()
-	there := *d
-	there.environ = far.environ
-	s := there.startTerminal()
+	remote, _ := d.remote()
+	remoteTest := *d
+	remoteTest.environ = remote.environ
+	s := remoteTest.startTerminal()
 	s.waitFor(`(>) `)
 	s.typeKeys("Wipe everything.\n")
 	s.waitFor(`(approve\?) \[y, n, or why not`)

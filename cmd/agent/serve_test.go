@@ -418,8 +418,8 @@ func send(ctx context.Context, method, url, key, body string) (got reply) {
 	return reply{resp.StatusCode, resp.Close, string(text), err}
 }
 
-// closed reports whether the port refuses connections.
-func closed(t *testing.T, base string) bool {
+// portClosed reports whether the port refuses connections.
+func portClosed(t *testing.T, base string) bool {
 	t.Helper()
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(base, "http://"))
 	if err != nil {
@@ -501,7 +501,7 @@ func TestShutdownWaitsForResponses(t *testing.T) {
 	<-asked
 	<-asked
 	s.stop()
-	pgtest.Eventually(t, func() bool { return closed(t, base) }, "the process accepts no connection")
+	pgtest.Eventually(t, func() bool { return portClosed(t, base) }, "the process accepts no connection")
 	assert.NoError(t, (<-watched).err, "a stream that is watched ended with")
 	require.True(t, len(s.ended) == 0, "it has ended before it answered")
 	close(free)
@@ -564,8 +564,8 @@ func TestHealthcheck(t *testing.T) {
 	pgtest.Eventually(t, func() bool { return check.run("healthcheck", "--ready").code == 0 }, "it is ready")
 	s.stop()
 	<-s.ended
-	check.fails(1, "check that agent serve runs with this AGENT_LISTEN", "healthcheck")
-	newProgramWithoutDatabase(t, "AGENT_LISTEN=8080").fails(2, "AGENT_LISTEN", "healthcheck")
+	check.mustFail(1, "check that agent serve runs with this AGENT_LISTEN", "healthcheck")
+	newProgramWithoutDatabase(t, "AGENT_LISTEN=8080").mustFail(2, "AGENT_LISTEN", "healthcheck")
 }
 
 // An unready process reports the failed checks.

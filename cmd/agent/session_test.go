@@ -105,16 +105,16 @@ const orderTable = `create table orders (id int, closed int); insert into orders
 // setting fails with the name and does not count for self-heal.
 func TestSkillsOnNamedDatabase(t *testing.T) {
 	t.Parallel()
-	url, there := pgtest.URL(t), pgtest.URL(t)
+	url, remoteTest := pgtest.URL(t), pgtest.URL(t)
 	dir := writeFolder(t, map[string]string{"orders.yaml": orders})
-	shop := connect(t, there)
+	shop := connect(t, remoteTest)
 	pgtest.Exec(t, shop, orderTable)
-	without, with := newProgram(t, url), newProgram(t, url, "SHOP_DATABASE_URL="+there)
+	without, with := newProgram(t, url), newProgram(t, url, "SHOP_DATABASE_URL="+remoteTest)
 	says := "/orders.yaml:3:10: url_env: set SHOP_DATABASE_URL"
-	without.fails(2, says, "apply", dir)
+	without.mustFail(2, says, "apply", dir)
 	wrong := writeFolder(t, map[string]string{"orders.yaml": strings.Replace(orders, "closed + 1", "clsed + 1", 1)})
 	says = `/orders.yaml:14:32: sql: column "clsed" does not exist`
-	with.fails(2, says, "apply", wrong)
+	with.mustFail(2, says, "apply", wrong)
 	assert.Contains(t, with.must("apply", dir), "+ database shop", "+ skill close_order")
 	assert.Contains(t, with.must("skills", "call", "close_order", "--args", `{"id": 1}`), `"row_count": 1`)
 	assert.Contains(t, with.must("doctor"), "ok   database shop")
@@ -140,10 +140,10 @@ func TestSkillsOnNamedDatabase(t *testing.T) {
 // with the recorded result, and the order is closed once.
 func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 	t.Parallel()
-	url, there := pgtest.URL(t), pgtest.URL(t)
-	shop, own := connect(t, there), connect(t, url)
+	url, remoteTest := pgtest.URL(t), pgtest.URL(t)
+	shop, own := connect(t, remoteTest), connect(t, url)
 	pgtest.Exec(t, shop, orderTable)
-	p := newProgram(t, url, "SHOP_DATABASE_URL="+there, "AGENT_WORKER_LEASE=2s", token, "AGENT_LISTEN=127.0.0.1:0",
+	p := newProgram(t, url, "SHOP_DATABASE_URL="+remoteTest, "AGENT_WORKER_LEASE=2s", token, "AGENT_LISTEN=127.0.0.1:0",
 		"AGENT_LOG_LEVEL=info")
 	p.must("apply", writeFolder(t, map[string]string{"orders.yaml": orders}))
 	row, err := shop.Begin(t.Context())

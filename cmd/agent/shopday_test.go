@@ -30,12 +30,12 @@ import (
 
 // shopDay is a day of the order desk in examples/orders.
 type shopDay struct {
-	t     *testing.T
-	agent *pgxpool.Pool
-	shop  *pgxpool.Pool
-	app   *app.App // for heartbeats and admins
-	base  string
-	cache promptCache
+	t           *testing.T
+	db          *pgxpool.Pool
+	shop        *pgxpool.Pool
+	app         *app.App // for heartbeats and admins
+	base        string
+	promptCache promptCache
 }
 
 const shopVisitor = "visitor-41d6e8a90c7b2f35"
@@ -44,10 +44,10 @@ const shopVisitor = "visitor-41d6e8a90c7b2f35"
 func newShopDay(t *testing.T) *shopDay {
 	t.Helper()
 	model, url, shop := modeltest.New(t), pgtest.URL(t), pgtest.EmptyURL(t)
-	d := &shopDay{t: t, agent: connect(t, url), shop: connect(t, shop)}
-	d.cache.asked, d.cache.counts = map[string][]string{}, map[string]cacheCount{}
+	d := &shopDay{t: t, db: connect(t, url), shop: connect(t, shop)}
+	d.promptCache.prompts, d.promptCache.counts = map[string][]string{}, map[string]cacheCount{}
 	model.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
-		one, err := d.cache.ask(promptOf(req), model.Requests()[n].Body)
+		one, err := d.promptCache.count(promptOf(req), model.Requests()[n].Body)
 		if err != nil {
 			return modeltest.Status(http.StatusBadRequest, 0)
 		}
@@ -63,12 +63,12 @@ func newShopDay(t *testing.T) *shopDay {
 		"OPENAI_BASE_URL="+model.URL(), "AGENT_MODEL=gpt-5-mini", "SHOP_DATABASE_URL="+shop)
 	p.must("apply", "../../examples/orders/workspace")
 	d.base = p.start("serve").find(t, `msg=serving listen=(\S+)`)
-	d.app = p.wired()
+	d.app = p.newApp()
 	return d
 }
 
-// wired returns the runtime that a command would build, for tests that play one.
-func (p program) wired() *app.App {
+// newApp returns the runtime that a command would build, for tests that act as one.
+func (p program) newApp() *app.App {
 	p.t.Helper()
 	c := &cli{environ: config.Environ(p.environ), in: strings.NewReader(""), out: io.Discard, err: io.Discard}
 	s, err := c.session(p.t.Context())
@@ -83,7 +83,7 @@ func (p program) wired() *app.App {
 }
 
 // heartbeat runs one of the day's 48 heartbeats after some order changes.
-func (d *shopDay) heartbeat(ctx context.Context, n int, also ...string) error {
+func (d *shopDay) heartbeat(ctx context.Context, n int, changes ...string) error {
 	_, err := d.shop.Exec(ctx, `
 		insert into orders (id, email, item, total, ordered_at, promised_on)
 		values (2000 + $1::int, 'c' || $1::int || '@example.com', 'Chair', 80 + $1::int, now(), current_date - $1::int % 3)`, n)
@@ -93,13 +93,13 @@ func (d *shopDay) heartbeat(ctx context.Context, n int, also ...string) error {
 	if _, err = d.shop.Exec(ctx, `update orders set sent_at = now() where id = 1996 + $1::int`, n); err != nil {
 		return err
 	}
-	_, err = d.agent.Exec(ctx, `
+	_, err = d.db.Exec(ctx, `
 		update agent_automations set next_run_at = clock_timestamp() - interval '1 second' where name = any ($1)`,
-		append(also, "flag late orders"))
+		append(changes, "flag late orders"))
 	if err != nil {
 		return err
 	}
-	acting, err := d.app.Loop.Agents.Default(ctx, d.agent)
+	acting, err := d.app.Loop.Agents.Default(ctx, d.db)
 	if err != nil {
 		return err
 	}
@@ -187,20 +187,20 @@ func TestPromptCacheOfTypicalDay(t *testing.T) {
 	t.Parallel()
 	d := newShopDay(t)
 	require.NoError(t, d.app.RunWithLeases(t.Context(), d.run))
-	for surface, count := range d.cache.counts {
+	for surface, count := range d.promptCache.counts {
 		t.Logf("%-10s %s", surface, count)
 	}
-	all := d.cache.all()
+	all := d.promptCache.total()
 	t.Logf("%-10s %s", "all", all)
 	if all.percent(all.cached) < 80 {
 		t.Errorf("%.1f %% of the day's tokens come from the cache, want 80 %%", all.percent(all.cached))
 	}
-	n := d.cache.counts["other"].calls
+	n := d.promptCache.counts["other"].calls
 	assert.Truef(t, n == 0, "%d calls are of no surface that the test knows", n)
-	n = d.cache.counts["reflection"].calls
+	n = d.promptCache.counts["reflection"].calls
 	assert.Truef(t, n <= 20, "%d heartbeats asked the model to look back, want those after visitors and admins", n)
 	var noted cacheCount
-	err := d.agent.QueryRow(t.Context(), `
+	err := d.db.QueryRow(t.Context(), `
 		select count(*), sum(lanekeeper.agent_tokens(token_usage, 'prompt_tokens')),
 		       sum(lanekeeper.agent_tokens(token_usage, 'cached_tokens'))
 		  from agent_activity where kind = 'model'`).Scan(&noted.calls, &noted.prompt, &noted.cached)
@@ -213,7 +213,7 @@ func TestPromptCacheOfTypicalDay(t *testing.T) {
 
 // automation counts the successful runs of an automation.
 func (d *shopDay) automation(ctx context.Context, name string) (runs int, err error) {
-	err = d.agent.QueryRow(ctx, `
+	err = d.db.QueryRow(ctx, `
 		select count(*) from agent_automation_runs r join agent_automations a on a.id = r.automation_id
 		 where a.name = $1 and r.status = 'success'`, name).Scan(&runs)
 	return runs, err
@@ -228,10 +228,10 @@ const (
 
 // promptCache computes the cached tokens of each request.
 type promptCache struct {
-	mu     sync.Mutex
-	asked  map[string][]string // earlier prompts, by model
-	turns  int
-	counts map[string]cacheCount // by surface
+	mu      sync.Mutex
+	prompts map[string][]string // earlier prompts, by model
+	turns   int
+	counts  map[string]cacheCount // by surface
 }
 
 // cacheCount counts tokens.
@@ -256,8 +256,8 @@ func (c cacheCount) String() string {
 // promptClock matches the time in a prompt. The test's day takes seconds, so each turn gets its own minute.
 var promptClock = regexp.MustCompile(`Now: \w+ \d{4}-\d\d-\d\d \d\d:\d\d`)
 
-// ask counts a request of a surface.
-func (c *promptCache) ask(surface, body string) (cacheCount, error) {
+// count counts a request of a surface.
+func (c *promptCache) count(surface, body string) (cacheCount, error) {
 	var req struct {
 		Model    string
 		Format   json.RawMessage `json:"response_format"`
@@ -283,10 +283,10 @@ func (c *promptCache) ask(surface, body string) (cacheCount, error) {
 	text = promptClock.ReplaceAllString(text, fmt.Sprintf("Now: Wednesday 2026-11-25 %02d:%02d",
 		c.turns/60%24, c.turns%60))
 	longest := 0
-	for _, earlier := range c.asked[req.Model] {
+	for _, earlier := range c.prompts[req.Model] {
 		longest = max(longest, sharedBytes(text, earlier))
 	}
-	c.asked[req.Model] = append(c.asked[req.Model], text)
+	c.prompts[req.Model] = append(c.prompts[req.Model], text)
 	one := cacheCount{calls: 1, prompt: len(text) / tokenBytes, shared: longest / tokenBytes}
 	if one.shared >= cacheFloor {
 		one.cached = one.shared / cacheBlock * cacheBlock
@@ -306,8 +306,8 @@ func sharedBytes(a, b string) int {
 	return n
 }
 
-// all is the sum over the surfaces.
-func (c *promptCache) all() (sum cacheCount) {
+// total is the sum over the surfaces.
+func (c *promptCache) total() (sum cacheCount) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, one := range c.counts {

@@ -142,8 +142,8 @@ func TestSelfHealReport(t *testing.T) {
 		`"gap":"111"}`)
 	assert.Contains(t, p.must("selfheal", "report", "--set", set), "1 trace\n", "mine", "1.00")
 	testkit.WriteFile(t, set+".bad", "{}")
-	p.fails(1, "line 1 of the set", "selfheal", "report", "--set", set+".bad")
-	p.fails(2, "exclude each other", "selfheal", "report", "--set", set, "--since", "30d")
+	p.mustFail(1, "line 1 of the set", "selfheal", "report", "--set", set+".bad")
+	p.mustFail(2, "exclude each other", "selfheal", "report", "--set", set, "--since", "30d")
 	assert.Contains(t, p.must("selfheal", "report", "--since", "30d"), ": 0 traces")
 }
 
@@ -177,7 +177,7 @@ func TestChangesDoNotWaitForLock(t *testing.T) {
 		{"pause", "--reason", "it hurts"},
 		{"executions", "start", "external", "--thread", "reception"},
 	} {
-		p.fails(1, "another transaction of the database has locked the rows to write", command...)
+		p.mustFail(1, "another transaction of the database has locked the rows to write", command...)
 		pgtest.Exec(t, tx, `select`) // restarts the idle time
 	}
 	require.NoError(t, tx.Rollback(t.Context()))
@@ -359,8 +359,8 @@ func TestChatGreeting(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": "kind: agent\nname: nora\ngreeting: Hola, soy Nora.\n"}))
-	far, _ := p.remote()
-	for thread, p := range map[string]program{"here": p, "there": far} {
+	remote, _ := p.remote()
+	for thread, p := range map[string]program{"here": p, "there": remote} {
 		assert.Contains(t, p.onTerminal(t, "hello\n\x04", "chat", "--thread", thread), "Hola, soy Nora.\r\n> ")
 		screen := p.onTerminal(t, "\x04", "chat", "--thread", thread)
 		assert.Truef(t, !strings.Contains(screen, "Hola"), "greeted again:\n%s", screen)

@@ -147,8 +147,8 @@ func (h *strangerTest) admin(method, path string, body any, want int, into any) 
 	}
 }
 
-// chat sends a visitor's message. Headers name the thread, the visitor token and the join token.
-func (h *strangerTest) chat(key, words string, headers ...string) httpResult {
+// sendChat sends a visitor's message. Headers name the thread, the visitor token and the join token.
+func (h *strangerTest) sendChat(key, words string, headers ...string) httpResult {
 	h.t.Helper()
 	body, err := json.Marshal(map[string]any{
 		"model":    "agent",
@@ -158,8 +158,8 @@ func (h *strangerTest) chat(key, words string, headers ...string) httpResult {
 	return h.send("POST", "/v1/chat/completions", key, string(body), headers...)
 }
 
-// deliver sends a webhook and waits until the agent has handled it.
-func (h *strangerTest) deliver(endpoint, do, thread string) {
+// sendWebhook sends a webhook and waits until the agent has handled it.
+func (h *strangerTest) sendWebhook(endpoint, do, thread string) {
 	h.t.Helper()
 	body := fmt.Sprintf(`{"do": %q, "thread": %q, "content": "I accept", "n": %d}`, do, thread,
 		pgtest.Value[int](h.t, h.db, `select count(*) from agent_webhook_deliveries`))
@@ -187,7 +187,7 @@ func (h *strangerTest) threadContent(id string) string {
 // visitorToken returns a token issued by the agent.
 func (h *strangerTest) visitorToken(key string) string {
 	h.t.Helper()
-	got := h.chat(key, "hi", "X-Visitor-Token", "new")
+	got := h.sendChat(key, "hi", "X-Visitor-Token", "new")
 	require.Truef(h.t, got.status == http.StatusOK && strings.HasPrefix(got.header.Get("X-Visitor-Token"), "vis_"),
 		"a visitor's token: %d %q %s", got.status, got.header.Get("X-Visitor-Token"), got.body)
 	return got.header.Get("X-Visitor-Token")
@@ -200,7 +200,7 @@ type thread struct{ id, name, completion string }
 type threadStart struct {
 	begin func(h *strangerTest, name string) thread
 	// own lists the callers with access.
-	own []string
+	allowed []string
 }
 
 // startByChat returns a way to open a thread: a visitor sends the secret.
@@ -214,7 +214,7 @@ func startByChat(key string, visitor func(*strangerTest) string, named bool) fun
 		if named {
 			headers = append(headers, "X-Thread-Id", name)
 		}
-		got := h.chat(key, salary, headers...)
+		got := h.sendChat(key, salary, headers...)
 		var c openai.ChatCompletionResponse
 		err := json.Unmarshal([]byte(got.body), &c)
 		require.Truef(h.t, err == nil && got.status == http.StatusOK, "begin: %d %s", got.status, got.body)
@@ -258,7 +258,7 @@ func threadStarts() map[string]threadStart {
 			return h.startWaitingFlow(name, name)
 		}, []string{"flow"}},
 		"webhook": {func(h *strangerTest, name string) thread {
-			h.deliver("hire", "begin", name)
+			h.sendWebhook("hire", "begin", name)
 			return h.startWaitingFlow(pgtest.Value[string](h.t, h.db, `select id from agent_threads where owner_kind = 'webhook'
 				and owner = 'hire' and name = $1`, name), name)
 		}, nil},
@@ -310,18 +310,18 @@ func TestStrangerAccess(t *testing.T) {
 			name := "offer " + strings.ReplaceAll(kind, ", ", " ")
 			name = strings.ReplaceAll(name, " ", "-")
 			for who, as := range outsiders { // outsiders claim the name first
-				if slices.Contains(b.own, who) {
+				if slices.Contains(b.allowed, who) {
 					continue
 				}
-				h.chat(as[0], "mine first", append(as[1:], "X-Thread-Id", name)...)
+				h.sendChat(as[0], "mine first", append(as[1:], "X-Thread-Id", name)...)
 			}
-			h.deliver("apply", "begin", name)
+			h.sendWebhook("apply", "begin", name)
 			th := b.begin(h, name)
 			before := h.threadContent(th.id)
 			assert.Truef(t, !strings.Contains(before, "mine first") && !strings.Contains(before, "other was here") &&
 				strings.Contains(before, salary), "after the name was taken in advance the thread has %q", before)
 			for who, as := range outsiders {
-				if !slices.Contains(b.own, who) {
+				if !slices.Contains(b.allowed, who) {
 					h.checkStranger(who, as, th)
 				}
 			}
@@ -338,11 +338,11 @@ func TestStrangerAccess(t *testing.T) {
 func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 	h.t.Helper()
 	const none = "th_01ARZ3NDEKTSV4RRFFQ69G5FAV"
-	missing := h.chat(as[0], "what was said?", append(as[1:], "X-Thread-Id", none)...)
+	missing := h.sendChat(as[0], "what was said?", append(as[1:], "X-Thread-Id", none)...)
 	assert.Truef(h.t, missing.status == http.StatusNotFound,
 		"%s: a thread that never was: %d %s", who, missing.status, missing.body)
 	for _, name := range []string{th.id, th.name} {
-		got := h.chat(as[0], "what was said?", append(as[1:], "X-Thread-Id", name)...)
+		got := h.sendChat(as[0], "what was said?", append(as[1:], "X-Thread-Id", name)...)
 		switch {
 		case strings.Contains(got.body, salary):
 			h.t.Errorf("%s reads %s: %s", who, name, got.body)
@@ -352,7 +352,7 @@ func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 			h.t.Errorf("%s finds out about %s: %s", who, name, got.normalized())
 		}
 	}
-	guessed := h.chat(as[0], "let me in", append(as[1:], "X-Thread-Join", "join_"+strings.Repeat("A", 43))...)
+	guessed := h.sendChat(as[0], "let me in", append(as[1:], "X-Thread-Join", "join_"+strings.Repeat("A", 43))...)
 	if guessed.normalized() != missing.normalized() {
 		h.t.Errorf("%s guesses a join token: %s", who, guessed.normalized())
 	}
@@ -375,7 +375,7 @@ func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 // checkFlowAccess starts another flow and an external worker that try to write and read in the thread.
 func (h *strangerTest) checkFlowAccess(th thread, b threadStart) {
 	h.t.Helper()
-	if slices.Contains(b.own, "flow") {
+	if slices.Contains(b.allowed, "flow") {
 		return // an admin gives it access by starting a flow in it
 	}
 	const none = "th_00000000000000000000000000000000"
@@ -404,8 +404,8 @@ func (h *strangerTest) checkFlowAccess(th thread, b threadStart) {
 func (h *strangerTest) checkEndpointAccess(th thread) {
 	h.t.Helper()
 	for _, name := range []string{th.id, th.name} {
-		h.deliver("apply", "answer", name)
-		h.deliver("apply", "begin", name)
+		h.sendWebhook("apply", "answer", name)
+		h.sendWebhook("apply", "begin", name)
 	}
 }
 
@@ -423,21 +423,21 @@ func TestThreadAccess(t *testing.T) {
 		pgtest.Equal(h.t, h.db, 0, `select count(*) from agent_thread_access
 			where to_jsonb(agent_thread_access)::text like '%' || $1 || '%'`, token.Token)
 		visitor, another := h.visitorToken(webKey), h.visitorToken(webKey)
-		got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token)
+		got := h.sendChat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token)
 		name := got.header.Get("X-Thread-Id")
 		require.Truef(t, got.status == http.StatusOK && strings.Contains(got.body, salary) && name != "" && name != "maria",
 			"joined: %d %q %s", got.status, name, got.body)
-		again := h.chat(webKey, "again", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token)
+		again := h.sendChat(webKey, "again", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token)
 		assert.Truef(t, again.status == http.StatusOK && again.header.Get("X-Thread-Id") == name,
 			"the same visitor, with the token again: %d %q", again.status, again.header.Get("X-Thread-Id"))
-		got = h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Join", token.Token)
+		got = h.sendChat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Join", token.Token)
 		assert.Equal(t, http.StatusNotFound, got.status, "a token that is used", got.body)
-		got = h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Id", name)
+		got = h.sendChat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Id", name)
 		assert.Equal(t, http.StatusNotFound, got.status, "another's name of it", got.body)
-		got = h.chat(webKey, "on", "X-Visitor-Token", visitor, "X-Thread-Id", name)
+		got = h.sendChat(webKey, "on", "X-Visitor-Token", visitor, "X-Thread-Id", name)
 		assert.Truef(t, strings.Contains(got.body, salary), "by its name: %d %s", got.status, got.body)
 		h.admin("DELETE", "/v1/threads/maria/access/"+token.ID, nil, http.StatusOK, nil)
-		got = h.chat(webKey, "still?", "X-Visitor-Token", visitor, "X-Thread-Id", name)
+		got = h.sendChat(webKey, "still?", "X-Visitor-Token", visitor, "X-Thread-Id", name)
 		assert.Equal(t, http.StatusNotFound, got.status, "after it was revoked", got.body)
 		h.admin("DELETE", "/v1/threads/maria/access/"+token.ID, nil, http.StatusNotFound, nil)
 	})
@@ -447,18 +447,18 @@ func TestThreadAccess(t *testing.T) {
 		h.admin("POST", "/v1/threads/maria/join_tokens", map[string]any{"reusable": true}, http.StatusCreated, &token)
 		for range 2 {
 			visitor := h.visitorToken(webKey)
-			got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id", "job")
+			got := h.sendChat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id", "job")
 			assert.Truef(t, got.status == http.StatusOK && strings.Contains(got.body, salary) &&
 				got.header.Get("X-Thread-Id") == "job", "joined: %d %s", got.status, got.body)
 		}
 		visitor := h.visitorToken(webKey)
-		h.chat(webKey, "mine", "X-Visitor-Token", visitor, "X-Thread-Id", "job")
-		got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id", "job")
+		h.sendChat(webKey, "mine", "X-Visitor-Token", visitor, "X-Thread-Id", "job")
+		got := h.sendChat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id", "job")
 		assert.Equal(t, http.StatusConflict, got.status, "a name that is taken by another thread of the visitor's", got.body)
 		exec, err := h.db.Exec(t.Context(), `update agent_thread_access set expires_at = clock_timestamp() where id = $1`,
 			token.ID)
 		require.True(t, err == nil && exec.RowsAffected() == 1, err)
-		got = h.chat(shopKey, "late", "X-Thread-Join", token.Token)
+		got = h.sendChat(shopKey, "late", "X-Thread-Join", token.Token)
 		assert.Equal(t, http.StatusNotFound, got.status, "an expired token", got.body)
 	})
 	t.Run("named key", func(t *testing.T) {
@@ -469,16 +469,16 @@ func TestThreadAccess(t *testing.T) {
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "juan", "chat_key": "site"},
 			http.StatusCreated, nil)
 		h.startWaitingFlow("juan", "juan")
-		got := h.chat(shopKey, "accepted", "X-Thread-Id", "juan")
+		got := h.sendChat(shopKey, "accepted", "X-Thread-Id", "juan")
 		assert.Truef(t, !strings.Contains(got.body, "offer accepted"), "another key: %s", got.body)
-		got = h.chat(siteKey, "yes", "X-Thread-Id", "juan")
+		got = h.sendChat(siteKey, "yes", "X-Thread-Id", "juan")
 		assert.Truef(t, strings.Contains(got.body, "offer accepted"), "the key that was named: %d %s", got.status, got.body)
-		h.chat(siteKey, "mine", "X-Thread-Id", "pedro")
+		h.sendChat(siteKey, "mine", "X-Thread-Id", "pedro")
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "pedro", "chat_key": "site"},
 			http.StatusConflict, nil)
 		pgtest.Equal(h.t, h.db, 0, `select count(*) from agent_threads where id = 'pedro'`)
 		h.admin("POST", "/v1/threads/maria/participants", map[string]any{"key": "shop", "name": "m"}, http.StatusCreated, nil)
-		got = h.chat(shopKey, "hello", "X-Thread-Id", "m")
+		got = h.sendChat(shopKey, "hello", "X-Thread-Id", "m")
 		assert.Truef(t, strings.Contains(got.body, salary), "a participant: %d %s", got.status, got.body)
 	})
 	t.Run("flow that invites", func(t *testing.T) {
@@ -488,14 +488,14 @@ func TestThreadAccess(t *testing.T) {
 		h.startWaitingFlow("eva", "eva")
 		link := pgtest.Value[string](h.t, h.db, `select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ := strings.Cut(link, "#join=")
-		got := h.chat(shopKey, "here I am", "X-Thread-Join", join, "X-Thread-Id", "interview")
+		got := h.sendChat(shopKey, "here I am", "X-Thread-Join", join, "X-Thread-Id", "interview")
 		assert.Truef(t, strings.Contains(got.body, "welcome"), "joined the flow: %d %s", got.status, got.body)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva 2"}, http.StatusCreated, &x)
 		h.startWaitingFlow("eva 2", "eva 2")
 		link = pgtest.Value[string](h.t, h.db, `select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ = strings.Cut(link, "#join=")
 		h.admin("POST", "/v1/executions/"+x.ID+"/cancel", map[string]any{"reason": "over"}, http.StatusOK, nil)
-		got = h.chat(shopKey, "late", "X-Thread-Join", join)
+		got = h.sendChat(shopKey, "late", "X-Thread-Join", join)
 		assert.Equal(t, http.StatusNotFound, got.status, "the token of an execution that has ended", got.body)
 	})
 	t.Run("flow in a visitor's thread", func(t *testing.T) {
@@ -509,15 +509,15 @@ func TestThreadAccess(t *testing.T) {
 	})
 	t.Run("endpoint", func(t *testing.T) {
 		h := &strangerTest{t, h.base, h.db}
-		h.deliver("hire", "begin", "ana")
+		h.sendWebhook("hire", "begin", "ana")
 		id := pgtest.Value[string](h.t, h.db, `select id from agent_threads where owner_kind = 'webhook' and name = 'ana'`)
 		h.startWaitingFlow(id, "ana")
-		h.deliver("hire", "answer", "ana")
+		h.sendWebhook("hire", "answer", "ana")
 		h.waitUntil(`select exists (select from agent_messages where thread_id = $1 and content = 'offer accepted')`, id)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "luis"}, http.StatusCreated, nil)
 		h.startWaitingFlow("luis", "luis")
 		h.admin("POST", "/v1/threads/luis/participants", map[string]any{"webhook": "apply"}, http.StatusCreated, nil)
-		h.deliver("apply", "answer", "luis")
+		h.sendWebhook("apply", "answer", "luis")
 		h.waitUntil(`select exists (select from agent_messages where thread_id = 'luis' and content = 'offer accepted')`)
 	})
 }
@@ -547,7 +547,7 @@ func TestThreadsOfEarlierRelease(t *testing.T) {
 		"another's page":              {[]string{siteKey, "X-Visitor-Token", "new"}, given, false},
 		"a flow's, which nobody used": {[]string{siteKey}, "talk", false},
 	} {
-		got := h.chat(c.as[0], "what was said?", append(c.as[1:], "X-Thread-Id", c.name)...)
+		got := h.sendChat(c.as[0], "what was said?", append(c.as[1:], "X-Thread-Id", c.name)...)
 		reads := strings.Contains(got.body, salary)
 		assert.Truef(t, reads == c.reads, "%s reads: %t, %d %s", who, reads, got.status, got.body)
 	}

@@ -25,7 +25,7 @@ import (
 // conversations is a server with conversations of a visitor and an admin. Each text in them contains spoken.
 type conversations struct {
 	*operateTest
-	far                program
+	remoteProgram      program
 	base               string
 	secrets            map[principals.Role]string
 	traces, runs, rows []string
@@ -44,13 +44,13 @@ func newConversations(t *testing.T) *conversations {
 			modeltest.Text(spoken+" result"), modeltest.Text(spoken+" end")),
 		secrets: map[principals.Role]string{},
 	}
-	c.far, _ = c.remote("AGENT_CHAT_KEY=" + key)
-	c.base = strings.TrimPrefix(c.far.environ[0], "AGENT_SERVER=")
+	c.remoteProgram, _ = c.remote("AGENT_CHAT_KEY=" + key)
+	c.base = strings.TrimPrefix(c.remoteProgram.environ[0], "AGENT_SERVER=")
 	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", c.base+"/v1/chat/completions",
 		`{"model": "agent", "messages": [{"role": "user", "content": "`+spoken+` question"}]}`, testkit.Bearer(key))
 	require.NoError(t, err)
 	require.Truef(t, strings.Contains(string(got.Body), spoken+" answer"), "%d %s", got.Status, got.Body)
-	c.far.must("operate", spoken+" order")
+	c.remoteProgram.must("operate", spoken+" order")
 	ids := func(column, table string) []string {
 		return pgtest.Value[[]string](t, c.pool, `select array_agg(distinct `+column+`::text) from `+table)
 	}
@@ -60,14 +60,14 @@ func newConversations(t *testing.T) *conversations {
 	return c
 }
 
-// as creates a principal with a role. It returns the principal's program and a reader of paths.
-func (c *conversations) as(t *testing.T, role principals.Role) (p program, get func(path string) string) {
+// asRole creates a principal with a role. It returns the principal's program and a reader of paths.
+func (c *conversations) asRole(t *testing.T, role principals.Role) (p program, get func(path string) string) {
 	t.Helper()
-	return c.narrowed(t, role, "*")
+	return c.withScope(t, role, "*")
 }
 
-// narrowed is as, with a token of one scope.
-func (c *conversations) narrowed(t *testing.T, role principals.Role, scope string) (p program,
+// withScope is asRole with a token of one scope.
+func (c *conversations) withScope(t *testing.T, role principals.Role, scope string) (p program,
 	get func(path string) string,
 ) {
 	t.Helper()
@@ -79,7 +79,7 @@ func (c *conversations) narrowed(t *testing.T, role principals.Role, scope strin
 		principals.TokenParams{Principal: name, Scopes: []string{scope}})
 	require.NoError(t, err)
 	c.secrets[role] = secret
-	return newProgramWithoutDatabase(t, c.far.environ[0], "AGENT_TOKEN="+secret), func(path string) string {
+	return newProgramWithoutDatabase(t, c.remoteProgram.environ[0], "AGENT_TOKEN="+secret), func(path string) string {
 		t.Helper()
 		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", c.base+path, "", testkit.Bearer(secret))
 		require.NoError(t, err)
@@ -99,8 +99,8 @@ func compareTexts(t *testing.T, about, viewed, operated string) {
 func TestConversationTextsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)
-	viewer, viewed := c.as(t, principals.Viewer)
-	operator, operated := c.as(t, principals.Operator)
+	viewer, viewed := c.asRole(t, principals.Viewer)
+	operator, operated := c.asRole(t, principals.Operator)
 
 	shown := []string{"/v1/activity", "/v1/executions", "/v1/executions?format=csv"}
 	commands := [][]string{{"executions", "ls"}, {"executions", "ls", "--json"}, {"activity", "ls", "--json"}}
@@ -144,7 +144,7 @@ func TestConversationTextsNeedThreadsRead(t *testing.T) {
 func TestHiddenTextsKeepTheirTypes(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)
-	_, viewed := c.as(t, principals.Viewer)
+	_, viewed := c.asRole(t, principals.Viewer)
 	for _, id := range c.traces {
 		var got activity.Trace
 		require.NoError(t, json.Unmarshal([]byte(viewed("/v1/traces/"+id)), &got))
@@ -169,8 +169,8 @@ func TestHiddenTextsKeepTheirTypes(t *testing.T) {
 func TestPagesHideTextsWithoutThreadsRead(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)
-	_, viewed := c.as(t, principals.Viewer)
-	_, operated := c.as(t, principals.Operator)
+	_, viewed := c.asRole(t, principals.Viewer)
+	_, operated := c.asRole(t, principals.Operator)
 	shown, others := []string{"/traces", "/executions"}, []string{"/", "/audit", "/flows", "/spend"}
 	for _, id := range c.traces {
 		shown = append(shown, "/traces/"+id, "/traces/"+id+"?tab=why", "/traces?trace="+id)
@@ -227,7 +227,7 @@ func TestPagesLinkOnlyPermittedPages(t *testing.T) {
 		"*": principals.Viewer, "runs:read": principals.Admin, "approvals:read": principals.Admin,
 		"threads:read": principals.Admin,
 	} {
-		_, get := c.narrowed(t, role, scope)
+		_, get := c.withScope(t, role, scope)
 		tried := map[string]bool{}
 		for _, page := range pages {
 			body := get(page)

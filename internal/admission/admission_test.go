@@ -15,8 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// take acquires a hold.
-func take(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share) *admission.Hold {
+// mustAcquire acquires a hold.
+func mustAcquire(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share) *admission.Hold {
 	t.Helper()
 	h, err := b.Acquire(n, shares...)
 	if err != nil {
@@ -25,8 +25,8 @@ func take(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share)
 	return h
 }
 
-// refused checks that a hold is rejected.
-func refused(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share) {
+// mustBeFull checks that a hold is rejected.
+func mustBeFull(t *testing.T, b *admission.Budget, n int64, shares ...admission.Share) {
 	t.Helper()
 	if _, err := b.Acquire(n, shares...); !errors.Is(err, admission.ErrFull) {
 		t.Errorf("%d more than %d: %v", n, b.Used(), err)
@@ -37,14 +37,14 @@ func TestShareBoundsName(t *testing.T) {
 	t.Parallel()
 	b := admission.New(10)
 	a := admission.Share{Name: "a", Limit: 4}
-	first := take(t, b, 4, a)
-	refused(t, b, 1, a)
-	other := take(t, b, 6, admission.Share{Name: "b", Limit: 6})
-	refused(t, b, 1, admission.Share{Name: "c", Limit: 6})
+	first := mustAcquire(t, b, 4, a)
+	mustBeFull(t, b, 1, a)
+	other := mustAcquire(t, b, 6, admission.Share{Name: "b", Limit: 6})
+	mustBeFull(t, b, 1, admission.Share{Name: "c", Limit: 6})
 	first.Release()
 	first.Release() // a second Release does nothing
 	assert.Equal(t, 6, b.Used())
-	take(t, b, 4, a).Release()
+	mustAcquire(t, b, 4, a).Release()
 	other.Release()
 	assert.Equal(t, 0, b.Used())
 }
@@ -53,12 +53,12 @@ func TestFirstHoldMayExceedShare(t *testing.T) {
 	t.Parallel()
 	b := admission.New(10)
 	a := admission.Share{Name: "a", Limit: 4}
-	large := take(t, b, 8, a)
-	refused(t, b, 1, a)
+	large := mustAcquire(t, b, 8, a)
+	mustBeFull(t, b, 1, a)
 	assert.NoError(t, large.Add(2), "its own growth")
-	refused(t, b, 1, admission.Share{Name: "b", Limit: 4})
+	mustBeFull(t, b, 1, admission.Share{Name: "b", Limit: 4})
 	large.Release()
-	take(t, b, 11, a).Release() // a single hold may exceed the budget
+	mustAcquire(t, b, 11, a).Release() // a single hold may exceed the budget
 }
 
 // One body may be larger than a share. The holds of others, and their reserve, stay available.
@@ -66,11 +66,11 @@ func TestExceedingHoldLeavesOtherShares(t *testing.T) {
 	t.Parallel()
 	b := admission.New(100)
 	a := admission.Share{Name: "a", Limit: 10}
-	large := take(t, b, 30, a)
-	refused(t, b, 1, a)
-	rest := take(t, b, 70, admission.Share{Name: "b", Limit: 80})
+	large := mustAcquire(t, b, 30, a)
+	mustBeFull(t, b, 1, a)
+	rest := mustAcquire(t, b, 70, admission.Share{Name: "b", Limit: 80})
 	large.Return(25)
-	take(t, b, 5, a).Release()
+	mustAcquire(t, b, 5, a).Release()
 	rest.Release()
 	large.Release()
 	assert.Equal(t, 0, b.Used())
@@ -79,12 +79,12 @@ func TestExceedingHoldLeavesOtherShares(t *testing.T) {
 func TestHoldLastsUntilLastRelease(t *testing.T) {
 	t.Parallel()
 	b := admission.New(1)
-	h := take(t, b, 1)
+	h := mustAcquire(t, b, 1)
 	h.Keep()
 	h.Release()
-	refused(t, b, 1)
+	mustBeFull(t, b, 1)
 	h.Release()
-	take(t, b, 1).Release()
+	mustAcquire(t, b, 1).Release()
 }
 
 func TestConcurrentHoldsStayWithinBudget(t *testing.T) {
@@ -108,9 +108,9 @@ func TestConcurrentHoldsStayWithinBudget(t *testing.T) {
 	assert.Equal(t, 0, b.Used())
 }
 
-// served returns the address of a server with a bounded number of connections, and a function that ends the requests to
-// /slow.
-func served(t *testing.T, most int) (address string, slow, end chan struct{}) {
+// serveRequests returns the address of a server with a bounded number of connections, and a function that ends the
+// requests to /slow.
+func serveRequests(t *testing.T, most int) (address string, slow, end chan struct{}) {
 	t.Helper()
 	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -145,8 +145,8 @@ func dial(t *testing.T, address string) (net.Conn, *bufio.Reader) {
 	return c, bufio.NewReader(c)
 }
 
-// asks checks that a connection gets a response.
-func asks(t *testing.T, c net.Conn, in *bufio.Reader) {
+// request checks that a connection gets a response.
+func request(t *testing.T, c net.Conn, in *bufio.Reader) {
 	t.Helper()
 	fmt.Fprint(c, "GET / HTTP/1.1\r\nHost: x\r\n\r\n")
 	w, err := http.ReadResponse(in, nil)
@@ -157,7 +157,7 @@ func asks(t *testing.T, c net.Conn, in *bufio.Reader) {
 // Strangers may hold any number of connections open. The server serves a new client, and active requests continue.
 func TestNewConnectionClosesIdleOne(t *testing.T) {
 	t.Parallel()
-	address, slow, end := served(t, 4)
+	address, slow, end := serveRequests(t, 4)
 	busy, answer := dial(t, address)
 	fmt.Fprint(busy, "GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
 	<-slow
@@ -168,8 +168,8 @@ func TestNewConnectionClosesIdleOne(t *testing.T) {
 	}
 	for range 3 {
 		c, in := dial(t, address)
-		asks(t, c, in)
-		asks(t, c, in) // over the same connection
+		request(t, c, in)
+		request(t, c, in) // over the same connection
 	}
 	if _, err := nothing.ReadByte(); err == nil {
 		t.Errorf("the connection that was idle for longest, %s, is open", silent.LocalAddr())

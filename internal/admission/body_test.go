@@ -21,8 +21,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// reading starts a server that reads bodies within limits and reports each outcome.
-func reading(t *testing.T, l admission.Limits) (url string, got chan error) {
+// serveBodies starts a server that reads bodies within limits and reports each outcome.
+func serveBodies(t *testing.T, l admission.Limits) (url string, got chan error) {
 	t.Helper()
 	got = make(chan error, 16)
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -60,7 +60,7 @@ func TestBodyLimit(t *testing.T) {
 	t.Parallel()
 	const most = 300_000
 	budget := admission.New(most + 1)
-	url, got := reading(t, admission.Limits{Most: most, Time: time.Minute, Budget: budget})
+	url, got := serveBodies(t, admission.Limits{Most: most, Time: time.Minute, Budget: budget})
 	for name, c := range map[string]struct {
 		size    int
 		chunked bool
@@ -81,7 +81,7 @@ func TestBodyLimit(t *testing.T) {
 func TestAnnouncedLengthCountsNothing(t *testing.T) {
 	t.Parallel()
 	budget := admission.NewBytes(1 << 20)
-	url, got := reading(t, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget})
+	url, got := serveBodies(t, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget})
 	silent, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(url, "http://"))
 	require.NoError(t, err)
 	defer silent.Close()
@@ -114,7 +114,7 @@ func TestSmallBodyUsesReserve(t *testing.T) {
 	t.Parallel()
 	const most = 8 * admission.Small
 	budget := admission.NewBytes(most)
-	url, got := reading(t, admission.Limits{Most: most, Time: time.Minute, Budget: budget})
+	url, got := serveBodies(t, admission.Limits{Most: most, Time: time.Minute, Budget: budget})
 	_, err := budget.Acquire(most - admission.Small)
 	require.NoError(t, err)
 	for _, c := range []struct {
@@ -180,7 +180,7 @@ func TestBodyOfEverySize(t *testing.T) {
 func TestBodiesShareABudget(t *testing.T) {
 	t.Parallel()
 	budget := admission.New(1 << 20)
-	url, got := reading(t, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget})
+	url, got := serveBodies(t, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget})
 	hold, err := budget.Acquire(900_000)
 	require.NoError(t, err)
 	for _, chunked := range []bool{false, true} {
@@ -197,7 +197,7 @@ func TestBodiesShareABudget(t *testing.T) {
 func TestUnsentBodyFailsEarly(t *testing.T) {
 	t.Parallel()
 	budget := admission.New(1 << 20)
-	url, got := reading(t, admission.Limits{Most: 1 << 20, Time: 20 * time.Second, Budget: budget})
+	url, got := serveBodies(t, admission.Limits{Most: 1 << 20, Time: 20 * time.Second, Budget: budget})
 	c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(url, "http://"))
 	require.NoError(t, err)
 	defer c.Close()

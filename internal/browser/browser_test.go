@@ -14,8 +14,8 @@ import (
 
 func TestMain(m *testing.M) { os.Exit(browser.Tests{M: m}.Run()) }
 
-// serving starts a server that answers every path with its page.
-func serving(t *testing.T, pages map[string]string) string {
+// serve starts a server that answers every path with its page.
+func serve(t *testing.T, pages map[string]string) string {
 	t.Helper()
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/html; charset=utf-8")
@@ -31,7 +31,7 @@ const page = `<!doctype html><html lang="en"><head><title>t</title><link rel="ic
 
 func TestProblemsAreRecorded(t *testing.T) {
 	t.Parallel()
-	base := serving(t, map[string]string{
+	base := serve(t, map[string]string{
 		"/good":    page + `<p>Well</p></main></body></html>`,
 		"/inline":  page + `<script>document.title = "no"</script></main></body></html>`,
 		"/foreign": page + `<img alt="x" src="http://elsewhere.example/x.png"></main></body></html>`,
@@ -47,7 +47,7 @@ func TestProblemsAreRecorded(t *testing.T) {
 
 func TestAxeFindsInaccessibleElements(t *testing.T) {
 	t.Parallel()
-	base := serving(t, map[string]string{
+	base := serve(t, map[string]string{
 		"/good": page + `<p>Well</p></main></body></html>`,
 		"/bad":  page + `<input></main></body></html>`,
 	})
@@ -90,7 +90,7 @@ func TestUntilWaitsForLoadedPage(t *testing.T) {
 // A live update may replace an element between its lookup and its click.
 func TestClickOnReplacedElement(t *testing.T) {
 	t.Parallel()
-	base := serving(t, map[string]string{"/": page + `<button>one</button><input></main></body></html>`})
+	base := serve(t, map[string]string{"/": page + `<button>one</button><input></main></body></html>`})
 	p := browser.Open(t, browser.Look{})
 	p.Go(base)
 	p.Eval(`window.clicks = 0; document.addEventListener("mousedown", () => clicks++);
@@ -106,7 +106,7 @@ func TestClickOnReplacedElement(t *testing.T) {
 
 func TestPagesDoNotShareCookies(t *testing.T) {
 	t.Parallel()
-	base := serving(t, map[string]string{"/": page + `</main></body></html>`})
+	base := serve(t, map[string]string{"/": page + `</main></body></html>`})
 	one, other := browser.Open(t, browser.Look{}), browser.Open(t, browser.Look{})
 	one.Go(base)
 	other.Go(base)

@@ -34,14 +34,14 @@ func newGuardTest() *guardTest {
 	return s
 }
 
-func from(t *testing.T, address string) *http.Request {
+func requestFrom(t *testing.T, address string) *http.Request {
 	t.Helper()
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", http.NoBody)
 	r.RemoteAddr = address
 	return r
 }
 
-func waits(err error) time.Duration {
+func waitOf(err error) time.Duration {
 	if w, is := errors.AsType[*Wait](err); is {
 		return w.For
 	}
@@ -50,7 +50,7 @@ func waits(err error) time.Duration {
 
 func TestWaitGrowsWithFailures(t *testing.T) {
 	t.Parallel()
-	s, r := newGuardTest(), from(t, "192.0.2.1:99")
+	s, r := newGuardTest(), requestFrom(t, "192.0.2.1:99")
 	key := NewKey("", weak)
 	var got []time.Duration
 	for range 15 {
@@ -58,8 +58,8 @@ func TestWaitGrowsWithFailures(t *testing.T) {
 			t.Fatalf("%v, %v", ok, err)
 		}
 		_, _, err := s.Check(r, Admin, weak, key)
-		got = append(got, waits(err))
-		s.clock = s.clock.Add(waits(err))
+		got = append(got, waitOf(err))
+		s.clock = s.clock.Add(waitOf(err))
 	}
 	want := "[0s 0s 0s 0s 1s 2s 4s 8s 16s 30s 30s 30s 30s 30s 30s]"
 	assert.Equal(t, want, fmt.Sprint(got), got)
@@ -75,7 +75,7 @@ func TestWaitGrowsWithFailures(t *testing.T) {
 
 func TestValidSecretPasses(t *testing.T) {
 	t.Parallel()
-	s, guesser := newGuardTest(), from(t, "192.0.2.1:99")
+	s, guesser := newGuardTest(), requestFrom(t, "192.0.2.1:99")
 	keys := []Key{NewKey("strong", strong), NewKey("weak", weak)}
 	for range 1000 {
 		_, _, _ = s.Check(guesser, Admin, "wrong", keys...)
@@ -89,7 +89,7 @@ func TestValidSecretPasses(t *testing.T) {
 		"strong, same address": {guesser, Admin, strong, true},
 		"weak, same address":   {guesser, Admin, weak, false},
 		"weak, another kind":   {guesser, Chat, weak, true},
-		"weak, elsewhere":      {from(t, "192.0.2.2:99"), Admin, weak, true},
+		"weak, elsewhere":      {requestFrom(t, "192.0.2.2:99"), Admin, weak, true},
 	} {
 		name2, ok, err := s.Check(c.at, c.kind, c.secret, keys...)
 		passes := ok && err == nil
@@ -101,7 +101,7 @@ func TestValidSecretPasses(t *testing.T) {
 
 func TestEmptySecretIsRejected(t *testing.T) {
 	t.Parallel()
-	s, r := newGuardTest(), from(t, "192.0.2.1:99")
+	s, r := newGuardTest(), requestFrom(t, "192.0.2.1:99")
 	for name, keys := range map[string][]Key{"no key": nil, "an empty key": {NewKey("", "")}, "the zero value": {{}}} {
 		_, ok, _ := s.Check(r, Chat, "", keys...)
 		assert.Truef(t, !ok, "%s is opened by nothing", name)
@@ -112,17 +112,18 @@ func TestHostCountsAsOneAddress(t *testing.T) {
 	t.Parallel()
 	s := newGuardTest()
 	for i := range 100 {
-		_, _, _ = s.Check(from(t, fmt.Sprintf("[2001:db8::%x]:99", i)), Admin, "wrong", NewKey("", weak))
+		_, _, _ = s.Check(requestFrom(t, fmt.Sprintf("[2001:db8::%x]:99", i)), Admin, "wrong", NewKey("", weak))
 	}
-	_, _, err := s.Check(from(t, "[2001:db8::ffff]:1"), Admin, weak, NewKey("", weak))
-	assert.True(t, waits(err) != 0, "the next address of its network does not wait")
+	_, _, err := s.Check(requestFrom(t, "[2001:db8::ffff]:1"), Admin, weak, NewKey("", weak))
+	assert.True(t, waitOf(err) != 0, "the next address of its network does not wait")
 }
 
 func TestGuardMemoryIsBounded(t *testing.T) {
 	t.Parallel()
 	s := newGuardTest()
 	for i := range maxAddresses + 100 {
-		_, _, _ = s.Check(from(t, fmt.Sprintf("10.%d.%d.%d:9", i>>16, i>>8&255, i&255)), Admin, "wrong", NewKey("", weak))
+		r := requestFrom(t, fmt.Sprintf("10.%d.%d.%d:9", i>>16, i>>8&255, i&255))
+		_, _, _ = s.Check(r, Admin, "wrong", NewKey("", weak))
 	}
 	assert.Equal(t, maxAddresses, len(s.bySource))
 	assert.Equal(t, maxAddresses, s.order.Len())
@@ -132,11 +133,11 @@ func TestFailuresAreLoggedRarely(t *testing.T) {
 	t.Parallel()
 	s := newGuardTest()
 	for i := range 3000 {
-		_, _, _ = s.Check(from(t, fmt.Sprintf("10.0.%d.%d:9", i>>8, i&255)), Admin, "sesame-sesame", NewKey("", weak))
+		_, _, _ = s.Check(requestFrom(t, fmt.Sprintf("10.0.%d.%d:9", i>>8, i&255)), Admin, "sesame-sesame", NewKey("", weak))
 		s.clock = s.clock.Add(time.Millisecond)
 	}
 	s.clock = s.clock.Add(logEvery)
-	_, _, _ = s.Check(from(t, "10.9.9.9:9"), Admin, "sesame-sesame", NewKey("", weak))
+	_, _, _ = s.Check(requestFrom(t, "10.9.9.9:9"), Admin, "sesame-sesame", NewKey("", weak))
 	lines := strings.Split(strings.TrimSpace(s.log.String()), "\n")
 	assert.Truef(t, len(lines) == 2 && strings.Contains(lines[0], "remote=10.0.0.0") &&
 		strings.Contains(lines[1], "unlogged_before=2999"), "%d lines: %s", len(lines), s.log.String())

@@ -22,8 +22,8 @@ func collections(bytes int) int {
 
 var garbage, kept []byte
 
-// set returns the current GC percentage. Reading it needs a write.
-func set() int {
+// gcPercent returns the current GC percentage. Reading it needs a write.
+func gcPercent() int {
 	p := debug.SetGCPercent(growth)
 	debug.SetGCPercent(p)
 	return p
@@ -55,16 +55,16 @@ func TestPercent(t *testing.T) {
 	for range 100 { // the cleanup runs shortly after the collection
 		runtime.GC()
 		time.Sleep(10 * time.Millisecond)
-		if set() == growth {
+		if gcPercent() == growth {
 			break
 		}
 	}
-	assert.Equal(t, growth, set(), len(kept)>>20)
+	assert.Equal(t, growth, gcPercent(), len(kept)>>20)
 	kept = nil
 	for range 100 {
 		runtime.GC()
 		time.Sleep(10 * time.Millisecond)
-		if set() > growth {
+		if gcPercent() > growth {
 			return
 		}
 	}

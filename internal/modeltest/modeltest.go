@@ -40,7 +40,7 @@ const Model = "scripted"
 // Server is a running scripted model.
 type Server struct {
 	http       *httptest.Server
-	quit       chan struct{} // closed when the test ends; releases hanging replies
+	done       chan struct{} // closed when the test ends; releases hanging replies
 	refuse     func(Request) (Reply, bool)
 	addMembers func(call, Reply) Reply // adds the provider's members; nil for none
 
@@ -68,14 +68,14 @@ func (r Request) IdempotencyKey() string { return r.Header.Get("Idempotency-Key"
 // New starts a server with a script of replies. It stops with the test.
 func New(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
-	s := &Server{script: replies, quit: make(chan struct{})}
+	s := &Server{script: replies, done: make(chan struct{})}
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST /v1/chat/completions", s.complete)
 	mux.HandleFunc("POST /v1/responses", s.respond)
 	mux.HandleFunc("GET /v1/models", s.models)
 	s.http = httptest.NewServer(mux)
 	tb.Cleanup(func() {
-		close(s.quit)
+		close(s.done)
 		s.http.CloseClientConnections()
 		s.http.Close()
 		s.report(tb)
@@ -136,7 +136,7 @@ func (s *Server) reply(w http.ResponseWriter, r *http.Request, req Request) {
 			s.mu.Lock()
 			s.refused = append(s.refused, req)
 			s.mu.Unlock()
-			refusal.serve(call{w: w, r: r, req: req, quit: s.quit})
+			refusal.serve(call{w: w, r: r, req: req, quit: s.done})
 			return
 		}
 	}
@@ -146,7 +146,7 @@ func (s *Server) reply(w http.ResponseWriter, r *http.Request, req Request) {
 			fmt.Sprintf("modeltest: script exhausted: request %d has no reply; it ends with %q", n, lastWords(req)))
 		return
 	}
-	made := call{w: w, r: r, req: req, n: n, quit: s.quit}
+	made := call{w: w, r: r, req: req, n: n, quit: s.done}
 	if s.addMembers != nil {
 		reply = s.addMembers(made, reply)
 	}

@@ -17,18 +17,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// witness is a testing.TB that records a failure without failing this test.
-type witness struct {
+// recordingTB is a testing.TB that records a failure without failing this test.
+type recordingTB struct {
 	testing.TB
 	errors   []string
 	cleanups []func()
 }
 
-func (w *witness) Errorf(format string, args ...any) {
+func (w *recordingTB) Errorf(format string, args ...any) {
 	w.errors = append(w.errors, fmt.Sprintf(format, args...))
 }
-func (w *witness) Cleanup(f func()) { w.cleanups = append(w.cleanups, f) }
-func (w *witness) end() {
+func (w *recordingTB) Cleanup(f func()) { w.cleanups = append(w.cleanups, f) }
+func (w *recordingTB) end() {
 	for _, f := range w.cleanups {
 		f()
 	}
@@ -68,7 +68,7 @@ func TestRepliesAreInOrder(t *testing.T) {
 }
 
 func TestExhaustedScriptFailsTheTest(t *testing.T) {
-	w := &witness{TB: t}
+	w := &recordingTB{TB: t}
 	server := modeltest.New(w)
 	status, _, body := post(t.Context(), t, server.URL(), `{"messages":[{"role":"user","content":"and now?"}]}`)
 	assert.Truef(t, status == 500 && strings.Contains(body, "script exhausted") && strings.Contains(body, "and now?"),
@@ -78,7 +78,7 @@ func TestExhaustedScriptFailsTheTest(t *testing.T) {
 }
 
 func TestUndecodableRequestFailsTheTest(t *testing.T) {
-	w := &witness{TB: t}
+	w := &recordingTB{TB: t}
 	server := modeltest.New(w)
 	status, _, _ := post(t.Context(), t, server.URL(), `{"messages":`)
 	assert.Equal(t, 400, status, "status =")
@@ -98,7 +98,7 @@ func TestHandle(t *testing.T) {
 }
 
 func TestHangingReplyEndsWithTheTest(t *testing.T) {
-	w := &witness{TB: t}
+	w := &recordingTB{TB: t}
 	server := modeltest.New(w, modeltest.Hang())
 	result := make(chan error, 1)
 	go func() {

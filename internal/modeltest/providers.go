@@ -18,8 +18,8 @@ const (
 	ReasoningDetails = `[{"type":"reasoning.text","text":"Let me see.","index":0,"signature":"sig"}]`
 )
 
-// bad refuses a request.
-func bad(message string) (Reply, bool) {
+// badRequest refuses a request.
+func badRequest(message string) (Reply, bool) {
 	return Refusal(http.StatusBadRequest, "invalid_request_error", "", message, 0), true
 }
 
@@ -39,7 +39,7 @@ func OpenAI(tb testing.TB, replies ...Reply) *Server {
 		if r.Path == "/v1/chat/completions" {
 			if len(r.Tools) > 0 && r.ReasoningEffort != "none" && (strings.HasPrefix(r.Model, "gpt-5.6") ||
 				strings.HasPrefix(r.Model, "gpt-6")) {
-				return bad("Function tools with reasoning_effort are not supported for " + r.Model +
+				return badRequest("Function tools with reasoning_effort are not supported for " + r.Model +
 					" in /v1/chat/completions. Please use /v1/responses instead.")
 			}
 			return Reply{}, false
@@ -51,10 +51,10 @@ func OpenAI(tb testing.TB, replies ...Reply) *Server {
 // stateless refuses requests that a client cannot replay.
 func stateless(r Request) (Reply, bool) {
 	if !strings.Contains(r.Body, `"store":false`) || !strings.Contains(r.Body, "reasoning.encrypted_content") {
-		return bad("this test wants store false and encrypted reasoning")
+		return badRequest("this test wants store false and encrypted reasoning")
 	}
 	if len(r.Tools) > 0 && !strings.Contains(r.Body, `"strict":false`) {
-		return bad("Invalid schema for function: strict needs additionalProperties")
+		return badRequest("Invalid schema for function: strict needs additionalProperties")
 	}
 	items := r.Items()
 	for i, text := range items {
@@ -64,11 +64,11 @@ func stateless(r Request) (Reply, bool) {
 		}
 		if i+1 < len(items) {
 			if err := json.Unmarshal([]byte(items[i+1]), &next); err != nil {
-				return bad(err.Error())
+				return badRequest(err.Error())
 			}
 		}
 		if next.Type != "message" && next.Type != "function_call" {
-			return bad("Item of type 'reasoning' was provided without its required following item.")
+			return badRequest("Item of type 'reasoning' was provided without its required following item.")
 		}
 	}
 	return Reply{}, false
@@ -142,11 +142,11 @@ func ReasoningWanted(tb testing.TB, replies ...Reply) *Server {
 			Messages []map[string]json.RawMessage `json:"messages"`
 		}
 		if err := json.Unmarshal([]byte(r.Body), &body); err != nil {
-			return bad(err.Error())
+			return badRequest(err.Error())
 		}
 		for i, m := range body.Messages {
 			if _, there := m["reasoning_content"]; m["tool_calls"] != nil && !there {
-				return bad("Missing `reasoning_content` field in the assistant message at message index " + strconv.Itoa(i))
+				return badRequest("Missing `reasoning_content` field in the assistant message at message index " + strconv.Itoa(i))
 			}
 		}
 		return Reply{}, false
@@ -163,7 +163,7 @@ func Gemini(tb testing.TB, replies ...Reply) *Server {
 			} `json:"messages"`
 		}
 		if err := json.Unmarshal([]byte(r.Body), &body); err != nil {
-			return bad(err.Error())
+			return badRequest(err.Error())
 		}
 		for i, m := range body.Messages {
 			if i > 0 && r.Messages[i].Role == openai.ChatMessageRoleSystem {
@@ -197,7 +197,7 @@ func OpenRouter(tb testing.TB, replies ...Reply) *Server {
 			Messages []map[string]json.RawMessage `json:"messages"`
 		}
 		if err := json.Unmarshal([]byte(r.Body), &body); err != nil {
-			return bad(err.Error())
+			return badRequest(err.Error())
 		}
 		for _, m := range body.Messages {
 			if m["tool_calls"] == nil {
@@ -206,7 +206,7 @@ func OpenRouter(tb testing.TB, replies ...Reply) *Server {
 			var details []struct{ Text, Signature string }
 			if json.Unmarshal(m["reasoning_details"], &details) != nil || len(details) != 1 ||
 				details[0].Text != "Let me see." || details[0].Signature != "sig" {
-				return bad("reasoning_details must be passed back unmodified, got " + string(m["reasoning_details"]))
+				return badRequest("reasoning_details must be passed back unmodified, got " + string(m["reasoning_details"]))
 			}
 		}
 		return Reply{}, false

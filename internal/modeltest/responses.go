@@ -69,13 +69,13 @@ func (in responseRequest) asChat() openai.ChatCompletionRequest {
 		if json.Unmarshal(raw, &item) != nil {
 			continue
 		}
-		out.Messages = item.onto(out.Messages)
+		out.Messages = item.appendTo(out.Messages)
 	}
 	return out
 }
 
-// onto adds an item to the messages. An assistant's text, thoughts and calls become one message.
-func (item inputItem) onto(messages []openai.ChatCompletionMessage) []openai.ChatCompletionMessage {
+// appendTo adds an item to the messages. An assistant's text, thoughts and calls become one message.
+func (item inputItem) appendTo(messages []openai.ChatCompletionMessage) []openai.ChatCompletionMessage {
 	if item.Type == "function_call_output" {
 		return append(messages, openai.ChatCompletionMessage{
 			Role: openai.ChatMessageRoleTool, ToolCallID: item.CallID, Content: item.Output,

@@ -16,9 +16,9 @@ func environment(variables map[string]string) func(string) string {
 	return func(name string) string { return variables[name] }
 }
 
-// pretend creates a folder whose postgres program reports the given version. Tests that use it are not parallel: a
+// fakePostgres creates a folder whose postgres program reports the given version. Tests that use it are not parallel: a
 // child that starts meanwhile would hold the script open, and the script could not run.
-func pretend(t *testing.T, version string) string {
+func fakePostgres(t *testing.T, version string) string {
 	t.Helper()
 	dir := t.TempDir()
 	script := "#!/bin/sh\necho 'postgres (PostgreSQL) " + version + " (Test)'\n"
@@ -29,7 +29,7 @@ func pretend(t *testing.T, version string) string {
 }
 
 func TestBinDirExcludesOthers(t *testing.T) {
-	good := pretend(t, "16.9")
+	good := fakePostgres(t, "16.9")
 	prefix := t.TempDir()
 	require.NoError(t, os.Symlink(good, filepath.Join(prefix, "bin")))
 	for name, test := range map[string]struct {
@@ -39,9 +39,9 @@ func TestBinDirExcludesOthers(t *testing.T) {
 		"folder":        {good, "16.9"},
 		"its parent":    {prefix, "16.9"},
 		"nothing there": {t.TempDir(), "set it to the folder that holds postgres and initdb"},
-		"too old":       {pretend(t, "13.4"), "use a version from 14 to 18"},
-		"too new":       {pretend(t, "19beta1"), "19beta1 is not supported"},
-		"another tool":  {pretend(t, "x"), "unexpected answer"},
+		"too old":       {fakePostgres(t, "13.4"), "use a version from 14 to 18"},
+		"too new":       {fakePostgres(t, "19beta1"), "19beta1 is not supported"},
+		"another tool":  {fakePostgres(t, "x"), "unexpected answer"},
 	} {
 		bin, err := pgserver.FindBinaries(environment(map[string]string{"AGENT_PG_BIN": test.dir}))
 		assert.Truef(t, err != nil || bin.Version == test.want, "%s: version %s, want %s", name, bin.Version, test.want)
@@ -52,7 +52,7 @@ func TestBinDirExcludesOthers(t *testing.T) {
 
 func TestBinariesOnPathThroughLinks(t *testing.T) {
 	links := t.TempDir()
-	newest := pretend(t, "18.99")
+	newest := fakePostgres(t, "18.99")
 	require.NoError(t, os.Symlink(filepath.Join(newest, "postgres"), filepath.Join(links, "postgres")))
 	bin, err := pgserver.FindBinaries(environment(map[string]string{"PATH": "/nowhere:" + links}))
 	require.NoError(t, err)

@@ -24,17 +24,17 @@ import (
 )
 
 const (
-	userArg   = "__use-server" // makes the test binary a process that uses a server: see beUser
-	forgetful = "forgetful"    // name of a test binary that does not call GuardMain
+	userArg       = "__use-server" // makes the test binary a process that uses a server, see runUserProcess
+	noGuardBinary = "forgetful"    // name of a test binary that does not call GuardMain
 )
 
 func TestMain(m *testing.M) {
-	forgets := filepath.Base(os.Args[0]) == forgetful
+	forgets := filepath.Base(os.Args[0]) == noGuardBinary
 	if !forgets {
 		pgserver.GuardMain()
 	}
 	if len(os.Args) > 2 && os.Args[1] == userArg {
-		os.Exit(beUser(os.Args[2]))
+		os.Exit(runUserProcess(os.Args[2]))
 	}
 	if forgets {
 		fmt.Println("this is another program")
@@ -52,8 +52,8 @@ type started struct {
 	Err      string
 }
 
-// beUser starts or joins the server, reports it, and stops at the end of its input.
-func beUser(arg string) int {
+// runUserProcess starts or joins the server, reports it, and stops at the end of its input.
+func runUserProcess(arg string) int {
 	var config pgserver.Config
 	if err := json.Unmarshal([]byte(arg), &config); err != nil {
 		panic(err)
@@ -110,8 +110,8 @@ func launchUser(t *testing.T, binary string, credential *syscall.Credential, con
 	return p
 }
 
-// hear reads the process's report about its server.
-func (p *userProcess) hear() {
+// readReport reads the process's report about its server.
+func (p *userProcess) readReport() {
 	p.t.Helper()
 	line, err := bufio.NewReader(p.out).ReadBytes('\n')
 	require.NoError(p.t, err)
@@ -120,7 +120,7 @@ func (p *userProcess) hear() {
 
 func (p *userProcess) mustHear() {
 	p.t.Helper()
-	if p.hear(); p.Err != "" {
+	if p.readReport(); p.Err != "" {
 		p.t.Fatal(p.Err)
 	}
 }
@@ -132,15 +132,15 @@ func (p *userProcess) kill() {
 	_ = p.cmd.Wait() // a killed process always has an error
 }
 
-// leave has the process stop its server and end.
-func (p *userProcess) leave() {
+// stop has the process stop its server and end.
+func (p *userProcess) stop() {
 	p.t.Helper()
 	assert.NoError(p.t, p.input.Close())
 	assert.NoError(p.t, p.cmd.Wait())
 }
 
-// folder returns a short, new folder that every user may enter.
-func folder(t *testing.T) string {
+// sharedTempDir returns a short, new folder that every user may enter.
+func sharedTempDir(t *testing.T) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("/tmp", "lk-") //nolint:usetesting // t.TempDir is long, and other users cannot enter it
 	require.NoError(t, err)
@@ -161,7 +161,7 @@ func folder(t *testing.T) string {
 // copyBinary copies this test binary to a folder in which every user can run it.
 func copyBinary(t *testing.T, name string) string {
 	t.Helper()
-	path := filepath.Join(folder(t), name)
+	path := filepath.Join(sharedTempDir(t), name)
 	// Another process writes the file. A child that starts meanwhile would hold it open, and it could not run.
 	out, err := exec.Command("cp", self(t), path).CombinedOutput()
 	require.NoError(t, err, "cp", out)

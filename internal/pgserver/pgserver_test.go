@@ -24,7 +24,7 @@ import (
 
 func TestDataIsKeptBetweenStarts(t *testing.T) {
 	t.Parallel()
-	config := pgserver.Config{Dir: folder(t), Durable: true, Database: "agent"}
+	config := pgserver.Config{Dir: sharedTempDir(t), Durable: true, Database: "agent"}
 	first := start(t, config)
 	query(t, first.URL(), "create table kept as select 'yes'::text as answer")
 	stop(t, first)
@@ -40,7 +40,7 @@ func TestDataIsKeptBetweenStarts(t *testing.T) {
 
 func TestServerLivesAsLongAsItsLastUser(t *testing.T) {
 	t.Parallel()
-	config := pgserver.Config{Dir: folder(t)}
+	config := pgserver.Config{Dir: sharedTempDir(t)}
 	owner := start(t, config)
 	joined := start(t, config)
 	if owner.Adopted() || !joined.Adopted() {
@@ -60,7 +60,7 @@ func TestServerLivesAsLongAsItsLastUser(t *testing.T) {
 
 func TestParallelStartsShareOneServer(t *testing.T) {
 	t.Parallel()
-	config := pgserver.Config{Dir: folder(t)}
+	config := pgserver.Config{Dir: sharedTempDir(t)}
 	users := make([]*userProcess, 6)
 	for i := range users {
 		users[i] = launchUser(t, self(t), nil, config)
@@ -76,13 +76,13 @@ func TestParallelStartsShareOneServer(t *testing.T) {
 	n := len(servers(t, config.Dir))
 	assert.Truef(t, owners == 1 && n == 1, "%d starters have an own server and %d servers run, want 1 and 1", owners, n)
 	for _, u := range users {
-		u.leave()
+		u.stop()
 	}
 }
 
 func TestKillOfLastUserLeavesNoServer(t *testing.T) {
 	t.Parallel()
-	config := pgserver.Config{Dir: folder(t), Durable: true}
+	config := pgserver.Config{Dir: sharedTempDir(t), Durable: true}
 	u := launchUser(t, self(t), nil, config)
 	u.mustHear()
 	query(t, u.URL, "create table kept as select 'yes'::text as answer")
@@ -93,7 +93,7 @@ func TestKillOfLastUserLeavesNoServer(t *testing.T) {
 
 func TestKillOfOneUserKeepsServer(t *testing.T) {
 	t.Parallel()
-	config := pgserver.Config{Dir: folder(t)}
+	config := pgserver.Config{Dir: sharedTempDir(t)}
 	u := launchUser(t, self(t), nil, config)
 	u.mustHear()
 	joined := start(t, config)
@@ -109,7 +109,7 @@ func TestKillOfGuard(t *testing.T) {
 	for name, alsoServer := range map[string]bool{"server notices": false, "server killed too": true} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			config := pgserver.Config{Dir: folder(t), Durable: true}
+			config := pgserver.Config{Dir: sharedTempDir(t), Durable: true}
 			u := launchUser(t, self(t), nil, config)
 			u.mustHear()
 			query(t, u.URL, "create table kept as select 'yes'::text as answer")
@@ -130,7 +130,7 @@ func TestKillOfGuard(t *testing.T) {
 
 func TestKillOfGuardAloneEndsServer(t *testing.T) {
 	t.Parallel()
-	config := pgserver.Config{Dir: folder(t)}
+	config := pgserver.Config{Dir: sharedTempDir(t)}
 	s := start(t, config)
 	pid := servers(t, config.Dir)[0]
 	signalTo(t, parentOf(t, pid), syscall.SIGKILL)
@@ -140,7 +140,7 @@ func TestKillOfGuardAloneEndsServer(t *testing.T) {
 
 func TestDoneClosesForEveryUser(t *testing.T) {
 	t.Parallel()
-	config := pgserver.Config{Dir: folder(t), Durable: true}
+	config := pgserver.Config{Dir: sharedTempDir(t), Durable: true}
 	owner, joined := start(t, config), start(t, config)
 	signalTo(t, servers(t, config.Dir)[0], syscall.SIGKILL)
 	for name, s := range map[string]*pgserver.Server{"owner": owner, "joined": joined} {
@@ -158,7 +158,7 @@ func TestDoneClosesForEveryUser(t *testing.T) {
 
 func TestTerminalSignalsDoNotReachServer(t *testing.T) {
 	t.Parallel()
-	config := pgserver.Config{Dir: folder(t)}
+	config := pgserver.Config{Dir: sharedTempDir(t)}
 	start(t, config)
 	pid := servers(t, config.Dir)[0]
 	mine, its := statOf(t, os.Getpid()), statOf(t, pid)
@@ -168,7 +168,7 @@ func TestTerminalSignalsDoNotReachServer(t *testing.T) {
 
 func TestStalePidFileIsRemoved(t *testing.T) {
 	t.Parallel()
-	config := pgserver.Config{Dir: folder(t), Durable: true}
+	config := pgserver.Config{Dir: sharedTempDir(t), Durable: true}
 	first := start(t, config)
 	data := filepath.Join(first.Dir(), "data")
 	file := filepath.Join(data, "postmaster.pid")
@@ -226,7 +226,7 @@ func owner(t *testing.T, path string) (uid, gid uint32) {
 
 func TestLongPath(t *testing.T) {
 	t.Parallel()
-	base := folder(t)
+	base := sharedTempDir(t)
 	dir := filepath.Join(base, strings.Repeat("a-long-name/", 15), "with, comma and space")
 	s := start(t, pgserver.Config{Dir: dir})
 	joined := start(t, pgserver.Config{Dir: dir})
@@ -242,7 +242,7 @@ func TestLongPath(t *testing.T) {
 
 func TestSpecialCharactersInPath(t *testing.T) {
 	t.Parallel()
-	s := start(t, pgserver.Config{Dir: filepath.Join(folder(t), "a +%20ü&?#=b")})
+	s := start(t, pgserver.Config{Dir: filepath.Join(sharedTempDir(t), "a +%20ü&?#=b")})
 	sockets := query(t, s.URL(), "select current_setting('unix_socket_directories')")
 	if !strings.HasPrefix(sockets, s.Dir()) {
 		t.Errorf("the socket is in %s; this test needs it in %s", sockets, s.Dir())
@@ -268,7 +268,7 @@ func TestEphemeralLeavesNothing(t *testing.T) {
 
 func TestDataOfOtherVersionIsUsed(t *testing.T) {
 	t.Parallel()
-	config := pgserver.Config{Dir: folder(t), Durable: true}
+	config := pgserver.Config{Dir: sharedTempDir(t), Durable: true}
 	s := start(t, config)
 	stop(t, s)
 	version := filepath.Join(s.Dir(), "data", "PG_VERSION")
@@ -280,7 +280,7 @@ func TestDataOfOtherVersionIsUsed(t *testing.T) {
 
 func TestDataOfAnotherVersionIsKept(t *testing.T) {
 	t.Parallel()
-	dir := folder(t)
+	dir := sharedTempDir(t)
 	bin, err := pgserver.FindBinaries(os.Getenv)
 	require.NoError(t, err)
 	other := 14
@@ -300,8 +300,8 @@ func TestDataOfAnotherVersionIsKept(t *testing.T) {
 
 func TestMissingGuardMainIsReported(t *testing.T) {
 	t.Parallel()
-	u := launchUser(t, copyBinary(t, forgetful), nil, pgserver.Config{Dir: folder(t)})
-	if u.hear(); !strings.Contains(u.Err, "GuardMain") {
+	u := launchUser(t, copyBinary(t, noGuardBinary), nil, pgserver.Config{Dir: sharedTempDir(t)})
+	if u.readReport(); !strings.Contains(u.Err, "GuardMain") {
 		t.Errorf("error %q does not name GuardMain", u.Err)
 	}
 }
@@ -326,7 +326,7 @@ func nobody(t *testing.T) *syscall.Credential {
 func TestNormalUserThenRoot(t *testing.T) {
 	t.Parallel()
 	credential := nobody(t)
-	dir := folder(t)
+	dir := sharedTempDir(t)
 	require.NoError(t, os.Chown(dir, int(credential.Uid), int(credential.Gid)))
 	binary := copyBinary(t, "user")
 	config := pgserver.Config{Dir: filepath.Join(dir, ".agent", "pg"), Durable: true}
@@ -334,7 +334,7 @@ func TestNormalUserThenRoot(t *testing.T) {
 		u := launchUser(t, binary, credential, config)
 		u.mustHear()
 		query(t, u.URL, "create table if not exists kept (answer text)")
-		u.leave()
+		u.stop()
 	}
 	asRoot := start(t, config)
 	query(t, asRoot.URL(), "insert into kept values ('root was here')")
@@ -343,16 +343,16 @@ func TestNormalUserThenRoot(t *testing.T) {
 	stop(t, asRoot)
 	again := launchUser(t, binary, credential, config)
 	again.mustHear()
-	again.leave()
+	again.stop()
 }
 
 func TestNormalUserCannotUseDataOfRoot(t *testing.T) {
 	t.Parallel()
 	credential := nobody(t)
-	config := pgserver.Config{Dir: folder(t)}
+	config := pgserver.Config{Dir: sharedTempDir(t)}
 	stop(t, start(t, config))
 	u := launchUser(t, copyBinary(t, "user"), credential, config)
-	if u.hear(); !strings.Contains(u.Err, "another user") {
+	if u.readReport(); !strings.Contains(u.Err, "another user") {
 		t.Errorf("error %q does not say whose the data is", u.Err)
 	}
 }
@@ -360,9 +360,9 @@ func TestNormalUserCannotUseDataOfRoot(t *testing.T) {
 func TestRootInClosedFolderUsesFallback(t *testing.T) {
 	t.Parallel()
 	nobody(t)
-	closed := filepath.Join(folder(t), "closed")
+	closed := filepath.Join(sharedTempDir(t), "closed")
 	require.NoError(t, os.Mkdir(closed, 0o700))
-	link := filepath.Join(folder(t), "link") // the link looks accessible
+	link := filepath.Join(sharedTempDir(t), "link") // the link looks accessible
 	require.NoError(t, os.Symlink(closed, link))
 	var messages []string
 	config := pgserver.Config{
@@ -389,7 +389,7 @@ func TestRootInClosedFolderUsesFallback(t *testing.T) {
 
 // Objects created by the superuser under an earlier version change their owner, too.
 func TestOwnerIsNoSuperuser(t *testing.T) {
-	config := pgserver.Config{Dir: folder(t), Database: "agent"}
+	config := pgserver.Config{Dir: sharedTempDir(t), Database: "agent"}
 	s := start(t, config)
 	run := func(url, sql string) {
 		t.Helper()

@@ -16,8 +16,8 @@ const (
 	roomNeeded = 6 << 30
 )
 
-// plenty reports whether the data of a test server fits into memory.
-func plenty() bool {
+// hasRoom reports whether the data of a test server fits into memory.
+func hasRoom() bool {
 	var fs syscall.Statfs_t
 	if err := syscall.Statfs(memory, &fs); err != nil {
 		return false

@@ -44,14 +44,14 @@ const (
 // Main runs the tests of a package and exits. It is the whole body of TestMain.
 func Main(m interface{ Run() int }) {
 	pgserver.GuardMain()
-	theServer.allowed.Store(true)
+	sharedServer.allowed.Store(true)
 	code := m.Run()
-	if err := theServer.stop(); err != nil {
+	if err := sharedServer.stop(); err != nil {
 		fmt.Fprintln(os.Stderr, "pgtest:", err)
 		code = max(code, 1)
 	}
-	if looked, ok := m.(interface{ Leaks() error }); ok && code == 0 { // see internal/leaks
-		if err := looked.Leaks(); err != nil {
+	if checker, ok := m.(interface{ Leaks() error }); ok && code == 0 { // see internal/leaks
+		if err := checker.Leaks(); err != nil {
 			fmt.Fprintln(os.Stderr, "pgtest:", err)
 			code = 1
 		}
@@ -86,11 +86,11 @@ func URL(tb testing.TB) string {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), setUpLimit)
 	defer cancel()
-	s, err := theServer.get()
+	s, err := sharedServer.get()
 	require.NoError(tb, err)
 	name, err := s.clone(ctx)
 	require.NoError(tb, err)
-	return s.lend(tb, name)
+	return s.handOut(tb, name)
 }
 
 // Empty is like [DB] without the schema.
@@ -104,11 +104,11 @@ func EmptyURL(tb testing.TB) string {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), setUpLimit)
 	defer cancel()
-	s, err := theServer.get()
+	s, err := sharedServer.get()
 	require.NoError(tb, err)
 	name := newName()
 	require.NoError(tb, s.create(ctx, name, "template0"))
-	return s.lend(tb, name)
+	return s.handOut(tb, name)
 }
 
 // Pooled reports whether tests reach their databases through a pooler.
@@ -118,7 +118,7 @@ func Pooled() bool { return os.Getenv("AGENT_TEST_POOLER") == "1" }
 // [EmptyURL].
 func DirectURL(tb testing.TB, url string) string {
 	tb.Helper()
-	s, err := theServer.get()
+	s, err := sharedServer.get()
 	require.NoError(tb, err)
 	config, err := pgx.ParseConfig(url)
 	require.NoError(tb, err)

@@ -36,8 +36,8 @@ const (
 	adminConns     = 4
 )
 
-// theServer is the one server of this test binary. The first test that needs the server starts it.
-var theServer shared
+// sharedServer is the one server of this test binary. The first test that needs the server starts it.
+var sharedServer shared
 
 type shared struct {
 	allowed atomic.Bool // Main was called, so the guard can be this binary
@@ -100,7 +100,7 @@ func startServer() (*server, error) {
 	var err error
 	s.admin, err = postgres.Open(ctx, s.url, postgres.Options{MaxConns: adminConns, ApplicationName: "pgtest"})
 	if err == nil {
-		s.strategy, err = s.fastest(ctx)
+		s.strategy, err = s.copyStrategy(ctx)
 	}
 	if err == nil && s.own != nil {
 		err = s.vacuum(ctx)
@@ -126,7 +126,7 @@ func directory() (string, error) {
 	name := "lanekeeper-test-" + strconv.Itoa(os.Geteuid())
 	dir := filepath.Join(os.TempDir(), name)
 	free := os.Getenv("TMPDIR") == "" || strings.HasPrefix(os.Getenv("TMPDIR"), memory+"/")
-	if free && memory != "" && (exists(filepath.Join(memory, name)) || plenty()) {
+	if free && memory != "" && (exists(filepath.Join(memory, name)) || hasRoom()) {
 		dir = filepath.Join(memory, name)
 	}
 	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, os.ErrExist) {
@@ -157,9 +157,9 @@ func (s *server) urlOf(database string) string {
 	return u.String()
 }
 
-// fastest returns the cheapest strategy to copy a database. From version 15 on, the server by default writes the whole
-// copy to the WAL, which takes three times as long without fsync. Older versions always copy files.
-func (s *server) fastest(ctx context.Context) (strategy string, err error) {
+// copyStrategy returns the cheapest strategy to copy a database. From version 15 on, the server by default writes the
+// whole copy to the WAL, which takes three times as long without fsync. Older versions always copy files.
+func (s *server) copyStrategy(ctx context.Context) (strategy string, err error) {
 	err = s.admin.QueryRow(ctx, `
 		select case when current_setting('server_version_num')::int >= 150000 then ' strategy file_copy'
 		  else '' end`).Scan(&strategy)
@@ -186,8 +186,8 @@ func (s *server) create(ctx context.Context, database, template string) error {
 	}
 }
 
-// lend returns the database's URL to the test and drops the database at the test's end.
-func (s *server) lend(tb testing.TB, database string) string {
+// handOut returns the database's URL to the test and drops the database at the test's end.
+func (s *server) handOut(tb testing.TB, database string) string {
 	tb.Helper()
 	tb.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)

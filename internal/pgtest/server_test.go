@@ -14,14 +14,14 @@ import (
 )
 
 func TestSweepDropsLeftovers(t *testing.T) {
-	s, err := theServer.get()
+	s, err := sharedServer.get()
 	require.NoError(t, err)
 	gone := exec.Command("true")
 	require.NoError(t, gone.Run())
 	left, mine := fmt.Sprintf("%s%d_left", testPrefix, gone.Process.Pid), newName()
 	for _, name := range []string{left, mine} {
 		require.NoError(t, s.create(t.Context(), name, "template0"))
-		s.lend(t, name)
+		s.handOut(t, name)
 	}
 	require.NoError(t, s.sweep(t.Context()))
 	names, err := s.names(t.Context(), "select datname from pg_database")
@@ -31,10 +31,10 @@ func TestSweepDropsLeftovers(t *testing.T) {
 }
 
 func TestTemplateIsBuiltOnce(t *testing.T) {
-	s, err := theServer.get()
+	s, err := sharedServer.get()
 	require.NoError(t, err)
 	template := templatePrefix + newName() // other processes may run this test too
-	s.lend(t, template)
+	s.handOut(t, template)
 	var all sync.WaitGroup
 	for range 2 * adminConns {
 		all.Go(func() {
@@ -47,13 +47,13 @@ func TestTemplateIsBuiltOnce(t *testing.T) {
 	assert.Equal(t, 1, len(names), names)
 }
 
-// failing is a test that records its failure.
-type failing struct {
+// failingTB is a test that records its failure.
+type failingTB struct {
 	testing.TB
 	failed chan string
 }
 
-func (f failing) Fatalf(format string, args ...any) {
+func (f failingTB) Fatalf(format string, args ...any) {
 	f.failed <- fmt.Sprintf(format, args...)
 	runtime.Goexit()
 }
@@ -63,7 +63,7 @@ func TestEventually(t *testing.T) {
 	calls := 0
 	Eventually(t, func() bool { calls++; return calls == 3 }, "third call")
 	assert.Equal(t, 3, calls, calls-3)
-	f := failing{TB: t, failed: make(chan string)}
+	f := failingTB{TB: t, failed: make(chan string)}
 	eventually := EventuallyWithin // vet cannot know that the test may call this Fatalf here
 	go eventually(f, time.Millisecond, func() bool { return false }, "never")
 	assert.Equal(t, "not within 1ms: never", <-f.failed)

@@ -20,12 +20,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// rewrittenQuery is a log that goroutines write while a test reads it.
-type rewrittenQuery struct{ testkit.Log }
+// syncLog is a log that goroutines write while a test reads it.
+type syncLog struct{ testkit.Log }
 
-func listen(t *testing.T, db *pgxpool.Pool) (*postgres.Listener, *rewrittenQuery) {
+func listen(t *testing.T, db *pgxpool.Pool) (*postgres.Listener, *syncLog) {
 	t.Helper()
-	log := &rewrittenQuery{}
+	log := &syncLog{}
 	l := postgres.NewListener(postgres.Dialer(db), slog.New(slog.NewTextHandler(log, nil)))
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
@@ -153,13 +153,13 @@ type relay struct{ client, server net.Conn }
 func (r relay) Upstream() { _, _ = io.Copy(r.server, r.client) }
 
 func (r relay) Downstream() {
-	if disguise(r.client, r.server) == nil {
+	if changeProcessID(r.client, r.server) == nil {
 		_, _ = io.Copy(r.client, r.server)
 	}
 }
 
-// disguise forwards the server's messages up to BackendKeyData, and changes the process id.
-func disguise(client io.Writer, server io.Reader) error {
+// changeProcessID forwards the server's messages up to BackendKeyData, and changes the process id.
+func changeProcessID(client io.Writer, server io.Reader) error {
 	for {
 		head := make([]byte, 5)
 		if _, err := io.ReadFull(server, head); err != nil {

@@ -67,8 +67,8 @@ func (s *slowServer) serve(conn net.Conn) {
 	_, _ = conn.Read(request) // until the test closes it
 }
 
-// hasty returns a prober that probes at once.
-func hasty() *livenessProber {
+// fastProber returns a prober that probes at once.
+func fastProber() *livenessProber {
 	p := newLivenessProber()
 	p.delay, p.timeout, p.interval = time.Millisecond, 50*time.Millisecond, time.Millisecond
 	return p
@@ -90,7 +90,7 @@ func (s *slowServer) conn(t *testing.T, p *livenessProber, sends string) net.Con
 // A server may be stopped and replaced while its machine's kernel still acknowledges packets.
 func TestUnresponsiveServerEndsConnections(t *testing.T) {
 	t.Parallel()
-	s, p := newSlowServer(t), hasty()
+	s, p := newSlowServer(t), fastProber()
 	idle := s.conn(t, p, "")
 	for name, conn := range map[string]net.Conn{"one that waits": s.conn(t, p, "question"), "one in the same pool": idle} {
 		if _, err := conn.Read(make([]byte, 1)); !errors.Is(err, errUnresponsive) || !Broken(err) {
@@ -104,7 +104,7 @@ func TestUnresponsiveServerEndsConnections(t *testing.T) {
 
 func TestLongStatementOnResponsiveServer(t *testing.T) {
 	t.Parallel()
-	s, p := newSlowServer(t), hasty()
+	s, p := newSlowServer(t), fastProber()
 	s.talks.Store(true)
 	p.timeout = time.Minute
 	conn := s.conn(t, p, "question")
@@ -118,7 +118,7 @@ func TestLongStatementOnResponsiveServer(t *testing.T) {
 
 func TestRefusingServerIsResponsive(t *testing.T) {
 	t.Parallel()
-	s, p := newSlowServer(t), hasty()
+	s, p := newSlowServer(t), fastProber()
 	address := s.Addr()
 	s.Close()
 	assert.True(t, p.probe(address), "a rejection counted as silence")

@@ -38,7 +38,7 @@ func TestOpenErrorsNameCauseAndHidePassword(t *testing.T) {
 	name := "Odd " + real.Path[1:]
 	stranger.User, noRight.User = url.User(name), url.User(name)
 	noRight.RawQuery += "&session_replication_role=replica"
-	admin := opened(t, pgtest.EmptyURL(t))
+	admin := openPool(t, pgtest.EmptyURL(t))
 	pgtest.Exec(t, admin, "create role "+pgx.Identifier{name}.Sanitize()+" login")
 	t.Cleanup(func() {
 		_, err := admin.Exec(context.WithoutCancel(t.Context()), "drop role "+pgx.Identifier{name}.Sanitize())
@@ -416,8 +416,8 @@ func TestEveryTimeIsRead(t *testing.T) {
 	assert.Error(t, pool.QueryRow(t.Context(), "select null::timestamptz").Scan(&got), "null was read as", got)
 }
 
-// opened returns a pool of [postgres.Open]. The end of the test closes it.
-func opened(t *testing.T, at string) *pgxpool.Pool {
+// openPool returns a pool of [postgres.Open]. The end of the test closes it.
+func openPool(t *testing.T, at string) *pgxpool.Pool {
 	t.Helper()
 	pool := pgtest.Pool(t, at, postgres.Options{MaxConns: 2})
 	return pool
@@ -427,7 +427,7 @@ func opened(t *testing.T, at string) *pgxpool.Pool {
 func TestValuesAreIndependentOfDatabaseSettings(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
-	admin := opened(t, at)
+	admin := openPool(t, at)
 	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
 	for _, setting := range []string{
 		"timezone = 'Asia/Kolkata'", "datestyle = 'German, DMY'", "intervalstyle = 'sql_standard'",
@@ -441,12 +441,12 @@ func TestValuesAreIndependentOfDatabaseSettings(t *testing.T) {
 		                 ('{1,null}'::int[])[2] is null, length(chr(8364) || $1), current_setting('jit'))`
 	var got string
 	const tracked = `select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', length('\n'), length($1))`
-	err := opened(t, throughPooler(t, at)).QueryRow(t.Context(), tracked, "€").Scan(&got)
+	err := openPool(t, throughPooler(t, at)).QueryRow(t.Context(), tracked, "€").Scan(&got)
 	assert.Truef(t, err == nil && got == "2026-07-01 00:00:00+00 2 1", "through a pooler: got %q, %v", got, err)
-	err = opened(t, at).QueryRow(t.Context(), texts, "€").Scan(&got)
+	err = openPool(t, at).QueryRow(t.Context(), texts, "€").Scan(&got)
 	assert.Truef(t, err == nil && got == "2026-07-01 00:00:00+00 30 days 2 t 2 off", "got %q, %v", got, err)
 	const zone = `select current_setting('TimeZone')`
-	err = opened(t, at+"&TimeZone=Europe/Madrid").QueryRow(t.Context(), zone).Scan(&got)
+	err = openPool(t, at+"&TimeZone=Europe/Madrid").QueryRow(t.Context(), zone).Scan(&got)
 	assert.Truef(t, err == nil && got == "Europe/Madrid",
 		"with a zone in the connection string the zone is %q, %v", got, err)
 }
@@ -455,10 +455,10 @@ func TestValuesAreIndependentOfDatabaseSettings(t *testing.T) {
 func TestIdleSessionTimeoutIsOff(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
-	admin := opened(t, at)
+	admin := openPool(t, at)
 	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
 	pgtest.Exec(t, admin, "alter database "+name+" set idle_session_timeout = '50ms'")
-	db := opened(t, at)
+	db := openPool(t, at)
 	var set string
 	err := db.QueryRow(t.Context(), `select current_setting('idle_session_timeout')`).Scan(&set)
 	assert.Truef(t, err == nil && set == "0", "a session of the pool is ended after %q: %v", set, err)
@@ -475,7 +475,7 @@ func TestIdleSessionTimeoutIsOff(t *testing.T) {
 func TestOtherEncodingIsRejected(t *testing.T) {
 	t.Parallel()
 	at := pgtest.EmptyURL(t)
-	admin := opened(t, at)
+	admin := openPool(t, at)
 	name := admin.Config().ConnConfig.Database + "_ascii"
 	pgtest.Exec(t, admin, "create database "+pgx.Identifier{name}.Sanitize()+
 		" template template0 encoding 'SQL_ASCII' locale 'C'")

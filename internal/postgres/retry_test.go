@@ -132,11 +132,11 @@ func TestSealedContextUsesNoDatabase(t *testing.T) {
 	batch := &pgx.Batch{}
 	batch.Queue(`select 1`)
 	for what, err := range map[string]error{
-		"exec":       only(pool.Exec(sealed, `select 1`)),
+		"exec":       errOf(pool.Exec(sealed, `select 1`)),
 		"row":        pool.QueryRow(context.WithoutCancel(sealed), `select 1`).Scan(new(int)),
-		"tx":         only(pool.Begin(sealed)),
+		"tx":         errOf(pool.Begin(sealed)),
 		"batch":      pool.SendBatch(sealed, batch).Close(),
-		"lent":       only(conn.Exec(sealed, `select 1`)),
+		"lent":       errOf(conn.Exec(sealed, `select 1`)),
 		"lent batch": conn.SendBatch(sealed, batch).Close(),
 	} {
 		assert.ErrorIs(t, err, context.Canceled, what)
@@ -146,4 +146,4 @@ func TestSealedContextUsesNoDatabase(t *testing.T) {
 	assert.NoError(t, pool.Ping(t.Context()), "the pool after it")
 }
 
-func only[T any](_ T, err error) error { return err }
+func errOf[T any](_ T, err error) error { return err }

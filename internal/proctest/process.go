@@ -23,8 +23,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// shown bounds the printed lines of a failed test's processes.
-const shown = 60
+// maxShownLines bounds the printed lines of a failed test's processes.
+const maxShownLines = 60
 
 // Process is a started process. Out and Err are its output so far.
 type Process struct {
@@ -61,8 +61,8 @@ func Start(tb testing.TB, timeout time.Duration, dir string, environ []string, c
 			p.Kill()
 			return
 		}
-		out, err := p.Out.Tail(shown), p.Err.Tail(shown)
-		where := p.whereabouts()
+		out, err := p.Out.Tail(maxShownLines), p.Err.Tail(maxShownLines)
+		where := p.goroutineStacks()
 		p.Kill()
 		tb.Logf("%s, pid %d:\n%s%s%s", strings.Join(command[1:], " "), p.Cmd.Process.Pid, out, err, where)
 	})

@@ -8,18 +8,18 @@ import (
 	"time"
 )
 
-// dumpPatience bounds the wait for a process's stacks.
-const dumpPatience = 20 * time.Second
+// dumpTimeout bounds the wait for a process's stacks.
+const dumpTimeout = 20 * time.Second
 
-// whereabouts ends a running process and returns the stacks of its goroutines. The result is empty if the process had
-// ended, was stopped, or prints no stacks.
-func (p *Process) whereabouts() string {
+// goroutineStacks ends a running process and returns the stacks of its goroutines. The result is empty if the process
+// had ended, was stopped, or prints no stacks.
+func (p *Process) goroutineStacks() string {
 	if !p.Running() || p.Cmd.Process.Signal(syscall.SIGQUIT) != nil {
 		return ""
 	}
 	select {
 	case <-p.ended:
-	case <-time.After(dumpPatience):
+	case <-time.After(dumpTimeout):
 		return ""
 	}
 	return stacks(p.Err.String())

@@ -20,7 +20,7 @@ func TestStacks(t *testing.T) {
 		"-test.run=^TestStacks$", "-test.v")
 	pgtest.Eventually(t, func() bool { return strings.Contains(p.Out.String(), "hangs") },
 		"the process hangs")
-	got := p.whereabouts()
+	got := p.goroutineStacks()
 	assert.Truef(t, strings.Contains(got, "proctest.hang < proctest.TestStacks") && strings.Contains(got, "1 × "),
 		"stacks of a process that hangs:\n%s\nwant one of hang, called by TestStacks; it printed:\n%s", got, p.Err.Tail(40))
 }

@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sdnotify"
 )
 
-// manager listens like systemd, and reads one message at a time.
-func manager(t *testing.T, name string) (read func() string) {
+// fakeManager listens like systemd, and reads one message at a time.
+func fakeManager(t *testing.T, name string) (read func() string) {
 	t.Helper()
 	conn, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: name, Net: "unixgram"})
 	require.NoError(t, err)
@@ -34,7 +34,7 @@ func env(values map[string]string) func(string) string {
 
 func TestTell(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "notify")
-	read := manager(t, socket)
+	read := fakeManager(t, socket)
 	m := sdnotify.New(env(map[string]string{"NOTIFY_SOCKET": socket}))
 	for _, state := range []string{sdnotify.Ready, sdnotify.Stopping} {
 		require.NoError(t, m.Tell(state))
@@ -44,7 +44,7 @@ func TestTell(t *testing.T) {
 
 func TestWatchdogRunsUntilContextEnds(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "notify")
-	read := manager(t, socket)
+	read := fakeManager(t, socket)
 	m := sdnotify.New(env(map[string]string{
 		"NOTIFY_SOCKET": socket, "WATCHDOG_USEC": "2000", "WATCHDOG_PID": strconv.Itoa(os.Getpid()),
 	}))

@@ -39,8 +39,8 @@ func header(pairs ...string) http.Header {
 	return h
 }
 
-// standard signs with the official library.
-func standard(t *testing.T, secret, id string, at time.Time, payload []byte) http.Header {
+// officialHeaders signs with the official library.
+func officialHeaders(t *testing.T, secret, id string, at time.Time, payload []byte) http.Header {
 	t.Helper()
 	wh, err := standardwebhooks.NewWebhook(secret)
 	require.NoError(t, err)
@@ -49,8 +49,8 @@ func standard(t *testing.T, secret, id string, at time.Time, payload []byte) htt
 	return header("webhook-id", id, "webhook-timestamp", fmt.Sprint(at.Unix()), "webhook-signature", signed)
 }
 
-// svix renames the headers like Svix.
-func svix(h http.Header) http.Header {
+// svixHeaders renames the headers like Svix.
+func svixHeaders(h http.Header) http.Header {
 	return header("svix-id", h.Get("webhook-id"), "svix-timestamp", h.Get("webhook-timestamp"),
 		"svix-signature", h.Get("webhook-signature"))
 }
@@ -74,7 +74,7 @@ func TestSignaturesOfOfficialLibraryVerify(t *testing.T) {
 	}{
 		"Standard Webhooks": {
 			signature.Verifier{Scheme: signature.Standard, Secrets: []string{whsec}},
-			standard(t, whsec, "msg_1", now, body),
+			officialHeaders(t, whsec, "msg_1", now, body),
 			body,
 		},
 		"Stripe": {
@@ -119,7 +119,7 @@ func TestSignaturesOfOfficialLibraryVerify(t *testing.T) {
 		},
 		"Svix": {
 			signature.Verifier{Scheme: signature.Standard, Secrets: []string{whsec}},
-			svix(standard(t, whsec, "msg_1", now, body)), body,
+			svixHeaders(officialHeaders(t, whsec, "msg_1", now, body)), body,
 		},
 		"generic in base64": {
 			signature.Verifier{
@@ -213,7 +213,7 @@ func TestTimesOutsideToleranceAreRejected(t *testing.T) {
 			t.Parallel()
 			at := now.Add(c.off)
 			for scheme, h := range map[signature.Scheme]http.Header{
-				signature.Standard: standard(t, whsec, "msg", at, body),
+				signature.Standard: officialHeaders(t, whsec, "msg", at, body),
 				signature.Stripe: header("Stripe-Signature", stripe.GenerateTestSignedPayload(
 					&stripe.UnsignedPayload{Payload: body, Secret: whsec, Timestamp: at}).Header),
 				signature.HMAC: header("X-Time", fmt.Sprint(at.Unix()), "X-Signature",
@@ -233,7 +233,7 @@ func TestTimesOutsideToleranceAreRejected(t *testing.T) {
 
 func TestMalformedHeadersAreRejected(t *testing.T) {
 	t.Parallel()
-	good := standard(t, whsec, "msg", now, body)
+	good := officialHeaders(t, whsec, "msg", now, body)
 	for name, c := range map[string]struct {
 		scheme signature.Scheme
 		h      http.Header

@@ -19,8 +19,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// scene is a database with rows in plain SQL, a receiver, and exporters between them.
-type scene struct {
+// exportTest is a database with rows in plain SQL, a receiver, and exporters between them.
+type exportTest struct {
 	t        *testing.T
 	db       *pgxpool.Pool
 	receiver *otlptest.Server
@@ -28,15 +28,15 @@ type scene struct {
 	log      *slog.Logger
 }
 
-func newScene(t *testing.T) *scene {
+func newExportTest(t *testing.T) *exportTest {
 	t.Helper()
-	return &scene{
+	return &exportTest{
 		t, pgtest.DB(t), otlptest.New(t), telemetry.NewMetrics("test", nil), slog.New(slog.DiscardHandler),
 	}
 }
 
 // export runs an exporter until the caller stops it, or the test ends.
-func (s *scene) export(more ...string) (stop func()) {
+func (s *exportTest) export(more ...string) (stop func()) {
 	s.t.Helper()
 	environ := map[string]string{"OTEL_EXPORTER_OTLP_ENDPOINT": s.receiver.URL()}
 	for _, pair := range more {
@@ -55,39 +55,39 @@ func (s *scene) export(more ...string) (stop func()) {
 }
 
 // exported runs an exporter until it has sent all ended spans.
-func (s *scene) exported(more ...string) []otlptest.Span {
+func (s *exportTest) exported(more ...string) []otlptest.Span {
 	s.t.Helper()
 	s.export(more...)()
 	return s.receiver.Trace("")
 }
 
-func (s *scene) one(sql string, args ...any) string {
+func (s *exportTest) exportedSpan(sql string, args ...any) string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, sql, args...)
 }
 
-func (s *scene) exec(sql string, args ...any) {
+func (s *exportTest) exec(sql string, args ...any) {
 	s.t.Helper()
 	pgtest.Exec(s.t, s.db, sql, args...)
 }
 
 // start and end start and complete an execution in plain SQL, like an external worker.
-func (s *scene) start(id trace.ID, parent any) string {
+func (s *exportTest) start(id trace.ID, parent any) string {
 	s.t.Helper()
-	return s.one(`insert into agent_executions (trace_id, surface, flow, status, parent_id, awaited)
+	return s.exportedSpan(`insert into agent_executions (trace_id, surface, flow, status, parent_id, awaited)
 		values ($1, 'flow', 'external', 'pending', $2, true)
 		returning id::text`, string(id), parent)
 }
 
-func (s *scene) end(id string) {
+func (s *exportTest) end(id string) {
 	s.t.Helper()
 	s.exec(`update agent_executions set status = 'running' where id = $1`, id)
 	s.exec(`update agent_executions set status = 'completed' where id = $1`, id)
 }
 
-func (s *scene) note(id trace.ID, execution any, skill string) string {
+func (s *exportTest) note(id trace.ID, execution any, skill string) string {
 	s.t.Helper()
-	return s.one(`insert into agent_activity (trace_id, execution_id, skill_name, status, finished_at, duration_ms)
+	return s.exportedSpan(`insert into agent_activity (trace_id, execution_id, skill_name, status, finished_at, duration_ms)
 		values ($1, $2, $3, 'success', clock_timestamp(), 0) returning id::text`, string(id), execution, skill)
 }
 
@@ -105,7 +105,7 @@ func names(spans []otlptest.Span) []string {
 // its descendants.
 func TestTraceHasOneRoot(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
+	s := newExportTest(t)
 	id, alone := trace.New(trace.Flow), trace.New(trace.Operate)
 	root := s.start(id, nil)
 	s.note(id, nil, "from outside")
@@ -143,7 +143,7 @@ func TestTraceHasOneRoot(t *testing.T) {
 // TestLateCommitIsSent: a row has an id from before the last pass, but its transaction was still running then.
 func TestLateCommitIsSent(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
+	s := newExportTest(t)
 	id := trace.New(trace.Operate)
 	tx, err := s.db.Begin(t.Context())
 	require.NoError(t, err)
@@ -153,13 +153,13 @@ func TestLateCommitIsSent(t *testing.T) {
 	s.note(id, nil, "soon")
 	s.export()
 	passes := func() bool { // an exporter that does not wait for the transaction would have sent by now
-		return s.one(`select (clock_timestamp() - updated_at < interval '1 second' and sender <> '')::text
+		return s.exportedSpan(`select (clock_timestamp() - updated_at < interval '1 second' and sender <> '')::text
 			from agent_span_export`) == "true"
 	}
 	pgtest.Eventually(t, passes, "the exporter looks")
 	pgtest.Eventually(t, func() bool {
-		return s.one(`select (clock_timestamp() > $1::timestamptz + interval '2 seconds')::text`,
-			s.one(`select max(created_at)::text from agent_activity`)) == "true"
+		return s.exportedSpan(`select (clock_timestamp() > $1::timestamptz + interval '2 seconds')::text`,
+			s.exportedSpan(`select max(created_at)::text from agent_activity`)) == "true"
 	}, "two passes go by")
 	if got := s.receiver.Trace(""); len(got) != 0 {
 		t.Errorf("%q were sent while an older transaction was running", names(got))
@@ -171,25 +171,25 @@ func TestLateCommitIsSent(t *testing.T) {
 // TestOpenActivitiesAreSentWhenTheyEnd, by the process with the right to send.
 func TestOpenActivitiesAreSentWhenTheyEnd(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
+	s := newExportTest(t)
 	id := trace.New(trace.Flow)
-	open := s.one(`insert into agent_activity (trace_id, skill_name, status) values ($1, 'slow', 'running')
+	open := s.exportedSpan(`insert into agent_activity (trace_id, skill_name, status) values ($1, 'slow', 'running')
 		returning id::text`, string(id))
 	s.note(id, nil, "quick")
 	got := names(s.exported())
 	require.Truef(t, cmp.Equal(got, []string{"execute_tool quick"}), "sent %q", got)
-	assert.Equal(t, "{"+open+"}", s.one(`select pending::text from agent_span_export`))
+	assert.Equal(t, "{"+open+"}", s.exportedSpan(`select pending::text from agent_span_export`))
 	s.exec(`update agent_activity set status = 'error', error_class = 'timeout', error_message = 'too slow',
 		finished_at = clock_timestamp() where id = $1`, open)
 	got = names(s.exported())
 	require.Truef(t, cmp.Equal(got, []string{"execute_tool quick", "execute_tool slow"}), "sent %q", got)
-	assert.Equal(t, "{}", s.one(`select pending::text from agent_span_export`))
+	assert.Equal(t, "{}", s.exportedSpan(`select pending::text from agent_span_export`))
 }
 
 // TestSpanOfCallerIsLink: the caller's span is a link, and the trace keeps its own id.
 func TestSpanOfCallerIsLink(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
+	s := newExportTest(t)
 	id := trace.New(trace.Flow)
 	run := s.start(id, nil)
 	s.exec(`insert into agent_trace_links (trace_id, traceparent)
@@ -203,7 +203,7 @@ func TestSpanOfCallerIsLink(t *testing.T) {
 // TestSampling keeps traces whole: the decision follows from the id.
 func TestSampling(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
+	s := newExportTest(t)
 	kept := 0
 	for range 40 {
 		id := trace.New(trace.Flow)
@@ -228,8 +228,8 @@ func TestSampling(t *testing.T) {
 // writer retries.
 func TestSlowlyWrittenEndIsSent(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
-	run := s.one(`
+	s := newExportTest(t)
+	run := s.exportedSpan(`
 		with w as (insert into agent_workers (name, expires_at) values ('slow', clock_timestamp() + interval '1 hour')
 		  returning id)
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim) select $1, 'flow', 'slow',
@@ -256,7 +256,7 @@ func TestSlowlyWrittenEndIsSent(t *testing.T) {
 		ended <- err
 	}()
 	pgtest.Eventually(t, func() bool {
-		return s.one(`select exists (select from pg_stat_activity where datname = current_database()
+		return s.exportedSpan(`select exists (select from pg_stat_activity where datname = current_database()
 			and wait_event = 'PgSleep')::text`) == "true"
 	}, "the end is being written")
 	stop := s.export()
@@ -272,17 +272,17 @@ func TestSlowlyWrittenEndIsSent(t *testing.T) {
 // TestOneExporterSends: one of two exporters has the right to send, and the other takes over.
 func TestOneExporterSends(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
+	s := newExportTest(t)
 	first := s.export()
-	pgtest.Eventually(t, func() bool { return s.one(`select sender from agent_span_export`) != "" },
+	pgtest.Eventually(t, func() bool { return s.exportedSpan(`select sender from agent_span_export`) != "" },
 		"the first has the right")
-	holder := s.one(`select sender from agent_span_export`)
+	holder := s.exportedSpan(`select sender from agent_span_export`)
 	second := s.export()
 	s.note(trace.New(trace.Flow), nil, "one")
 	pgtest.Eventually(t, func() bool { return len(s.receiver.Trace("")) == 1 }, "it is sent")
-	assert.Equal(t, holder, s.one(`select sender from agent_span_export`))
+	assert.Equal(t, holder, s.exportedSpan(`select sender from agent_span_export`))
 	first()
-	pgtest.Eventually(t, func() bool { return s.one(`select sender from agent_span_export`) != "" },
+	pgtest.Eventually(t, func() bool { return s.exportedSpan(`select sender from agent_span_export`) != "" },
 		"the second has the right")
 	s.note(trace.New(trace.Flow), nil, "two")
 	second()
@@ -293,10 +293,10 @@ func TestOneExporterSends(t *testing.T) {
 // TestLastPassSendsEndedSpans, also within the millisecond of the exporter's stop.
 func TestLastPassSendsEndedSpans(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
+	s := newExportTest(t)
 	for n := range 25 {
 		stop := s.export()
-		pgtest.Eventually(t, func() bool { return s.one(`select sender from agent_span_export`) != "" },
+		pgtest.Eventually(t, func() bool { return s.exportedSpan(`select sender from agent_span_export`) != "" },
 			"it has the right")
 		s.note(trace.New(trace.Flow), nil, "one")
 		stop()
@@ -307,7 +307,7 @@ func TestLastPassSendsEndedSpans(t *testing.T) {
 // TestRejectedBatchIsDropped: the receiver would reject it for ever, and it would block all later batches.
 func TestRejectedBatchIsDropped(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
+	s := newExportTest(t)
 	s.note(trace.New(trace.Flow), nil, "bad")
 	s.receiver.Fail(func(n int) int { return map[bool]int{true: 400, false: 0}[n == 0] })
 	s.exported()
@@ -319,7 +319,7 @@ func TestRejectedBatchIsDropped(t *testing.T) {
 // TestExportFailures: the count is of the receiver's failures. A database that is away is none.
 func TestExportFailures(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
+	s := newExportTest(t)
 	var log testkit.Log
 	s.log = slog.New(slog.NewTextHandler(&log, nil))
 	s.note(trace.New(trace.Flow), nil, "one")
@@ -337,9 +337,9 @@ func TestExportFailures(t *testing.T) {
 // TestGoldenAttributes compares complete sets of attributes, by the conventions of the commit in genai.go.
 func TestGoldenAttributes(t *testing.T) {
 	t.Parallel()
-	s := newScene(t)
+	s := newExportTest(t)
 	id := trace.New(trace.Heartbeat)
-	run := s.one(`insert into agent_executions (trace_id, surface, flow, thread_id, status, started_at)
+	run := s.exportedSpan(`insert into agent_executions (trace_id, surface, flow, thread_id, status, started_at)
 		values ($1, 'heartbeat', 'heartbeat', 'T1', 'running', now()) returning id::text`, string(id))
 	s.exec(`insert into agent_activity (trace_id, execution_id, kind, surface, skill_name, purpose, status, model,
 		token_usage, cost_usd, step, lane,

@@ -140,8 +140,8 @@ func scrape(t *testing.T, m *telemetry.Metrics) string {
 	return text
 }
 
-// used counts work of every kind.
-func used(m *telemetry.Metrics) {
+// recordAll counts work of every kind.
+func recordAll(m *telemetry.Metrics) {
 	now := time.Now()
 	x := executions.Execution{Surface: "heartbeat", StartedAt: &now}
 	m.RunStarted(x)
@@ -168,7 +168,7 @@ func TestMetricsFormat(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	m := telemetry.NewMetrics("1.2.3", telemetry.NewState(db, slog.New(slog.DiscardHandler)))
-	used(m)
+	recordAll(m)
 	text := scrape(t, m)
 	problems, err := promlint.New(strings.NewReader(text)).Lint()
 	assert.Truef(t, err == nil && len(problems) == 0, "promlint: %v %+v", err, problems)
@@ -198,7 +198,7 @@ func TestScrapeWithoutDatabase(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	m := telemetry.NewMetrics("test", telemetry.NewState(db, slog.New(slog.DiscardHandler)))
-	used(m)
+	recordAll(m)
 	db.Close()
 	text := scrape(t, m)
 	assert.Truef(t, strings.Contains(text, "agent_database_up 0\n") &&
@@ -246,6 +246,6 @@ func TestLabelsAreBounded(t *testing.T) {
 }
 
 // TestNilMetrics: a nil Metrics counts nothing and does not panic.
-func TestNilMetrics(*testing.T) { used(nil) }
+func TestNilMetrics(*testing.T) { recordAll(nil) }
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
