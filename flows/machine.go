@@ -154,31 +154,32 @@ type preparedAction struct {
 func (m *flowRun) runAction(ctx context.Context, a *action) (*endResult, error) {
 	r := m.prepare(a)
 	recorded := true
-	got, err := executions.Phase(ctx, a.key, func(ctx context.Context, effect *executions.Effect) (actionResult, error) {
+	perform := func(ctx context.Context, effect *executions.Effect) (actionResult, error) {
 		recorded = false
-		got, err := m.perform(ctx, r, effect)
+		result, err := m.perform(ctx, r, effect)
 		if err != nil {
 			return actionResult{}, a.wrapError(err)
 		}
-		return got, nil
-	}, executions.As(a.Type), executions.Input(r.activityInput()))
+		return result, nil
+	}
+	result, err := executions.Phase(ctx, a.key, perform, executions.As(a.Type), executions.Input(r.activityInput()))
 	if failed, ok := errors.AsType[*executions.StepError](err); ok && failed.Class == classTimedOut {
 		return nil, &timedOut{failed}
 	}
 	if err != nil {
 		return nil, err
 	}
-	if recorded && !m.sameResult(r, got) {
+	if recorded && !m.sameResult(r, result) {
 		return nil, executions.Changed(ctx, a.key)
 	}
-	m.seen.Add(got.Seen...)
-	if err := m.setVariables(ctx, got.Set); err != nil {
+	m.seen.Add(result.Seen...)
+	if err := m.setVariables(ctx, result.Set); err != nil {
 		return nil, err
 	}
-	if got.Skipped || got.End != nil {
-		return got.End, nil
+	if result.Skipped || result.End != nil {
+		return result.End, nil
 	}
-	return m.runChosen(ctx, r, got)
+	return m.runChosen(ctx, r, result)
 }
 
 // sameResult recomputes a recorded action and reports whether the result is equal. The action's fingerprint does not
@@ -287,18 +288,18 @@ func (m *flowRun) perform(ctx context.Context, r preparedAction, effect *executi
 	}
 	set, done := m.collectVariables()
 	defer done()
-	got, err := m.dispatch(ctx, r, effect)
+	result, err := m.dispatch(ctx, r, effect)
 	if err != nil {
 		return actionResult{}, err
 	}
 	if len(set) > 0 { // timeoutActions have set variables
-		maps.Copy(set, got.Set)
-		got.Set = set
+		maps.Copy(set, result.Set)
+		result.Set = set
 	}
 	if effect.Output == nil {
-		effect.Output = got.Set
+		effect.Output = result.Set
 	}
-	return got, m.checkSize(got.Set)
+	return result, m.checkSize(result.Set)
 }
 
 // checkSize returns an error if the variables, including set, exceed maxVariables.

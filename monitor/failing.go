@@ -66,17 +66,17 @@ type Failures struct {
 }
 
 // ReadFailures reads the failures.
-func ReadFailures(ctx context.Context, db postgres.DB) (got Failures, err error) {
+func ReadFailures(ctx context.Context, db postgres.DB) (result Failures, err error) {
 	since := time.Now().Add(-24 * time.Hour)
-	got.list, err = postgres.RowsGeneric[failure](ctx, db, "list failures", failingSQL, postgres.Strict{
-		"since": since, "most": failuresRead, "each": failuresOfCall, "subjects": failingNames, "walk": outcomesRead,
-		"newest": newestRead, "rejections": rejectionsRead,
+	result.list, err = postgres.RowsGeneric[failure](ctx, db, "list failures", failingSQL, postgres.Strict{
+		"since": since, "max_executions": failuresRead, "max_calls": failuresOfCall, "max_names": failingNames,
+		"max_outcomes": outcomesRead, "newest": newestRead, "rejections": rejectionsRead,
 	})
-	if err != nil || len(got.list) == 0 {
-		return got, err
+	if err != nil || len(result.list) == 0 {
+		return result, err
 	}
 	flows, calls, models := []string{}, []string{}, false
-	for _, f := range got.list {
+	for _, f := range result.list {
 		switch {
 		case f.Kind == "model":
 			models = true
@@ -86,11 +86,11 @@ func ReadFailures(ctx context.Context, db postgres.DB) (got Failures, err error)
 			calls = append(calls, f.Name)
 		}
 	}
-	got.outcomes, err = postgres.RowsGeneric[outcome](ctx, db, "read outcomes", outcomesSQL, postgres.Strict{
-		"flows": flows, "calls": calls, "models": models, "walk": outcomesRead, "since": since,
+	result.outcomes, err = postgres.RowsGeneric[outcome](ctx, db, "read outcomes", outcomesSQL, postgres.Strict{
+		"flows": flows, "calls": calls, "models": models, "max_outcomes": outcomesRead, "since": since,
 		"hour": time.Now().Add(-time.Hour), "rejections": rejectionsRead,
 	})
-	return got, err
+	return result, err
 }
 
 // Failing has the names of the failing flows, and of the failing skills, actions and models.
@@ -112,10 +112,10 @@ func (f Failures) Failing() *Failing {
 }
 
 // outcomeOf returns the outcome of a failed subject.
-func (f Failures) outcomeOf(of failure) outcome {
+func (f Failures) outcomeOf(subject failure) outcome {
 	i := slices.IndexFunc(f.outcomes, func(o outcome) bool {
-		return o.Name == of.Name && (of.Kind != "flow" && o.Kind == "call" || of.Kind == "flow" &&
-			o.Kind == "flow" && o.Agent == of.Agent)
+		return o.Name == subject.Name && (subject.Kind != "flow" && o.Kind == "call" || subject.Kind == "flow" &&
+			o.Kind == "flow" && o.Agent == subject.Agent)
 	})
 	if i < 0 {
 		return outcome{}
@@ -176,15 +176,15 @@ func errorKey(message string) string {
 // failed execution, its failed children, and the last error inside each.
 func (f Failures) roots() map[string]string {
 	children, ids := map[string][]failure{}, map[string]bool{}
-	for _, one := range f.list {
-		ids[one.ID] = true
+	for _, item := range f.list {
+		ids[item.ID] = true
 	}
 	var topLevel []failure
-	for _, one := range f.list {
-		if ids[one.Parent] {
-			children[one.Parent] = append(children[one.Parent], one)
+	for _, item := range f.list {
+		if ids[item.Parent] {
+			children[item.Parent] = append(children[item.Parent], item)
 		} else {
-			topLevel = append(topLevel, one)
+			topLevel = append(topLevel, item)
 		}
 	}
 	roots := make(map[string]string, len(f.list))
@@ -195,22 +195,22 @@ func (f Failures) roots() map[string]string {
 		}
 		tree, spans := []failure{top}, []activity.FailedSpan{}
 		for i := 0; i < len(tree); i++ {
-			one := tree[i]
-			tree = append(tree, children[one.ID]...)
+			item := tree[i]
+			tree = append(tree, children[item.ID]...)
 			spans = append(spans, activity.FailedSpan{
-				ID: one.ID, ExecutionID: one.ID, IsExecution: true, IsRoot: i == 0, ParentID: one.Parent, Name: one.Name,
-				Step: one.Step, Status: "failed", Message: one.Message, At: one.At,
+				ID: item.ID, ExecutionID: item.ID, IsExecution: true, IsRoot: i == 0, ParentID: item.Parent,
+				Name: item.Name, Step: item.Step, Status: "failed", Message: item.Message, At: item.At,
 			})
-			if one.InnerMessage != "" {
+			if item.InnerMessage != "" {
 				spans = append(spans, activity.FailedSpan{
-					ID: one.ID + " call", ExecutionID: one.ID, Name: one.InnerName, Step: one.InnerStep, Status: "error",
-					Class: one.Class, Message: one.InnerMessage, At: one.At,
+					ID: item.ID + " call", ExecutionID: item.ID, Name: item.InnerName, Step: item.InnerStep, Status: "error",
+					Class: item.Class, Message: item.InnerMessage, At: item.At,
 				})
 			}
 		}
 		if cause := activity.FindRootCause(spans); cause != nil {
-			for _, one := range tree {
-				roots[one.ID] = cause.Message
+			for _, item := range tree {
+				roots[item.ID] = cause.Message
 			}
 		}
 	}
@@ -223,24 +223,24 @@ func (f Failures) Groups(concerns func(string) bool, unforkable map[string]strin
 	roots := f.roots()
 	byKey, keys := map[string]*Group{}, []string{}
 	failed := map[string]bool{}
-	for _, one := range f.list {
-		failed[one.ID] = true
+	for _, item := range f.list {
+		failed[item.ID] = true
 	}
-	for _, one := range f.list {
-		if !concerns(one.Agent) {
+	for _, item := range f.list {
+		if !concerns(item.Agent) {
 			continue
 		}
-		root := redact.Text(roots[one.ID], maxRedacted)
+		root := redact.Text(roots[item.ID], maxRedacted)
 		key := errorKey(root)
 		g := byKey[key]
 		if g == nil {
-			g = &Group{Since: one.At}
+			g = &Group{Since: item.At}
 			byKey[key], keys = g, append(keys, key)
 		}
-		g.add(one, root, f.outcomeOf(one).Failing())
-		if one.Kind == "flow" && !one.Retried && !failed[one.Parent] && unforkable[one.Name] == "" &&
+		g.add(item, root, f.outcomeOf(item).Failing())
+		if item.Kind == "flow" && !item.Retried && !failed[item.Parent] && unforkable[item.Name] == "" &&
 			len(g.Retry) < MaxRetry {
-			g.Retry = append(g.Retry, one.ID)
+			g.Retry = append(g.Retry, item.ID)
 		}
 	}
 	list := make([]Group, 0, len(keys))

@@ -1,15 +1,15 @@
--- Failures since @since (the last day): executions that failed or timed out, at most @most of each, then calls of skills,
--- other actions and models, at most @each of a name. An execution whose call a person rejected did not fail.
+-- Failures since @since (the last day): executions that failed or timed out, at most @max_executions of each, then calls of skills,
+-- other actions and models, at most @max_calls of a name. An execution whose call a person rejected did not fail.
 -- inner_message is the last error inside an execution. It is also the deepest error, because an action begins after the
 -- action that contains it.
 with rejected as materialized (select lanekeeper.agent_rejected_executions(@rejections) as id),
 broken as materialized (
   select x.* from (
     (select e.id, e.parent_id, e.trace_id, e.agent, e.flow, e.failed_step, e.error_message, coalesce(e.completed_at, e.updated_at) as at
-       from agent_executions e where e.status = 'failed' and e.id not in (select r.id from rejected r) order by e.id desc limit @most::int)
+       from agent_executions e where e.status = 'failed' and e.id not in (select r.id from rejected r) order by e.id desc limit @max_executions::int)
     union all
     (select e.id, e.parent_id, e.trace_id, e.agent, e.flow, e.failed_step, coalesce(e.error_message, 'timed out'), coalesce(e.completed_at, e.updated_at)
-       from agent_executions e where e.status = 'timeout' order by e.id desc limit @most::int)) x
+       from agent_executions e where e.status = 'timeout' order by e.id desc limit @max_executions::int)) x
    where x.at > @since::timestamptz),
 named as materialized (
   select n.name from (
@@ -19,7 +19,7 @@ named as materialized (
     union all
     select r.skill_name, 1 from (select a.skill_name, a.status, a.kind from agent_activity a order by a.id desc limit @newest::int) r
      where r.status = 'error' and r.kind = 'call') n
-   group by n.name order by sum(n.failed) desc, n.name limit @subjects::int)
+   group by n.name order by sum(n.failed) desc, n.name limit @max_names::int)
 select 'flow' as kind, left(b.flow, 300) as name, left(b.agent, 300) as agent, b.id::text, coalesce(b.parent_id::text, '') as parent,
        left(b.trace_id, 100) as trace_id, b.at, coalesce(left(b.error_message, 1000), '') as message,
        coalesce(left(b.failed_step, 300), '') as step, coalesce(c.name, '') as inner_name, coalesce(c.step, '') as inner_step,
@@ -40,8 +40,8 @@ select case when exists (select from agent_skills s where s.name = n.name) then 
    select k.* from (
      select k.id, k.status, k.error_class, k.error_message, k.trace_id, k.created_at from agent_skill_calls k
       where k.skill_name between n.name and n.name and k.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
-      order by k.skill_name desc, k.id desc limit @walk::int) k
-    where k.status = 'error' limit @each::int) f
+      order by k.skill_name desc, k.id desc limit @max_outcomes::int) k
+    where k.status = 'error' limit @max_calls::int) f
   join agent_activity a on a.id = f.id
 union all
 select 'model', 'model_call', left(f.agent, 300), f.id::text, '', left(f.trace_id, 100), f.created_at, coalesce(left(f.error_message, 1000), ''),
@@ -50,6 +50,6 @@ select 'model', 'model_call', left(f.agent, 300), f.id::text, '', left(f.trace_i
     select a.* from (
       select a.id, a.agent, a.kind, a.status, a.error_class, a.error_message, a.trace_id, a.created_at from agent_activity a
        where a.skill_name between 'model_call' and 'model_call' and a.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
-       order by a.skill_name desc, a.id desc limit @walk::int) a
+       order by a.skill_name desc, a.id desc limit @max_outcomes::int) a
      where a.kind = 'model' and a.status = 'error' and a.error_class not in ('cancelled', 'interrupted', 'stale', 'yielded', 'budget')
-     limit @each::int) f
+     limit @max_calls::int) f

@@ -1,4 +1,4 @@
--- The outcomes of the newest @walk runs of some flows, by agent, and of the newest @walk calls since @since of some
+-- The outcomes of the newest @max_outcomes runs of some flows, by agent, and of the newest @max_outcomes calls since @since of some
 -- names. The streak is the failures after the last success. Skipped heartbeats do not count, nor do executions whose call
 -- a person rejected. The query searches only flows and names whose newest row failed.
 with ended as materialized (
@@ -8,7 +8,7 @@ with ended as materialized (
      select x.id, x.flow, x.agent, x.status, x.result_summary, coalesce(x.completed_at, x.updated_at) as at from agent_executions x
       -- Read the index of flows backwards from the flow's newest run. PostgreSQL could plan equality as a scan by id.
       where (x.flow, x.id) <= (f.name, 'ffffffff-ffff-ffff-ffff-ffffffffffff'::uuid) and x.claimed_by is null
-      order by x.flow desc, x.id desc limit @walk::int) w
+      order by x.flow desc, x.id desc limit @max_outcomes::int) w
    where w.flow = f.name and w.status in ('completed', 'failed', 'timeout') and w.result_summary not like 'skipped:%'
      and w.id not in (select lanekeeper.agent_rejected_executions(@rejections))
   union all
@@ -21,13 +21,13 @@ with ended as materialized (
    cross join lateral (
      select k.id, k.status, k.created_at from agent_skill_calls k
       where k.skill_name between s.name and s.name and k.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
-      order by k.skill_name desc, k.id desc limit case when newest.status = 'error' then @walk::int else 1 end) k
+      order by k.skill_name desc, k.id desc limit case when newest.status = 'error' then @max_outcomes::int else 1 end) k
   union all
   select 'call', m.name, '', m.id, m.created_at, m.status = 'error'
     from (
      select 'model_call' as name, a.id, a.kind, a.status, a.error_class, a.created_at from agent_activity a
       where @models and a.skill_name between 'model_call' and 'model_call' and a.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
-      order by a.skill_name desc, a.id desc limit @walk::int) m
+      order by a.skill_name desc, a.id desc limit @max_outcomes::int) m
    where m.kind = 'model' and m.status in ('success', 'error')
      and m.error_class not in ('cancelled', 'interrupted', 'stale', 'yielded', 'budget')),
 numbered as (

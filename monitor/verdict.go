@@ -209,14 +209,14 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 		select left(s.agent, 300) as agent, s.cron, s.timezone, s.next_run_at, s.last_run_at, coalesce(h.id::text, '') as id,
 		       coalesce(h.trace_id, '') as trace_id, coalesce(h.status, '') as status, coalesce(h.result, '') as result,
 		       coalesce(h.problem, '') as problem, h.ended_at
-		  from (select * from agent_schedules where flow = 'heartbeat' order by name limit @most::int) s
+		  from (select * from agent_schedules where flow = 'heartbeat' order by name limit @limit::int) s
 		  left join lateral (
 		    select x.id, x.trace_id, x.status::text, left(x.result_summary, 300) as result, left(x.error_message, 300) as problem,
 		           x.completed_at as ended_at
 		      from (select e.* from agent_executions e where e.flow = 'heartbeat' and e.claimed_by is null
 		             order by e.id desc limit 2000) x
 		     where x.agent = s.agent and x.completed_at is not null order by x.id desc limit 1) h on true`,
-		postgres.Strict{"most": maxBeats})
+		postgres.Strict{"limit": maxBeats})
 	if err != nil {
 		return c, err
 	}
@@ -228,17 +228,17 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 	}
 	c.stuck, err = postgres.Rows[stuckWork](ctx, db, "list stuck work", `
 		select left(x.agent, 300) as agent, '' as lane, count(*) as n, min(x.waiting_until) as since
-		  from (select e.agent, e.waiting_until from agent_executions_stuck e order by e.waiting_until limit @most::int) x
+		  from (select e.agent, e.waiting_until from agent_executions_stuck e order by e.waiting_until limit @limit::int) x
 		 group by x.agent
 		union all
 		select '', l.lane, 1, w.since
 		  from (select k.lane, k.locked_at from agent_locks k
-		         where k.locked_by <> '' and not k.parked and k.expires_at > clock_timestamp() limit @most::int) l
+		         where k.locked_by <> '' and not k.parked and k.expires_at > clock_timestamp() limit @limit::int) l
 		 cross join lateral (
 		   select q.since from agent_lock_waiters q
 		    where q.lane = l.lane and q.expires_at > clock_timestamp() order by q.ticket limit 1) w
 		 where l.locked_at < @before and w.since < @before`,
-		postgres.Strict{"most": countLimit, "before": c.now.Add(-stuckAfter)})
+		postgres.Strict{"limit": countLimit, "before": c.now.Add(-stuckAfter)})
 	if err != nil {
 		return c, err
 	}
