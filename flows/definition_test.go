@@ -463,6 +463,14 @@ func TestDefinitionLimits(t *testing.T) {
 	}
 }
 
+// The published schema cannot express this rule.
+func TestWrongDefaultOfInput(t *testing.T) {
+	d, err := parseDefinition(`{"name": "a", "actions": [{"actionType": "end"}],
+		"input": {"type": "object", "properties": {"x": {"type": "integer", "default": "ten"}}}}`)
+	require.NoError(t, err)
+	assert.ErrorContains(t, flows.Validate(d), "input.properties.x.default: got string, want integer")
+}
+
 func TestTriggersListsChildFlows(t *testing.T) {
 	d, err := parseDefinition(`{"name": "a", "actions": [
 		{"actionType": "trigger_agent", "parameters": {"flow": "b"}},

@@ -242,6 +242,9 @@ func compileInput(given map[string]any) (*inputSchema, error) {
 	if err != nil {
 		return nil, fmt.Errorf("input: %s", schema.OneLine(err))
 	}
+	if err := schema.CheckDefaults(compiled); err != nil {
+		return nil, fmt.Errorf("input.%w", err)
+	}
 	return &inputSchema{compiled}, nil
 }
 

@@ -19,8 +19,9 @@ func compile(text json.RawMessage) (*jsonschema.Schema, error) {
 	return schema.Compile(text, (*jsonschema.Compiler).AssertFormat)
 }
 
-// resolveParameters returns the stored schema and its property names.
-func resolveParameters(parameters map[string]any) (json.RawMessage, []string, fielderr.List) {
+// resolveParameters returns the stored schema and its property names. It accepts wrong defaults in the schema of an MCP
+// server: the tool works with an argument.
+func resolveParameters(parameters map[string]any, fromServer bool) (json.RawMessage, []string, fielderr.List) {
 	full := make(map[string]any, len(parameters)+3)
 	maps.Copy(full, parameters)
 	if len(full) == 0 {
@@ -48,10 +49,13 @@ func resolveParameters(parameters map[string]any) (json.RawMessage, []string, fi
 		return nil, nil, schemaProblems(err)
 	}
 	names := propertyNames(compiled)
-	if full["additionalProperties"] != false || full["patternProperties"] != nil {
-		return raw, names, nil
-	}
 	var problems fielderr.List
+	if err := schema.CheckDefaults(compiled); err != nil && !fromServer {
+		problems = append(problems, fmt.Errorf("parameters.%w", err))
+	}
+	if full["additionalProperties"] != false || full["patternProperties"] != nil {
+		return raw, names, problems
+	}
 	for _, name := range compiled.Required { // no call could pass an undeclared argument
 		if !slices.Contains(names, name) {
 			problems.Add("parameters.required", "%q is not declared under parameters.properties", name)

@@ -195,7 +195,7 @@ func resolve(d Definition) (resolved, error) {
 		add(err)
 	}
 	r.timeout = timeout
-	parameters, names, errs := resolveParameters(d.Parameters)
+	parameters, names, errs := resolveParameters(d.Parameters, strings.HasPrefix(r.handler, "mcp:"))
 	add(errs...)
 	var parsed handler
 	if r.config, err = marshalConfig(d.Config); err != nil {

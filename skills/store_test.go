@@ -320,6 +320,13 @@ func TestValidateReportsProblemsOfHandlers(t *testing.T) {
 			}},
 			[]string{`parameters.required: "oen" is not declared under parameters.properties`},
 		},
+		"wrong default": {
+			skills.Definition{
+				Name: "a", Handler: "sql:select @n",
+				Parameters: object(map[string]any{"n": map[string]any{"type": "integer", "default": "ten"}}),
+			},
+			[]string{"parameters.properties.n.default: got string, want integer"},
+		},
 		"http no url": {skills.Definition{Name: "a", Handler: "http:"}, []string{"config.url: is empty"}},
 		"http scheme": {skills.Definition{Name: "a", Handler: "http:GET ftp://h/x"}, []string{"handler: must begin"}},
 		"http method": {skills.Definition{Name: "a", Handler: "http:BREW https://h/x"}, []string{"handler: "}},

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"fmt"
 	"maps"
+	"slices"
 	"strings"
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
@@ -45,6 +46,20 @@ func WithDefaults(s *jsonschema.Schema, object map[string]any) map[string]any {
 	}
 	maps.Copy(full, object)
 	return full
+}
+
+// CheckDefaults rejects the defaults of properties that violate their own schemas.
+func CheckDefaults(s *jsonschema.Schema) error {
+	for _, name := range slices.Sorted(maps.Keys(s.Properties)) {
+		p := s.Properties[name]
+		if p.Default == nil {
+			continue
+		}
+		if err := p.Validate(*p.Default); err != nil {
+			return fmt.Errorf("properties.%s.default: %s", name, strings.TrimPrefix(OneLine(err), "at '': "))
+		}
+	}
+	return nil
 }
 
 // Given returns the value that a schema names: its constant, its default, or its first example or enumerated value.
