@@ -29,8 +29,8 @@ type change struct {
 	ActivityID string `json:"activity_id"`
 }
 
-// Each of revisionChecks locks the object and compares its revision with If-Match. The key is the object's field in
-// the audit input.
+// revisionChecks lock an object and compare its revision with If-Match. The key is the object's field in the audit
+// input.
 var revisionChecks = map[string]func(ctx context.Context, tx pgx.Tx, name string, revision int) error{
 	"objective": objectives.AtRevision, "automation": automations.AtRevision, "skill": skills.AtRevision,
 }

@@ -509,7 +509,7 @@ func TestEventResumesWaiterOnce(t *testing.T) {
 	assert.True(t, three != one && three != four, "events without id or key are one")
 }
 
-// A visitor's message is in the thread, by whatever route it came. The thread may be unknown here.
+// A message raised as an event is stored in its thread. An unknown thread is no error.
 func TestRaisedMessageIsInThread(t *testing.T) {
 	t.Parallel()
 	a := start(t)

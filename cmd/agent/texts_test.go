@@ -269,7 +269,7 @@ func (c *conversations) stream(t *testing.T, role principals.Role, path string) 
 	}
 }
 
-// A sample of recorded turns is complete, whoever requests it. Another check decides who reads its answers.
+// A sample of recorded turns is complete for every caller. A separate check restricts its answers.
 func TestRecordedTurnsKeepTheirTexts(t *testing.T) {
 	t.Parallel()
 	c := newConversations(t)

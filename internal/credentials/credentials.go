@@ -58,7 +58,7 @@ type Wait struct{ For time.Duration }
 
 // Error returns the remaining wait as a sentence.
 func (w *Wait) Error() string {
-	return fmt.Sprintf("too many wrong tries came from this address; try again in %d s", w.Seconds())
+	return fmt.Sprintf("too many failed attempts from this address; try again in %d s", w.Seconds())
 }
 
 // Seconds returns the wait in seconds, rounded up.

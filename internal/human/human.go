@@ -146,8 +146,8 @@ func pair(d, big time.Duration, bigName string, small time.Duration, smallName s
 	return text
 }
 
-// Cut returns the first n characters of a text, and says how many it omits. It omits nothing where that would take as
-// many characters to say.
+// Cut returns the first n characters of a text and the number of omitted ones. It returns the whole text if that is not
+// longer.
 func Cut(n int, s string) string {
 	if len(s) <= n {
 		return s

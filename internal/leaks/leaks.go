@@ -41,7 +41,7 @@ func (t Tests) Leaks() error {
 			return nil
 		}
 	}
-	http.DefaultClient.CloseIdleConnections() // connections that are kept for the next request belong to nobody
+	http.DefaultClient.CloseIdleConnections() // idle connections have no owner that closes them
 	return t.find(waitTimeout)
 }
 

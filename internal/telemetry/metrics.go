@@ -63,7 +63,7 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 	m.skills = counter("agent_skill_invocations_total", "Calls of skills that ended.", "skill", "status")
 	m.skillDuration = histogram("agent_skill_duration_seconds", "How long calls of skills took.", latencyBuckets, "skill")
 	m.laneWait = histogram("agent_lane_lock_wait_seconds",
-		"How long it was waited for a lane, by its kind, whether it was got or not.", latencyBuckets, "lane", "got")
+		"Duration of waits for lanes, by the kind of the lane; got is yes if it was acquired.", latencyBuckets, "lane", "got")
 	m.lanesLost = counter("agent_lock_lost_total", "Lanes that this process held and lost, by their kind.", "lane")
 	for _, kind := range append([]string{"other"}, laneKinds...) {
 		m.lanesLost.WithLabelValues(kind) // increase() sees the first loss only if a 0 came before

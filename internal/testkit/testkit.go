@@ -80,12 +80,12 @@ func Bearer(token string) string { return "Authorization: Bearer " + token }
 
 // Do sends a request and reads the answer. A header is "Name: value"; Do omits a header without a value. A body is JSON
 // unless a header sets another type.
-func Do(ctx context.Context, client *http.Client, method, url, body string, headers ...string) (got Response,
+func Do(ctx context.Context, client *http.Client, method, url, body string, headers ...string) (result Response,
 	err error,
 ) {
 	request, err := http.NewRequestWithContext(ctx, method, url, strings.NewReader(body))
 	if err != nil {
-		return got, err
+		return result, err
 	}
 	if body != "" {
 		request.Header.Set("Content-Type", "application/json")
@@ -97,14 +97,14 @@ func Do(ctx context.Context, client *http.Client, method, url, body string, head
 	}
 	response, err := client.Do(request)
 	if err != nil {
-		return got, err
+		return result, err
 	}
 	defer response.Body.Close()
-	got = Response{Status: response.StatusCode, Header: response.Header}
-	if got.Body, err = io.ReadAll(response.Body); err != nil {
-		return got, fmt.Errorf("%s %s: %w", method, url, err)
+	result = Response{Status: response.StatusCode, Header: response.Header}
+	if result.Body, err = io.ReadAll(response.Body); err != nil {
+		return result, fmt.Errorf("%s %s: %w", method, url, err)
 	}
-	return got, nil
+	return result, nil
 }
 
 // Environ is the environment of a process with a database and a model. Later settings override earlier ones.
@@ -119,9 +119,9 @@ func Environ(database string, model *modeltest.Server, more ...string) []string 
 // Get reads a page. An error ends the test.
 func Get(tb testing.TB, url string) (status int, body string) {
 	tb.Helper()
-	got, err := Do(tb.Context(), http.DefaultClient, http.MethodGet, url, "")
+	response, err := Do(tb.Context(), http.DefaultClient, http.MethodGet, url, "")
 	require.NoError(tb, err)
-	return got.Status, string(got.Body)
+	return response.Status, string(response.Body)
 }
 
 // Receive waits for a value, for a minute at most.

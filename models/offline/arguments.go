@@ -15,7 +15,7 @@ import (
 
 const maxValues = 1000 // in one call's arguments
 
-// filler makes values for a JSON Schema. It does not follow references.
+// filler generates values for a JSON Schema. It does not follow references.
 type filler struct {
 	turn
 	text     string // for parameters that accept any text

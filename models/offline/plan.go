@@ -191,8 +191,8 @@ func (t turn) relevant() []tool {
 	})
 }
 
-// changes reports whether a tool seems to change something. A verb of change at the beginning or end of its name, or at
-// the beginning of its description, is the sign. "Read-only" in the description overrides the sign.
+// changes reports whether a tool probably changes something: its name begins or ends with a verb of change, or its
+// description begins with one. "Read-only" in the description takes precedence.
 func (tl tool) changes() bool {
 	description := strings.ToLower(strings.TrimSpace(tl.description))
 	if strings.Contains(description, "read-only") || strings.Contains(description, "read only") {

@@ -151,7 +151,7 @@ func TestHeartbeatIsCompleteTrace(t *testing.T) {
 	}
 }
 
-// TestSpansOfKilledProcessAreSent: the process that takes over sends the spans. None is missing, none came twice.
+// TestSpansOfKilledProcessAreSent: the process that takes over sends the spans. Each span is sent once.
 func TestSpansOfKilledProcessAreSent(t *testing.T) {
 	t.Parallel()
 	s, receiver := newTracedTestEnv(t)

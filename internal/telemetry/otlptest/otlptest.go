@@ -137,38 +137,38 @@ func (s *Server) receive(w http.ResponseWriter, r *http.Request) {
 	_, _ = w.Write(answer)
 }
 
-func received(one *wire.Span, resource map[string]any) Span {
-	got := Span{
-		TraceID: hex.EncodeToString(one.GetTraceId()), ID: hex.EncodeToString(one.GetSpanId()),
-		Parent: hex.EncodeToString(one.GetParentSpanId()),
-		Name:   one.GetName(), Kind: one.GetKind().String(), Start: time.Unix(0, int64(one.GetStartTimeUnixNano())).UTC(),
-		End: time.Unix(0, int64(one.GetEndTimeUnixNano())).UTC(), Attributes: attributes(one.GetAttributes()),
+func received(span *wire.Span, resource map[string]any) Span {
+	out := Span{
+		TraceID: hex.EncodeToString(span.GetTraceId()), ID: hex.EncodeToString(span.GetSpanId()),
+		Parent: hex.EncodeToString(span.GetParentSpanId()),
+		Name:   span.GetName(), Kind: span.GetKind().String(), Start: time.Unix(0, int64(span.GetStartTimeUnixNano())).UTC(),
+		End: time.Unix(0, int64(span.GetEndTimeUnixNano())).UTC(), Attributes: attributes(span.GetAttributes()),
 		Resource: resource,
-		Failed:   one.GetStatus().GetCode() == wire.Status_STATUS_CODE_ERROR, Message: one.GetStatus().GetMessage(),
+		Failed:   span.GetStatus().GetCode() == wire.Status_STATUS_CODE_ERROR, Message: span.GetStatus().GetMessage(),
 	}
-	for _, l := range one.GetLinks() {
-		got.Links = append(got.Links, hex.EncodeToString(l.GetTraceId())+"-"+hex.EncodeToString(l.GetSpanId()))
+	for _, l := range span.GetLinks() {
+		out.Links = append(out.Links, hex.EncodeToString(l.GetTraceId())+"-"+hex.EncodeToString(l.GetSpanId()))
 	}
-	return got
+	return out
 }
 
 func attributes(list []*common.KeyValue) map[string]any {
-	got := map[string]any{}
+	values := map[string]any{}
 	for _, kv := range list {
 		switch v := kv.GetValue().GetValue().(type) {
 		case *common.AnyValue_StringValue:
-			got[kv.GetKey()] = v.StringValue
+			values[kv.GetKey()] = v.StringValue
 		case *common.AnyValue_IntValue:
-			got[kv.GetKey()] = v.IntValue
+			values[kv.GetKey()] = v.IntValue
 		case *common.AnyValue_DoubleValue:
-			got[kv.GetKey()] = v.DoubleValue
+			values[kv.GetKey()] = v.DoubleValue
 		case *common.AnyValue_BoolValue:
-			got[kv.GetKey()] = v.BoolValue
+			values[kv.GetKey()] = v.BoolValue
 		default:
-			got[kv.GetKey()] = fmt.Sprint(v)
+			values[kv.GetKey()] = fmt.Sprint(v)
 		}
 	}
-	return got
+	return values
 }
 
 // Check returns the faults of one trace's spans; none for a complete trace. A complete trace has one root, unique ids,
