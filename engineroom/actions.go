@@ -74,7 +74,7 @@ func (room *Room) callRoute(r *http.Request, a action, body []byte) (status int,
 	inner.Header.Set("Content-Type", "application/json")
 	inner.Header.Set("Accept", "application/json") // selects the complete outcome
 	for _, name := range []string{"Authorization", "Cookie"} {
-		if values, has := r.Header[name]; has {
+		if values, ok := r.Header[name]; ok {
 			inner.Header[name] = values
 		}
 	}

@@ -50,8 +50,10 @@ func serveWithAPI(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.
 	})
 	require.NoError(t, err)
 	server := serveRoom(t, room)
-	stay := &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
-	return &calls, server, stay
+	noRedirect := &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error {
+		return http.ErrUseLastResponse
+	}}
+	return &calls, server, noRedirect
 }
 
 // post sends a form.
@@ -117,7 +119,7 @@ func TestActionCallsRouteAndRedirectsBack(t *testing.T) {
 		sent.Get("Sec-Fetch-Site") == "", "the route is called as %v", sent)
 	first, second := pagesAfter(t, client, server, resp)
 	assert.Truef(t, strings.Contains(first, `role="status"`) && strings.Contains(first, "Lane a//b c is released.") &&
-		strings.Contains(first, `<a href="/traces/op_1">`), "the page does not say what came of it:\n%s", first)
+		strings.Contains(first, `<a href="/traces/op_1">`), "the page does not show the result of the action:\n%s", first)
 	assert.True(t, !strings.Contains(second, "is released"), "the message is shown twice")
 }
 
@@ -173,7 +175,7 @@ func TestActionRejectsUnknownFields(t *testing.T) {
 		first, _ := pagesAfter(t, client, server, resp)
 		assert.Truef(t, strings.Contains(first, test.says), "%s: the page does not say %s", name, test.says)
 	}
-	assert.Truef(t, len(*calls) == 0, "the API was called: %+v", *calls)
+	assert.Truef(t, len(*calls) == 0, "the API got calls: %+v", *calls)
 	for back, want := range map[string]string{"https://evil.example/": "/", "//evil.example": "/", "/lanes": "/lanes"} {
 		resp := post(t, client, server.URL+"/act/v1/executions/1/retry", url.Values{"back": {back}}, nil)
 		assert.Equal(t, want, resp.Header.Get("Location"), "back to", back)
@@ -228,8 +230,8 @@ func TestFlashNeedsValidSignature(t *testing.T) {
 		f := room.readFlash(value)
 		assert.Truef(t, f == nil, "%s: %+v", name, f)
 	}
-	old := "1." + parts[1]
-	f := room.readFlash(old + "." + room.sign(old))
+	expired := "1." + parts[1]
+	f := room.readFlash(expired + "." + room.sign(expired))
 	assert.Truef(t, f == nil, "a message of 1970 is shown: %+v", f)
 	f = (&Room{Options: Options{Key: []byte("other")}}).readFlash(c.Value)
 	assert.Truef(t, f == nil, "another agent reads %+v", f)
@@ -271,16 +273,18 @@ func TestAssetsAreCachedByDigest(t *testing.T) {
 	}
 	h := get(address, "").Header
 	assert.Truef(t, h.Get("Cache-Control") == "public, max-age=31536000, immutable" &&
-		strings.HasPrefix(h.Get("Content-Type"), "text/css"), "by digest: %v", h)
+		strings.HasPrefix(h.Get("Content-Type"), "text/css"), "headers of the address with the digest: %v", h)
 	plain := get("/assets/room.css?v=other", "")
-	assert.Truef(t, plain.Header.Get("Cache-Control") == "public, no-cache", "by another digest: %v", plain.Header)
-	assert.Equal(t, http.StatusNotModified, get("/assets/room.css", plain.Header.Get("ETag")).StatusCode, "with its tag")
-	assert.Equal(t, http.StatusNotFound, get("/assets/nothing.css", "").StatusCode, "a file that is not there")
+	assert.Truef(t, plain.Header.Get("Cache-Control") == "public, no-cache",
+		"headers of the address with another digest: %v", plain.Header)
+	assert.Equal(t, http.StatusNotModified, get("/assets/room.css", plain.Header.Get("ETag")).StatusCode,
+		"status of the request with the ETag")
+	assert.Equal(t, http.StatusNotFound, get("/assets/nothing.css", "").StatusCode, "status of an unknown file")
 	h = get("/assets/inter-5.3.0.woff2", "").Header
 	assert.Truef(t, h.Get("Content-Type") == "font/woff2" && strings.Contains(h.Get("Cache-Control"), "immutable"),
-		"the font: %v", h)
+		"headers of the font: %v", h)
 	_, err = assetURL("nothing.css")
-	assert.Error(t, err, "a file that is not there has an address")
+	assert.Error(t, err, "an unknown file has an address")
 }
 
 func TestLoginPageIsPublic(t *testing.T) {
@@ -388,8 +392,8 @@ func TestApprovalTabsByState(t *testing.T) {
 	} {
 		body := wantTexts(t, server.URL+"/approvals"+tab)
 		for name, id := range ids {
-			has := strings.Contains(body, `id="approval-`+id)
-			assert.Truef(t, has == strings.Contains(" "+want+" ", " "+name+" "), "%q has the %s one: %v", tab, name, has)
+			shown := strings.Contains(body, `id="approval-`+id)
+			assert.Truef(t, shown == strings.Contains(" "+want+" ", " "+name+" "), "%q has the %s one: %v", tab, name, shown)
 		}
 	}
 	wantError(t, server.URL+"/approvals?status=maybe", 400, "it can be pending, decided")
@@ -408,7 +412,7 @@ func TestApprovalShowsExactArguments(t *testing.T) {
 	body := wantTexts(t, server.URL+"/approvals/"+second, `/approvals/`+first,
 		`<del>− `+"  &#34;table&#34;: &#34;a&#34;</del>", `<ins>&#43; `+"  &#34;table&#34;: &#34;b&#34;</ins>",
 		`action="/act/v1/approvals/`+second+`"`, `name="decision" value="approve"`, `name="decision" value="reject"`)
-	assert.True(t, !strings.Contains(body, "never"), "it is compared with what was denied")
+	assert.True(t, !strings.Contains(body, "never"), "the page compares the call with a denied call")
 	wantError(t, server.URL+"/approvals/01890000-0000-7000-8000-000000000000", 404, "there is no approval")
 	wantError(t, server.URL+"/approvals/nonsense", 404, "there is no approval")
 }
@@ -419,7 +423,7 @@ func TestDecidedApprovalHasNoActions(t *testing.T) {
 	for _, id := range []string{insertApproval(t, pool, "rejected", `{}`, 5),
 		insertApproval(t, pool, "pending", `{}`, -1)} {
 		body := wantTexts(t, server.URL+"/approvals/"+id)
-		assert.Truef(t, !strings.Contains(body, "/act/"), "it can be decided again:\n%s", body)
+		assert.Truef(t, !strings.Contains(body, "/act/"), "the page offers a second decision:\n%s", body)
 	}
 	pending := insertApproval(t, pool, "pending", `{}`, 5)
 	insert(t, pool, `update agent_skills set revision = 2 returning name`)
@@ -436,7 +440,7 @@ func TestTruncatedArgumentsCannotBeApproved(t *testing.T) {
 	wantTexts(t, server.URL+"/approvals", "Read them whole")
 	body := wantTexts(t, server.URL+"/approvals/"+id, "Only the beginning", "cannot be approved here", `value="reject"`)
 	assert.Truef(t, !strings.Contains(body, `value="approve"`) && len(body) <= 100_000,
-		"the page has %d bytes, or takes leave for what it does not show", len(body))
+		"the page has %d bytes, or offers an approval of arguments that it does not show", len(body))
 }
 
 func TestApprovalShowsOutcome(t *testing.T) {
@@ -499,7 +503,7 @@ func TestOperateShowsSession(t *testing.T) {
 	_, body := testkit.Get(t, server.URL+"/operate")
 	assert.Contains(t, body, "No message yet", "Lane operate: free", "No session yet", `action="/act/v1/operate"`,
 		"operate.js")
-	assert.True(t, !strings.Contains(body, `name="agent"`), "one agent alone is no choice")
+	assert.True(t, !strings.Contains(body, `name="agent"`), "the page offers a choice of agent, but there is one agent")
 	putAgent(t, pool, agents.Definition{Name: "sales", Default: true})
 	putAgent(t, pool, agents.Definition{Name: "billing"})
 	wantTexts(t, server.URL+"/operate",
@@ -519,7 +523,7 @@ func TestOperateShowsSession(t *testing.T) {
 		}
 	}
 	assert.Truef(t, !strings.Contains(body, "<script>alert") && len(body) <= 100_000,
-		"the page has what was said as it was said, in %d bytes", len(body))
+		"the page has %d bytes, or text that is not escaped", len(body))
 	pgtest.Exec(t, pool, `select try_acquire_agent_lock('operate', 'somebody else', 60)`)
 	_, body = testkit.Get(t, server.URL+"/operate")
 	assert.True(t, strings.Contains(body, "somebody else") && !strings.Contains(body, "Lane operate: free"),
@@ -530,7 +534,7 @@ func TestOperateShowsSession(t *testing.T) {
 	}
 	status, body = testkit.Get(t, server.URL+"/operate?session=unknown")
 	assert.Truef(t, status == 200 && strings.Contains(body, "No message yet"),
-		"a session that was never spoken in: %d", status)
+		"status of a session without messages: %d", status)
 }
 
 func TestOperateFormWithoutScript(t *testing.T) {

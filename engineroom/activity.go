@@ -56,11 +56,11 @@ func openActivity(_ context.Context, req *pageRequest) (string, error) {
 		return "", err
 	}
 	filter.Status = activity.Status(status)
-	for name, into := range map[string]*string{
+	for name, target := range map[string]*string{
 		"skill": &filter.Skill, "lane": &filter.Lane, "trace": &filter.TraceID, "agent": &filter.Agent,
 		"cursor": &filter.Cursor,
 	} {
-		if *into, err = req.textFilter(name); err != nil {
+		if *target, err = req.textFilter(name); err != nil {
 			return "", err
 		}
 	}
@@ -87,7 +87,7 @@ func openActivity(_ context.Context, req *pageRequest) (string, error) {
 
 // openLog is openActivity for the pages of the log, whose filters match parts of names and of ids.
 func (room *Room) openLog(ctx context.Context, req *pageRequest) (string, error) {
-	if _, is := req.Subject.(activityFilter); is {
+	if _, ok := req.Subject.(activityFilter); ok {
 		return "", nil // found for the same address
 	}
 	id := strings.TrimSpace(req.Query.Get("trace"))
@@ -190,12 +190,13 @@ func (s feedPage) Fold(id string) string {
 func (room *Room) recentActivity(ctx context.Context, req *pageRequest) (any, error) {
 	filter := req.Subject.(activityFilter)
 	filter.Limit, filter.Cursor, filter.Row = maxFeedRows, "", ""
-	got, err := room.lines(ctx, filter.Filter)
+	result, err := room.lines(ctx, filter.Filter)
 	if err != nil {
 		return nil, err
 	}
 	all := pageRequest{URL: "/activity", Query: req.Query}
-	return feedPage{Asked: filter, Lines: got.Lines, Partial: got.Partial, Older: all.withParam("cursor", got.Next),
+	return feedPage{Asked: filter, Lines: result.Lines, Partial: result.Partial,
+		Older: all.withParam("cursor", result.Next),
 		visit: req}, nil
 }
 
@@ -214,32 +215,32 @@ func (room *Room) activityPage() page {
 func (room *Room) activityRows(ctx context.Context, req *pageRequest) (any, error) {
 	filter := req.Subject.(activityFilter)
 	filter.Limit = 50
-	got, err := room.lines(ctx, filter.Filter)
+	result, err := room.lines(ctx, filter.Filter)
 	if err != nil {
 		return nil, err
 	}
-	shown := feedPage{Asked: filter, Lines: got.Lines, Partial: got.Partial, visit: req}
-	if got.Next != "" {
-		shown.Older = req.withoutRow().withParam("cursor", got.Next)
+	data := feedPage{Asked: filter, Lines: result.Lines, Partial: result.Partial, visit: req}
+	if result.Next != "" {
+		data.Older = req.withoutRow().withParam("cursor", result.Next)
 	}
 	if filter.Cursor != "" {
-		shown.Newest = req.withoutRow().withParam("cursor", "")
+		data.Newest = req.withoutRow().withParam("cursor", "")
 	}
 	if filter.Row == "" {
-		return shown, nil
+		return data, nil
 	}
 	row, err := activity.ReadDetails(ctx, room.Read, filter.Row)
 	switch {
 	case errors.Is(err, activity.ErrNoRow):
-		return shown, nil
+		return data, nil
 	case err != nil:
 		return nil, err
 	}
-	shown.Open = &rowDetails{
+	data.Open = &rowDetails{
 		Details: row, In: shownJSON(row.Input, row.InputSize),
 		Out: shownJSON(row.Output, row.OutputSize),
 	}
-	return shown, nil
+	return data, nil
 }
 
 // withoutRow returns the URL without the expanded row.
@@ -270,16 +271,16 @@ type auditList struct {
 func (room *Room) auditRows(ctx context.Context, req *pageRequest) (any, error) {
 	filter, _ := req.Subject.(activityFilter)
 	filter.Limit = 50
-	got, err := activity.Audit(ctx, room.Read, filter.Filter)
+	result, err := activity.Audit(ctx, room.Read, filter.Filter)
 	if err != nil {
 		return nil, err
 	}
-	shown := auditList{AuditPage: got, Asked: filter}
-	if got.Next != "" {
-		shown.Older = req.withParam("cursor", got.Next)
+	data := auditList{AuditPage: result, Asked: filter}
+	if result.Next != "" {
+		data.Older = req.withParam("cursor", result.Next)
 	}
 	if filter.Cursor != "" {
-		shown.Newest = req.withParam("cursor", "")
+		data.Newest = req.withParam("cursor", "")
 	}
-	return shown, nil
+	return data, nil
 }

@@ -99,12 +99,12 @@ func (room *Room) openAgent(ctx context.Context, req *pageRequest) (string, erro
 		subject.version = int(number)
 	}
 	a, err := room.Agents.Look(ctx, room.Read, subject.name, subject.version)
-	gone, ok := errors.AsType[*agents.MissingError](err)
+	missing, ok := errors.AsType[*agents.MissingError](err)
 	switch {
-	case ok && gone.Latest > 0 && gone.Version == 0:
-		return "", notFound("%s; /agents/%s?version=%d shows its last version", gone, gone.Name, gone.Latest)
+	case ok && missing.Latest > 0 && missing.Version == 0:
+		return "", notFound("%s; /agents/%s?version=%d shows its last version", missing, missing.Name, missing.Latest)
 	case ok:
-		return "", notFound("%s; the page Agents lists them", gone)
+		return "", notFound("%s; the page Agents lists them", missing)
 	case err != nil:
 		return "", err
 	}
@@ -116,42 +116,42 @@ func (room *Room) openAgent(ctx context.Context, req *pageRequest) (string, erro
 // shownAgent reads the agent again, because another request may have changed it.
 func (room *Room) shownAgent(ctx context.Context, req *pageRequest) (agents.Shown, error) {
 	subject, _ := req.Subject.(agentSubject)
-	shown, err := room.Agents.Show(ctx, room.Read, subject.name, subject.version)
+	agent, err := room.Agents.Show(ctx, room.Read, subject.name, subject.version)
 	if errors.Is(err, agents.ErrNotFound) {
 		err = notFound("the agent has been removed; the page Agents lists those in service")
 	}
-	return shown, err
+	return agent, err
 }
 
 func (room *Room) agentValues(ctx context.Context, req *pageRequest) (any, error) {
-	shown, err := room.shownAgent(ctx, req)
+	agent, err := room.shownAgent(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	for i, value := range shown.Values {
-		shown.Values[i].Value = cut(maxAgentValue, redact.Text(value.Value, maxAgentText))
+	for i, value := range agent.Values {
+		agent.Values[i].Value = cut(maxAgentValue, redact.Text(value.Value, maxAgentText))
 	}
 	subject, _ := req.Subject.(agentSubject)
 	return map[string]any{
-		"Name": shown.Name, "Default": shown.Default, "Version": shown.Version, "At": shown.CreatedAt, "Source": shown.Source,
-		"Values": shown.Values, "Old": subject.version > 0 && subject.version != shown.Versions[0],
+		"Name": agent.Name, "Default": agent.Default, "Version": agent.Version, "At": agent.CreatedAt, "Source": agent.Source,
+		"Values": agent.Values, "Old": subject.version > 0 && subject.version != agent.Versions[0],
 	}, nil
 }
 
 func (room *Room) agentInstructions(ctx context.Context, req *pageRequest) (any, error) {
-	shown, err := room.shownAgent(ctx, req)
+	agent, err := room.shownAgent(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	text := strings.TrimSpace(redact.Text(shown.Instructions, maxAgentText))
-	return map[string]any{"Text": cut(maxInstructions, text), "Bytes": int64(len(shown.Instructions))}, nil
+	text := strings.TrimSpace(redact.Text(agent.Instructions, maxAgentText))
+	return map[string]any{"Text": cut(maxInstructions, text), "Bytes": int64(len(agent.Instructions))}, nil
 }
 
 func (room *Room) agentVersions(ctx context.Context, req *pageRequest) (any, error) {
-	shown, err := room.shownAgent(ctx, req)
+	agent, err := room.shownAgent(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	versions, more := firstN(shown.Versions, maxVersions)
-	return map[string]any{"Name": shown.Name, "Versions": versions, "Shown": shown.Version, "More": more}, nil
+	versions, more := firstN(agent.Versions, maxVersions)
+	return map[string]any{"Name": agent.Name, "Versions": versions, "Shown": agent.Version, "More": more}, nil
 }

@@ -218,7 +218,7 @@ func (a approvalFacts) Changed() bool {
 func (a approvalFacts) Whole() bool { return a.Bytes <= maxArguments }
 
 func (room *Room) approvalDecision(ctx context.Context, req *pageRequest) (any, error) {
-	got, err := postgres.Row[approvalFacts](ctx, room.Read, "read approval", `
+	approval, err := postgres.Row[approvalFacts](ctx, room.Read, "read approval", `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.arguments_hash,
 		       case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired'
 		            else a.status end as status,
@@ -231,11 +231,11 @@ func (room *Room) approvalDecision(ctx context.Context, req *pageRequest) (any, 
 		       octet_length(a.arguments::text) as bytes, s.revision as revision_now
 		  from agent_approvals a left join agent_skills s on s.name = a.skill_name where a.id = @id`,
 		postgres.Strict{"id": req.Subject})
-	who := principals.From(ctx)
-	named := who != nil && who.Name != principals.Root
-	got.Own = named && got.FourEyes && slices.Contains(got.RequestedBy, who.Name)
-	got.Refused = named && got.RootOnly
-	return got, err
+	principal := principals.From(ctx)
+	named := principal != nil && principal.Name != principals.Root
+	approval.Own = named && approval.FourEyes && slices.Contains(approval.RequestedBy, principal.Name)
+	approval.Refused = named && approval.RootOnly
+	return approval, err
 }
 
 // approvalArguments formats the stored arguments, unredacted, because the approver must see the exact call.
@@ -306,7 +306,7 @@ type approvalOutcome struct {
 }
 
 func (room *Room) approvalAfter(ctx context.Context, req *pageRequest) (any, error) {
-	got, err := postgres.Row[approvalOutcome](ctx, room.Read, "read outcome of decision", `
+	outcome, err := postgres.Row[approvalOutcome](ctx, room.Read, "read outcome of decision", `
 		select case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired'
 		            else a.status end as status, a.parked, a.consumed_at,
 		       coalesce(e.id::text, '') as execution_id, coalesce(e.flow, '') as flow, coalesce(e.status, '') as state,
@@ -329,9 +329,9 @@ func (room *Room) approvalAfter(ctx context.Context, req *pageRequest) (any, err
 	if err != nil {
 		return nil, err
 	}
-	hideResult(ctx, &got.Summary, got.Flow, got.Surface, got.ThreadID)
+	hideResult(ctx, &outcome.Summary, outcome.Flow, outcome.Surface, outcome.ThreadID)
 	id, _ := req.Subject.(string)
-	asked, err := approvals.Get(ctx, room.Read, id)
-	got.AskedBy = asked.AskedBy()
-	return got, err
+	approval, err := approvals.Get(ctx, room.Read, id)
+	outcome.AskedBy = approval.AskedBy()
+	return outcome, err
 }

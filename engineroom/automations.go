@@ -84,9 +84,11 @@ func (a automationRow) Upcoming() []time.Time {
 const automationColumns = `a.id::text, a.name, left(a.description, 300) as description, a.trigger,
 	left(a.cron, 300) as cron, left(a.timezone, 300) as timezone, left(a.event, 300) as event,
 	left(a.signal, 300) as signal, a.skill_name, left(a.prompt, 300) as prompt, a.flow, a.enabled, a.disabled_by,
-	left(a.disabled_reason, 300) as disabled_reason, a.disabled_at, left(a.paused_for, 300) as paused_for, left(a.proposed_by, 300) as proposed_by,
+	left(a.disabled_reason, 300) as disabled_reason, a.disabled_at, left(a.paused_for, 300) as paused_for,
+	left(a.proposed_by, 300) as proposed_by,
 	left(a.last_trace_id, 300) as last_trace_id, a.next_run_at, a.created_at, a.revision,
-	coalesce(r.status, '') as run_status, coalesce(left(r.trace_id, 300), '') as run_trace, coalesce(left(r.error_message, 300), '') as run_error,
+	coalesce(r.status, '') as run_status, coalesce(left(r.trace_id, 300), '') as run_trace,
+	coalesce(left(r.error_message, 300), '') as run_error,
 	r.claimed_at as run_at`
 
 func (room *Room) automationsList(ctx context.Context, req *pageRequest) (any, error) {
@@ -128,9 +130,9 @@ type automationRun struct {
 	ExecutionID                                           *string
 }
 
-const runColumns = `r.id::text, a.name as automation, r.cause, r.status, left(r.trace_id, 300) as trace_id, coalesce(left(r.error_message, 1000), '') as error,
-	coalesce(left(r.output::text, 2000), '') as output, r.attempt, r.scheduled_for, r.created_at, r.retry_at, r.finished_at,
-	r.execution_id::text`
+const runColumns = `r.id::text, a.name as automation, r.cause, r.status, left(r.trace_id, 300) as trace_id,
+	coalesce(left(r.error_message, 1000), '') as error, coalesce(left(r.output::text, 2000), '') as output, r.attempt,
+	r.scheduled_for, r.created_at, r.retry_at, r.finished_at, r.execution_id::text`
 
 // automationsDead lists the newest dead runs of all automations.
 func (room *Room) automationsDead(ctx context.Context, _ *pageRequest) (any, error) {
@@ -203,8 +205,8 @@ func (room *Room) automationDefinition(ctx context.Context, req *pageRequest) (a
 		       a.created_at, left(a.condition, 4000) as condition,
 		       case when octet_length(a.arguments::text) <= @limit then a.arguments::text
 		         else left(a.arguments::text, 4000) end as arguments,
-		       left(a.source, 300) as source, left(a.decided_by, 300) as decided_by, a.max_attempts, a.revision, a.signal_armed,
-		         a.updated_at,
+		       left(a.source, 300) as source, left(a.decided_by, 300) as decided_by, a.max_attempts, a.revision,
+		       a.signal_armed, a.updated_at,
 		       '' as run_status, '' as run_trace, '' as run_error, null::timestamptz as run_at
 		  from agent_automations a where a.id = @id`, postgres.Strict{"id": subject.ID, "limit": maxShown})
 	if err != nil {

@@ -156,7 +156,7 @@ func clickCopy(p *browser.Page, selector string) {
 	p.Eval(fmt.Sprintf(`window.said = ""; (b => new MutationObserver(() => { said += b.textContent; })
 		.observe(b, {childList: true}))(document.querySelector(%q))`, selector), nil)
 	p.Click(selector)
-	p.Until("the button says so", `/Copied|Not copied|Press/.test(said)`)
+	p.Until("the button shows the number of updates", `/Copied|Not copied|Press/.test(said)`)
 }
 
 func TestKeysAndThemes(t *testing.T) {
@@ -227,10 +227,10 @@ func TestPhoneNavigationMarksCurrentPage(t *testing.T) {
 		"/deliveries": ".thumb-more:has([aria-current]) > summary",
 	} {
 		p.Go(server.URL + path)
-		var seen bool
+		var visible bool
 		p.Eval(`(() => { const r = document.querySelector(".thumb `+where+`").getBoundingClientRect();
-			return r.left >= 0 && r.right <= innerWidth && r.bottom <= innerHeight && r.top > innerHeight - 80 && r.height >= 44 && scrollY === 0 })()`, &seen)
-		assert.Truef(t, seen, "%s: its word at the lower edge is not to be seen", path)
+			return r.left >= 0 && r.right <= innerWidth && r.bottom <= innerHeight && r.top > innerHeight - 80 && r.height >= 44 && scrollY === 0 })()`, &visible)
+		assert.Truef(t, visible, "%s: the action at the lower edge is not visible", path)
 	}
 	wantNoBrowserErrors(t, p)
 }
@@ -341,24 +341,24 @@ var displayModes = map[string]browser.Look{
 }
 
 // pageAddresses returns an address of each page of the room, and some more. It fails for a new page without one.
-func pageAddresses(t *testing.T, pool *pgxpool.Pool, made map[string]string) []string {
+func pageAddresses(t *testing.T, pool *pgxpool.Pool, ids map[string]string) []string {
 	t.Helper()
 	room, err := New(Options{Pool: pool})
 	require.NoError(t, err)
 	var list []string
 	for _, p := range room.pages {
-		if made[p.path] == "" {
+		if ids[p.path] == "" {
 			t.Errorf("page %s is not tested: say where one is", p.path)
 			continue
 		}
-		list = append(list, made[p.path])
+		list = append(list, ids[p.path])
 	}
-	trace := made["/traces/{id}"]
+	trace := ids["/traces/{id}"]
 	list = append(list, trace+"?view=table", "/login")
 	for _, tab := range panelTabs {
-		list = append(list, trace+"?span="+made["span"]+"&tab="+tab)
+		list = append(list, trace+"?span="+ids["span"]+"&tab="+tab)
 	}
-	return append(list, trace+"?span="+made["run span"], trace+"?tab=why", trace+"?q=fetch&errors=1")
+	return append(list, trace+"?span="+ids["run span"], trace+"?tab=why", trace+"?q=fetch&errors=1")
 }
 
 // checkPage opens a page in some display modes. It reports errors of the browser, pages wider than the window and, with
@@ -375,9 +375,9 @@ func checkPage(t *testing.T, p *browser.Page, address string, axe bool, ways ...
 				t.Errorf("%s, %s: %s", address, way, fault)
 			}
 		}
-		var wide int64
-		p.Eval(`document.documentElement.scrollWidth`, &wide)
-		assert.Truef(t, look.Width <= 0 || wide <= max(look.Width, 390), "%s, %s: the page is %d wide", address, way, wide)
+		var width int64
+		p.Eval(`document.documentElement.scrollWidth`, &width)
+		assert.Truef(t, look.Width <= 0 || width <= max(look.Width, 390), "%s, %s: the page is %d wide", address, way, width)
 	}
 	for _, complaint := range p.Problems() {
 		t.Errorf("%s: %s", address, complaint)
@@ -389,8 +389,8 @@ func checkPage(t *testing.T, p *browser.Page, address string, axe bool, ways ...
 func TestEveryPageIsFitForLightDarkAndPhone(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
-	made := seedAllPages(t, pool, "It is done. See the list of orders that were refunded.")
-	list := pageAddresses(t, pool, made)
+	ids := seedAllPages(t, pool, "It is done. See the list of orders that were refunded.")
+	list := pageAddresses(t, pool, ids)
 	p := browser.Open(t, browser.Look{})
 	if os.Getenv("AGENT_PICTURES") != "" {
 		list = nil // make pictures
@@ -409,16 +409,16 @@ func TestEveryPageIsFitForLightDarkAndPhone(t *testing.T) {
 			assert.Truef(t, wide <= width, "%s is %d wide at %d", address, wide, width)
 		}
 		p.As(browser.Look{})
-		var over []string
+		var overflowing []string
 		p.Eval(`[...document.querySelectorAll("td, th")].filter(c => c.clientWidth && c.scrollWidth > c.clientWidth + 1)
-			.map(c => c.textContent)`, &over)
-		assert.Truef(t, len(over) == 0, "%s: the text of cells lies over the next ones: %q", address, over)
+			.map(c => c.textContent)`, &overflowing)
+		assert.Truef(t, len(overflowing) == 0, "%s: the text of these cells is wider than the cell: %q", address, overflowing)
 	}
-	takePictures(t, p, server.URL, made)
+	takePictures(t, p, server.URL, ids)
 }
 
 // takePictures makes the pictures of the documentation in the folder AGENT_PICTURES (make pictures).
-func takePictures(t *testing.T, p *browser.Page, base string, made map[string]string) {
+func takePictures(t *testing.T, p *browser.Page, base string, ids map[string]string) {
 	t.Helper()
 	dir := os.Getenv("AGENT_PICTURES")
 	if dir == "" {
@@ -431,7 +431,7 @@ func takePictures(t *testing.T, p *browser.Page, base string, made map[string]st
 		{"evals", "/evals/runs/{id}/cases/{case}", "light"},
 	} {
 		p.As(displayModes[shot.way])
-		p.Go(base + made[shot.page])
+		p.Go(base + ids[shot.page])
 		p.Until("the page is live", `document.body.innerText.includes("Live")`)
 		p.Screenshot(filepath.Join(dir, shot.name+".png"), false)
 	}
@@ -449,13 +449,13 @@ func TestEveryPageEscapesHostileText(t *testing.T) {
 	p := browser.Open(t, browser.Look{})
 	for _, address := range list {
 		checkPage(t, p, server.URL+address, !testing.Short(), "dark phone")
-		var odd []string
+		var unexpected []string
 		p.Eval(
-			`[...document.querySelectorAll("script:not([src]), img, iframe, object, [onerror], [onload], [style]")].map(e => e.outerHTML.slice(0, 200))`, &odd)
-		assert.Truef(t, len(odd) == 0, "%s has elements that no template makes: %v", address, odd)
-		var trouble bool
-		p.Eval(`document.querySelector(".trouble") !== null`, &trouble)
-		assert.Truef(t, !trouble, "%s: a part could not be read", address)
+			`[...document.querySelectorAll("script:not([src]), img, iframe, object, [onerror], [onload], [style]")].map(e => e.outerHTML.slice(0, 200))`, &unexpected)
+		assert.Truef(t, len(unexpected) == 0, "%s has elements that no template makes: %v", address, unexpected)
+		var failedPart bool
+		p.Eval(`document.querySelector(".trouble") !== null`, &failedPart)
+		assert.Truef(t, !failedPart, "%s: a part could not be read", address)
 	}
 }
 
@@ -474,7 +474,7 @@ func fillTextColumns(t *testing.T, pool *pgxpool.Pool, text string) {
 	type column struct{ Table, Name, Type string }
 	columns, err := pgx.CollectRows(rows, pgx.RowToStructByPos[column])
 	require.NoError(t, err)
-	soiled := 0
+	filledColumns := 0
 	for _, c := range columns {
 		value := "$1::text"
 		if c.Type == "jsonb" {
@@ -490,12 +490,12 @@ func fillTextColumns(t *testing.T, pool *pgxpool.Pool, text string) {
 		})
 		switch {
 		case err == nil:
-			soiled++
+			filledColumns++
 		case !postgres.IsCode(err, "23514", "23505", "54000", "22001", "22P02"): // the schema rejects it
 			t.Fatalf("%s.%s: %v", c.Table, c.Name, err)
 		}
 	}
-	require.Truef(t, soiled >= 40, "only %d of %d columns could be written", soiled, len(columns))
+	require.Truef(t, filledColumns >= 40, "only %d of %d columns could be written", filledColumns, len(columns))
 }
 
 // fakeTurns answers the console's API calls. The message selects the response.
@@ -633,8 +633,8 @@ func TestOperateConsoleInBrowser(t *testing.T) {
 	mux.HandleFunc("POST /v1/operate", f.operate)
 	mux.HandleFunc("/v1/", f.rest)
 	server := httptest.NewUnstartedServer(mux)
-	living, end := context.WithCancel(context.WithoutCancel(t.Context()))
-	server.Config.BaseContext = func(net.Listener) context.Context { return living }
+	serverCtx, end := context.WithCancel(context.WithoutCancel(t.Context()))
+	server.Config.BaseContext = func(net.Listener) context.Context { return serverCtx }
 	server.Start()
 	t.Cleanup(func() {
 		end() // ends the stream of the open page

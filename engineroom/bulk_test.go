@@ -68,14 +68,14 @@ func TestBulkActionsOnFilteredExecutions(t *testing.T) {
 		server.URL+"/"))
 	assert.Truef(t, links != nil && strings.Contains(wantTexts(t, server.URL+html.UnescapeString(links[1])),
 		`id="execution-`),
-		"an hour of the overview does not lead to what failed in it: %q", links)
+		"the link of an hour of the overview does not list its failed executions: %q", links)
 	group := strings.Fields(bulkForms(wantTexts(t, server.URL+"/", "Retry all 2"))["retry"])
 	slices.Sort(group)
 	assert.Equal(t, first+" "+second, strings.Join(group, " "))
 	trace = insert(t, pool, `select trace_id from agent_executions where id = $1::uuid`, turn)
 	body = wantTexts(t, server.URL+"/executions/"+turn, "cannot be forked: say it again") +
 		wantTexts(t, server.URL+"/traces/"+trace)
-	assert.True(t, !strings.Contains(body, "/retry"), "a turn is offered to be retried")
+	assert.True(t, !strings.Contains(body, "/retry"), "the page offers a retry of a turn")
 }
 
 func TestBulkActionShowsCounts(t *testing.T) {

@@ -23,16 +23,16 @@ func (room *Room) channelsPage() page {
 }
 
 func (room *Room) channelList(ctx context.Context, _ *pageRequest) (any, error) {
-	got, err := channels.List(ctx, room.Read)
-	return map[string]any{"Channels": got}, err
+	list, err := channels.List(ctx, room.Read)
+	return map[string]any{"Channels": list}, err
 }
 
 func (room *Room) channelSenders(ctx context.Context, _ *pageRequest) (any, error) {
-	got, err := channels.Identities(ctx, room.Read, maxSenders)
-	return map[string]any{"Senders": got, "More": len(got) == maxSenders}, err
+	list, err := channels.Identities(ctx, room.Read, maxSenders)
+	return map[string]any{"Senders": list, "More": len(list) == maxSenders}, err
 }
 
 func (room *Room) channelLost(ctx context.Context, _ *pageRequest) (any, error) {
-	got, err := channels.Sends(ctx, room.Read, channels.SendFilter{Limit: maxSenders})
-	return map[string]any{"Sends": got, "More": len(got) == maxSenders}, err
+	list, err := channels.Sends(ctx, room.Read, channels.SendFilter{Limit: maxSenders})
+	return map[string]any{"Sends": list, "More": len(list) == maxSenders}, err
 }

@@ -81,16 +81,16 @@ func (c chart) step() float64 {
 	if c.Tick > 0 {
 		return c.Tick
 	}
-	most := 0.0
+	highest := 0.0
 	for _, p := range c.Points {
-		most = max(most, c.top(p))
+		highest = max(highest, c.top(p))
 	}
-	if most <= 0 {
+	if highest <= 0 {
 		return 1
 	}
-	power := math.Pow(10, math.Floor(math.Log10(most/chartTicks)))
+	power := math.Pow(10, math.Floor(math.Log10(highest/chartTicks)))
 	for _, factor := range []float64{1, 2, 5} {
-		if factor*power*chartTicks >= most {
+		if factor*power*chartTicks >= highest {
 			return factor * power
 		}
 	}
@@ -115,7 +115,7 @@ func (c chart) Paths() []chartLine {
 		return nil
 	}
 	lines := make([]chartLine, len(c.Series))
-	wide := chartWide / float64(max(len(c.Points), 1))
+	width := chartWide / float64(max(len(c.Points), 1))
 	for s := range c.Series {
 		lines[s].Class = c.Series[s].Class
 		var piece []string
@@ -133,7 +133,7 @@ func (c chart) Paths() []chartLine {
 				end()
 				continue
 			}
-			at := wide * (float64(i) + .5)
+			at := width * (float64(i) + .5)
 			last = mark{X: percentX(at), Y: formatSVG(chartHigh - chartBottom - c.height(p.Values[s]))}
 			piece = append(piece, formatSVG(at)+","+last.Y)
 		}
@@ -148,14 +148,14 @@ func (c chart) Areas() []bar {
 		return nil
 	}
 	list := []bar{}
-	wide := chartWide / float64(max(len(c.Points), 1))
+	width := chartWide / float64(max(len(c.Points), 1))
 	for i, p := range c.Points {
 		words := []string{p.Name + ":"}
 		for s, v := range p.Values {
 			words = append(words, c.Series[s].Name, c.Write(v))
 		}
 		list = append(list, bar{
-			X: percentX(wide * float64(i)), Y: formatSVG(chartTop), W: percentX(wide),
+			X: percentX(width * float64(i)), Y: formatSVG(chartTop), W: percentX(width),
 			H:    formatSVG(chartHigh - chartTop - chartBottom),
 			Text: strings.Join(words, " "),
 		})
@@ -177,17 +177,17 @@ func (c chart) Bars() []bar {
 	if c.Lines {
 		return list
 	}
-	wide := chartWide / float64(max(len(c.Points), 1))
+	width := chartWide / float64(max(len(c.Points), 1))
 	for i, p := range c.Points {
 		base := chartHigh - chartBottom
 		for s, v := range p.Values {
-			high := c.height(v)
-			if high <= 0 {
+			height := c.height(v)
+			if height <= 0 {
 				continue
 			}
-			base -= high
+			base -= height
 			list = append(list, bar{
-				X: percentX(wide * (float64(i) + .1)), Y: formatSVG(base), W: percentX(wide * .8), H: formatSVG(max(high, .5)),
+				X: percentX(width * (float64(i) + .1)), Y: formatSVG(base), W: percentX(width * .8), H: formatSVG(max(height, .5)),
 				Class: c.Series[s].Class, Text: fmt.Sprintf("%s: %s %s", p.Name, c.Write(v), c.Series[s].Name),
 			})
 		}
@@ -208,11 +208,11 @@ func (c chart) Ticks() []mark {
 // Labels are the labels below the chart, at most maxLabels.
 func (c chart) Labels() []mark {
 	list := []mark{}
-	wide := chartWide / float64(max(len(c.Points), 1))
-	every := (len(c.Points) + maxLabels - 1) / maxLabels
+	width := chartWide / float64(max(len(c.Points), 1))
+	interval := (len(c.Points) + maxLabels - 1) / maxLabels
 	for i, p := range c.Points {
-		if i%every == 0 {
-			list = append(list, mark{X: percentX(wide * (float64(i) + .5)), Y: formatSVG(chartHigh - 5), Text: p.Short})
+		if i%interval == 0 {
+			list = append(list, mark{X: percentX(width * (float64(i) + .5)), Y: formatSVG(chartHigh - 5), Text: p.Short})
 		}
 	}
 	return list

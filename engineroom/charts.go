@@ -47,7 +47,7 @@ func (s timeAxis) period() activity.Period {
 func (s timeAxis) key(at time.Time) int64 { return at.UTC().Truncate(s.step).Unix() }
 
 // points returns the points with their values. A point without values gets the values in none.
-func (s timeAxis) points(of map[int64][]float64, empty ...float64) []point {
+func (s timeAxis) points(byStart map[int64][]float64, empty ...float64) []point {
 	list := make([]point, 0, s.count)
 	name, short := time.DateOnly, "Jan 2"
 	if s.step < 24*time.Hour {
@@ -55,7 +55,7 @@ func (s timeAxis) points(of map[int64][]float64, empty ...float64) []point {
 	}
 	for i := range s.count {
 		at := s.since().Add(time.Duration(i) * s.step)
-		values, ok := of[at.Unix()]
+		values, ok := byStart[at.Unix()]
 		if !ok {
 			values = empty
 		}
@@ -137,10 +137,10 @@ func (room *Room) runCharts(ctx context.Context, req *pageRequest) (any, error) 
 	if err != nil {
 		return nil, err
 	}
-	of := map[int64][]float64{}
+	byStart := map[int64][]float64{}
 	var all line
 	for _, l := range lines {
-		values := valuesAt(of, axis.key(l.Start), 3)
+		values := valuesAt(byStart, axis.key(l.Start), 3)
 		values[0], values[1], values[2] = values[0]+float64(l.Completed), values[1]+float64(l.Cancelled),
 			values[2]+float64(l.Failed+l.Timeout)
 		all.Completed, all.Cancelled, all.Failed = all.Completed+l.Completed, all.Cancelled+l.Cancelled,
@@ -149,7 +149,7 @@ func (room *Room) runCharts(ctx context.Context, req *pageRequest) (any, error) 
 	d := figure{Empty: "No end of an execution in this time is counted yet.", Chart: chart{
 		Title: "Runs and errors per " + axis.unit, About: "Executions by the time of their end.",
 		Series: []series{{"completed", "bar-accent"}, {"cancelled", "bar-wait"}, {"failed", "bar-bad"}}, Write: countTick,
-		Points: axis.points(of, 0, 0, 0),
+		Points: axis.points(byStart, 0, 0, 0),
 	}}
 	if ended := all.Completed + all.Cancelled + all.Failed; ended > 0 {
 		d.Words = human.Count(ended) + " runs, " + human.Count(all.Failed) + " failed (" +
@@ -302,20 +302,21 @@ func (room *Room) spendCharts(ctx context.Context, req *pageRequest) (any, error
 	var charts []figure
 	var until *time.Time
 	days := map[string]string{"24h": "1", "7d": "7", "30d": "30", "90d": "90"}[filter.Range]
-	for _, by := range []activity.Dimension{activity.ByAgent, activity.BySkill, activity.ByModel} {
-		if filter.Agent != "" && by == activity.BySkill {
+	for _, dimension := range []activity.Dimension{activity.ByAgent, activity.BySkill, activity.ByModel} {
+		if filter.Agent != "" && dimension == activity.BySkill {
 			continue // the counts have no skills by agent
 		}
 		sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{
-			Since: axis.since(), By: by, Period: axis.period(), Agent: filter.Agent,
+			Since: axis.since(), By: dimension, Period: axis.period(), Agent: filter.Agent,
 		})
 		if err != nil {
 			return nil, err
 		}
 		until = sums.Until
-		charts = append(charts, stackedSpend(by, sums.Lines, axis))
-		charts[len(charts)-1].Links = []link{{"/spend?days=" + days + "&by=" + string(by), "Spend by " + string(by)}}
-		if by == activity.ByAgent {
+		charts = append(charts, stackedSpend(dimension, sums.Lines, axis))
+		charts[len(charts)-1].Links = []link{{"/spend?days=" + days + "&by=" + string(dimension), "Spend by " +
+			string(dimension)}}
+		if dimension == activity.ByAgent {
 			charts = append(charts, cacheChart(sums.Lines, axis))
 		}
 	}
@@ -323,15 +324,15 @@ func (room *Room) spendCharts(ctx context.Context, req *pageRequest) (any, error
 }
 
 // stackedSpend draws the keys that cost most, and the sum of the rest. It draws tokens if no call has a price.
-func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis timeAxis) figure {
+func stackedSpend(dimension activity.Dimension, lines []activity.SpendLine, axis timeAxis) figure {
 	all := sumSpend(lines)
 	value := func(l activity.SpendLine) float64 { return l.CostUSD }
 	d := figure{Empty: "No model was called in this time.", Chart: chart{
-		Title: "Spend by " + string(by), About: "Cost of model calls.", Write: moneyTick,
+		Title: "Spend by " + string(dimension), About: "Cost of model calls.", Write: moneyTick,
 	}}
 	if all.CostUSD == 0 {
 		value = func(l activity.SpendLine) float64 { return float64(l.Tokens) }
-		d.Chart.Title, d.Chart.About, d.Chart.Write = "Tokens by "+string(by), "Tokens of model calls.", countTick
+		d.Chart.Title, d.Chart.About, d.Chart.Write = "Tokens by "+string(dimension), "Tokens of model calls.", countTick
 	}
 	totals := map[string]float64{}
 	for _, l := range lines {
@@ -345,7 +346,7 @@ func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis timeAx
 		if i < topSeries {
 			word := name
 			if name == "" {
-				word = "no " + string(by)
+				word = "no " + string(dimension)
 			}
 			d.Chart.Series = append(d.Chart.Series, series{
 				brief(40, word),
@@ -365,11 +366,11 @@ func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis timeAx
 	}
 	d.Chart.Points = axis.points(values, make([]float64, len(d.Chart.Series))...)
 	if len(names) > 0 {
-		most := human.Money(totals[names[0]])
+		largest := human.Money(totals[names[0]])
 		if all.CostUSD == 0 {
-			most = human.Count(int64(totals[names[0]]))
+			largest = human.Count(int64(totals[names[0]]))
 		}
-		d.Words = most + " of " + tokensOrMoney(all) + ": " + cmp.Or(brief(40, names[0]), "no "+string(by))
+		d.Words = largest + " of " + tokensOrMoney(all) + ": " + cmp.Or(brief(40, names[0]), "no "+string(dimension))
 	}
 	return d
 }
@@ -437,23 +438,24 @@ func (room *Room) skillCharts(ctx context.Context, req *pageRequest) (any, error
 	if err != nil {
 		return nil, err
 	}
-	of := map[int64][]float64{}
+	byStart := map[int64][]float64{}
 	var worked, failed int64
 	for _, l := range lines {
-		values := valuesAt(of, axis.key(l.Start), 2)
+		values := valuesAt(byStart, axis.key(l.Start), 2)
 		values[0], values[1] = values[0]+float64(l.Worked-l.Failed), values[1]+float64(l.Failed)
 		worked, failed = worked+l.Worked, failed+l.Failed
 	}
 	d := figure{Empty: "No skill was called in this time.", Links: []link{{"/skills", "Skills by health"}}, Chart: chart{
 		Title: "Skill calls and errors per " + axis.unit, About: "Calls that count for the health of their skill.",
-		Series: []series{{"succeeded", "bar-accent"}, {"failed", "bar-bad"}}, Write: countTick, Points: axis.points(of, 0, 0),
+		Series: []series{{"succeeded", "bar-accent"}, {"failed", "bar-bad"}}, Write: countTick,
+		Points: axis.points(byStart, 0, 0),
 	}}
 	if worked > 0 {
 		d.Words = human.Count(worked) + " calls, " + human.Count(failed) + " failed (" +
 			human.Percent(float64(failed)/float64(worked)) + ")"
 	}
 	daily := timeAxis{24 * time.Hour, max(2, int(time.Duration(axis.count)*axis.step/(24*time.Hour))), "day"}
-	lasted, err := postgres.Rows[histogram](ctx, room.Read, "read durations of calls", `
+	durations, err := postgres.Rows[histogram](ctx, room.Read, "read durations of calls", `
 		select x.day::timestamp at time zone 'UTC' as start, '' as measure, array_agg(x.bucket order by x.bucket) as buckets,
 		       array_agg(x.n order by x.bucket) as counts
 		  from (select g.day::date as day, d.bucket, d.calls as n
@@ -465,7 +467,7 @@ func (room *Room) skillCharts(ctx context.Context, req *pageRequest) (any, error
 	if err != nil {
 		return nil, err
 	}
-	took := percentileChart("Duration of skill calls", "By day (UTC).", "No skill was called in this time.", lasted,
+	took := percentileChart("Duration of skill calls", "By day (UTC).", "No skill was called in this time.", durations,
 		daily)
 	return map[string]any{"Charts": []figure{d, took}}, nil
 }

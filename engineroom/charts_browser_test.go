@@ -106,9 +106,9 @@ func TestSpendOfDayIsTwoClicksAway(t *testing.T) {
 	p.As(browser.Look{Width: 320, Height: 700})
 	for _, path := range []string{"/charts", "/spend/" + time.Now().UTC().Format(time.DateOnly)} {
 		p.Go(server.URL + path)
-		var wide int64
-		p.Eval(`document.documentElement.scrollWidth`, &wide)
-		assert.Truef(t, wide <= 320, "%s is %d wide", path, wide)
+		var width int64
+		p.Eval(`document.documentElement.scrollWidth`, &width)
+		assert.Truef(t, width <= 320, "%s is %d wide", path, width)
 	}
 	wantError(t, server.URL+"/spend/2999-01-01", 404, "no day")
 	wantError(t, server.URL+"/spend/soon", 404, "no day")

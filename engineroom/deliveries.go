@@ -52,7 +52,7 @@ type deliveryFilter struct {
 func (deliveryFilter) Statuses() []string { return webhooks.Statuses() }
 
 func (room *Room) openDeliveries(ctx context.Context, req *pageRequest) (string, error) {
-	if _, is := req.Subject.(deliveryFilter); is {
+	if _, ok := req.Subject.(deliveryFilter); ok {
 		return "Deliveries", nil // found for the same address
 	}
 	endpoint, err := req.hookFilter("endpoint")
@@ -130,13 +130,15 @@ func (room *Room) deliveriesList(ctx context.Context, req *pageRequest) (any, er
 		         jsonb_path_query_first(d.outcome, '$.*.event') #>> '{}'), 100), '') as event
 		  from ((select x.* from agent_webhook_deliveries x
 		          where @endpoints::text[] is null and (@status = '' or x.status = @status)
-		            and (@ids::text[] is null or x.id = any (@ids::text[]::uuid[])) and (@before = '' or x.id < nullif(@before, '')::uuid)
+		            and (@ids::text[] is null or x.id = any (@ids::text[]::uuid[]))
+		            and (@before = '' or x.id < nullif(@before, '')::uuid)
 		          order by x.id desc limit @limit + 1)
 		        union all
 		        (select y.* from unnest(@endpoints::text[]) n (name) cross join lateral (
 		           select x.* from agent_webhook_deliveries x
 		            where x.endpoint = n.name and (@status = '' or x.status = @status)
-		              and (@ids::text[] is null or x.id = any (@ids::text[]::uuid[])) and (@before = '' or x.id < nullif(@before, '')::uuid)
+		              and (@ids::text[] is null or x.id = any (@ids::text[]::uuid[]))
+		              and (@before = '' or x.id < nullif(@before, '')::uuid)
 		            order by x.id desc limit @limit + 1) y)) d
 		  left join agent_webhook_endpoints e on e.name = d.endpoint
 		 order by d.id desc limit @limit + 1`,
@@ -275,7 +277,8 @@ func (room *Room) deliveryAttempts(ctx context.Context, req *pageRequest) (any, 
 		       coalesce(left(a.error_message, 1000), '') as error, coalesce(left(a.output::text, 2000), '') as output,
 		       a.duration_ms as millis, a.created_at
 		  from agent_webhook_deliveries d join agent_activity a on a.execution_id = d.execution_id
-		 where d.id = @id order by a.id limit @limit + 1`, customPlan, postgres.Strict{"id": req.Subject, "limit": maxAttempts})
+		 where d.id = @id order by a.id limit @limit + 1`,
+		customPlan, postgres.Strict{"id": req.Subject, "limit": maxAttempts})
 	if err != nil {
 		return nil, err
 	}
@@ -360,8 +363,8 @@ type messageRow struct {
 	Enabled                                   bool // of the target
 }
 
-const messageColumns = `o.id::text, t.name as target, o.event, o.status, o.trace_id, left(o.last_error, 1000) as error, o.attempts,
-	o.http_status, o.next_attempt_at, o.created_at, o.finished_at, t.enabled`
+const messageColumns = `o.id::text, t.name as target, o.event, o.status, o.trace_id, left(o.last_error, 1000) as error,
+	o.attempts, o.http_status, o.next_attempt_at, o.created_at, o.finished_at, t.enabled`
 
 // messagesList reads dead messages, newest first, or pending messages in sending order.
 func (room *Room) messagesList(ctx context.Context, req *pageRequest) (any, error) {
@@ -422,7 +425,8 @@ type messageDetail struct {
 func (room *Room) messageFacts(ctx context.Context, req *pageRequest) (any, error) {
 	m, err := postgres.Row[messageDetail](ctx, room.Read, "read message", `
 		select `+messageColumns+`, left(o.payload::text, 40000) as payload
-		  from agent_webhook_outbox o join agent_webhook_targets t on t.id = o.target_id where o.id = @id`, postgres.Strict{"id": req.Subject})
+		  from agent_webhook_outbox o join agent_webhook_targets t on t.id = o.target_id
+		 where o.id = @id`, postgres.Strict{"id": req.Subject})
 	if err != nil {
 		return nil, err
 	}

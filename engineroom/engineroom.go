@@ -72,7 +72,7 @@ type Room struct {
 	Options
 	pages           []page
 	templates       *template.Template
-	placeholder     string // see show.Part
+	placeholder     string // see pageData.Part
 	hub             *hub
 	suggestionCache suggestions
 	pendingCache    cached[pendingCounts]

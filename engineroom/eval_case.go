@@ -74,7 +74,7 @@ func (room *Room) openEvalCase(ctx context.Context, req *pageRequest) (string, e
 	if err != nil && !errors.Is(err, evals.ErrNotFound) {
 		return "", err
 	}
-	if c, has := subject.Subject.Suite.Definition.Case(subject.Case); has {
+	if c, ok := subject.Subject.Suite.Definition.Case(subject.Case); ok {
 		subject.Defined = &c
 	}
 	req.Subject = subject
@@ -223,8 +223,9 @@ func (room *Room) caseSides(ctx context.Context, req *pageRequest) (any, error) 
 	return shown, nil
 }
 
-func (room *Room) readComparedTrial(ctx context.Context, run evals.Run, of string, trial int) (comparedTrial, error) {
-	t, err := evals.GetTrial(ctx, room.Read, run.ID, of, trial)
+func (room *Room) readComparedTrial(ctx context.Context, run evals.Run, caseName string, trial int) (comparedTrial,
+	error) {
+	t, err := evals.GetTrial(ctx, room.Read, run.ID, caseName, trial)
 	s := comparedTrial{Trial: t, Run: run, Answer: shownText(t.Answer, int64(len(t.Answer)))}
 	if json.Unmarshal(t.Calls, &s.steps) != nil {
 		s.steps = nil
@@ -242,26 +243,26 @@ func (c *trialComparison) compare() {
 		calls = max(calls, len(c.Right.steps))
 		c.Undecidable = c.Left.Verdict == "" || c.Right.Verdict == ""
 	}
-	marked := c.Right == nil || c.Undecidable
+	same := c.Right != nil && !c.Undecidable
 	for i := range min(calls, maxComparedCalls) {
 		row := comparisonRow{Word: fmt.Sprintf("call %d", i+1), Left: c.Left.cell(i)}
 		if c.Right != nil {
 			row.Right = c.Right.cell(i)
 		}
-		if !marked && row.Left != row.Right {
-			marked = true
+		if same && row.Left != row.Right {
+			same = false
 			row.setDifference()
 		}
 		c.Rows = append(c.Rows, row)
 	}
 	answer := comparisonRow{Word: "answer", Left: comparisonCell{Answer: true},
 		Right: comparisonCell{Answer: c.Right != nil}}
-	if !marked && c.Left.Trial.Answer != c.Right.Trial.Answer {
-		marked, answer.Differs, answer.What = true, true, "the answer"
+	if same && c.Left.Trial.Answer != c.Right.Trial.Answer {
+		same, answer.Differs, answer.What = false, true, "the answer"
 		answer.Lines, _ = compare(c.Left.Answer.Text, c.Right.Answer.Text)
 	}
 	c.Rows = append(c.Rows, answer)
-	c.Same = !marked
+	c.Same = same
 }
 
 // setDifference marks the differences.
@@ -324,8 +325,8 @@ func (room *Room) caseJudges(ctx context.Context, req *pageRequest) (any, error)
 		if subject.Defined == nil {
 			continue
 		}
-		rule, has := subject.Defined.Judges()[j.Expect]
-		if !has {
+		rule, ok := subject.Defined.Judges()[j.Expect]
+		if !ok {
 			continue
 		}
 		c, _, err := evals.ReadCalibration(ctx, room.Read, subject.Subject, rule)

@@ -108,17 +108,17 @@ func (r shownRun) Answer() string {
 // comparedRuns returns the shown runs of a suite, newest first, each compared with the previous run. margin is the
 // accepted loss.
 func comparedRuns(list []evals.Report, limit int, margin float64) []shownRun {
-	shown := make([]shownRun, 0, limit)
+	rows := make([]shownRun, 0, limit)
 	for i, r := range list {
-		if len(shown) == limit {
+		if len(rows) == limit {
 			break
 		}
 		if i+1 < len(list) && r.FinishedAt != nil {
 			r.Compare(list[i+1], margin)
 		}
-		shown = append(shown, shownRun{r, passesOfRun(r)})
+		rows = append(rows, shownRun{r, passesOfRun(r)})
 	}
-	return shown
+	return rows
 }
 
 // suiteRow is a suite in the list.
@@ -137,7 +137,8 @@ func (room *Room) listSuites(ctx context.Context, _ *pageRequest) (any, error) {
 	list, err := postgres.Rows[suiteRow](ctx, room.Read, "list evals", `
 		select e.name, e.version, left(coalesce(e.definition ->> 'description', ''), 300) as about,
 		       left(coalesce(e.definition ->> 'agent', ''), 100) as agent,
-		       case when jsonb_typeof(e.definition -> 'cases') = 'array' then jsonb_array_length(e.definition -> 'cases') else 0 end as cases,
+		       case when jsonb_typeof(e.definition -> 'cases') = 'array' then jsonb_array_length(e.definition -> 'cases')
+		         else 0 end as cases,
 		       case when jsonb_typeof(e.definition -> 'gate' -> 'margin') = 'number'
 		            then (e.definition -> 'gate' ->> 'margin')::float8 else 0 end as margin
 		  from agent_evals e where e.current order by e.name limit @limit + 1`, postgres.Strict{"limit": maxSuites})
@@ -158,8 +159,8 @@ func (room *Room) listSuites(ctx context.Context, _ *pageRequest) (any, error) {
 		return nil, err
 	}
 	for i, s := range list {
-		own := slices.DeleteFunc(slices.Clone(reports), func(r evals.Report) bool { return r.Suite != s.Name })
-		list[i].Runs = comparedRuns(own, suiteRuns, s.Margin)
+		suiteReports := slices.DeleteFunc(slices.Clone(reports), func(r evals.Report) bool { return r.Suite != s.Name })
+		list[i].Runs = comparedRuns(suiteReports, suiteRuns, s.Margin)
 	}
 	return map[string]any{"Suites": list, "More": more}, nil
 }
@@ -174,11 +175,11 @@ func (room *Room) recordedRuns(ctx context.Context, _ *pageRequest) (any, error)
 		return nil, err
 	}
 	reports, err := evals.Outcomes(ctx, room.Read, list)
-	shown := make([]shownRun, len(reports))
+	rows := make([]shownRun, len(reports))
 	for i, r := range reports {
-		shown[i] = shownRun{r, passesOfRun(r)}
+		rows[i] = shownRun{r, passesOfRun(r)}
 	}
-	return shown, err
+	return rows, err
 }
 
 // openSuite finds the suite.
@@ -334,8 +335,8 @@ func (room *Room) evalRunFacts(ctx context.Context, req *pageRequest) (any, erro
 	} else {
 		report, _, err = room.evalRunReport(ctx, req)
 	}
-	doubtful := report.Control.Answer == stats.Better || report.Control.Answer == stats.Worse
-	return map[string]any{"Run": shownRun{report, passesOfRun(report)}, "Doubtful": doubtful}, err
+	controlDiffers := report.Control.Answer == stats.Better || report.Control.Answer == stats.Worse
+	return map[string]any{"Run": shownRun{report, passesOfRun(report)}, "Doubtful": controlDiffers}, err
 }
 
 // otherRuns lists the runs to compare with.
@@ -394,13 +395,13 @@ func (room *Room) evalRunTrials(ctx context.Context, req *pageRequest) (any, err
 }
 
 // trialRows reads the trials of a run, of one case if named.
-func (room *Room) trialRows(ctx context.Context, subject evalRunSubject, of string) ([]trialRow, bool, error) {
-	trials, err := evals.BriefTrials(ctx, room.Read, subject.Run.ID, of)
+func (room *Room) trialRows(ctx context.Context, subject evalRunSubject, caseName string) ([]trialRow, bool, error) {
+	trials, err := evals.BriefTrials(ctx, room.Read, subject.Run.ID, caseName)
 	if err != nil {
 		return nil, false, err
 	}
 	trials, more := firstN(trials, maxTrialRows)
-	labels, err := evals.Labels(ctx, room.Read, "", subject.Run.ID, of, maxTrialRows)
+	labels, err := evals.Labels(ctx, room.Read, "", subject.Run.ID, caseName, maxTrialRows)
 	rows := make([]trialRow, len(trials))
 	for i, t := range trials {
 		rows[i] = trialRow{t, labelsOf(labels, t), casePath(subject.Run.ID, t.Case, t.Trial, subject.Against)}
@@ -415,7 +416,7 @@ func labelsOf(all []evals.Label, t evals.Trial) []evals.Label {
 
 // casePath returns the address of a case of a run. With a trial other than 0, it is the trial's address. With against,
 // the page shows the compared run beside it.
-func casePath(run, of string, trial int, against *evals.Run) string {
+func casePath(run, caseName string, trial int, against *evals.Run) string {
 	q := url.Values{}
 	if trial > 0 {
 		q.Set("trial", formatSVG(float64(trial)))
@@ -423,7 +424,7 @@ func casePath(run, of string, trial int, against *evals.Run) string {
 	if against != nil {
 		q.Set("against", against.ID)
 	}
-	path := "/evals/runs/" + run + "/cases/" + url.PathEscape(of)
+	path := "/evals/runs/" + run + "/cases/" + url.PathEscape(caseName)
 	if len(q) > 0 {
 		path += "?" + q.Encode()
 	}
@@ -451,7 +452,8 @@ func (room *Room) findEvalRuns(ctx context.Context, q findQuery) ([]hit, error) 
 		return nil, err
 	}
 	return room.hitsOf(ctx, `
-		select r.id::text, r.suite as title, left(r.agent || ' with ' || r.model, 300) as about, r.status as state, r.created_at as at
+		select r.id::text, r.suite as title, left(r.agent || ' with ' || r.model, 300) as about, r.status as state,
+		       r.created_at as at
 		  from agent_eval_runs r where r.id = any (@ids::uuid[]) order by r.id desc`, postgres.Strict{"ids": ids},
 		pathWithID("/evals/runs/"))
 }

@@ -125,7 +125,8 @@ func TestTrialShowsJudges(t *testing.T) {
 	pool, server := openRoom(t)
 	_, newer := seedSuite(t, pool, "Money back!")
 	at := server.URL + "/evals/runs/" + newer + "/cases/b?trial=1"
-	assert.True(t, !strings.Contains(wantTexts(t, at), "Judges of trial"), "a trial without judges shows judges")
+	assert.True(t, !strings.Contains(wantTexts(t, at), "Judges of trial"),
+		"the page shows judges of a trial without judges")
 	pgtest.Exec(t, pool, `
 		update agent_evals set definition = jsonb_set(definition, '{cases,1,expect}',
 		  '[{"judge": {"rubric": "Be <i>kind</i>.", "model": "judge-one"}}]')`)
@@ -242,8 +243,9 @@ func TestEvalButtonsDependOnRole(t *testing.T) {
 	require.NoError(t, err)
 	mux, role := muxOf(room), principals.Viewer
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		who := &principals.Caller{Principal: principals.Principal{Name: "ana", Role: role}, Scopes: []string{principals.All}}
-		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), who, "session")))
+		caller := &principals.Caller{Principal: principals.Principal{Name: "ana", Role: role},
+			Scopes: []string{principals.All}}
+		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), caller, "session")))
 	}))
 	t.Cleanup(server.Close)
 	_, newer := seedSuite(t, pool, "Money back!")
@@ -262,7 +264,7 @@ func TestEvalButtonsDependOnRole(t *testing.T) {
 		role = c.role
 		for at, button := range map[string]struct {
 			selector string
-			seen     bool
+			visible  bool
 		}{
 			"/traces/" + trace: {`#head .actions a:nth-last-child(2)`, c.adds},
 			"/evals/runs/" + newer + "/cases/late?trial=1": {"#label-form button", c.labels},
@@ -270,9 +272,9 @@ func TestEvalButtonsDependOnRole(t *testing.T) {
 			"/evals/returns": {`#facts form button`, c.starts},
 		} {
 			p.Go(server.URL + at)
-			var seen bool
-			p.Eval(`document.querySelector('`+button.selector+`').getClientRects().length > 0`, &seen)
-			assert.Truef(t, seen == button.seen, "%s sees %s on %s: %t", c.role, button.selector, at, seen)
+			var visible bool
+			p.Eval(`document.querySelector('`+button.selector+`').getClientRects().length > 0`, &visible)
+			assert.Truef(t, visible == button.visible, "the role %s sees %s on %s: %t", c.role, button.selector, at, visible)
 		}
 	}
 	wantNoBrowserErrors(t, p)
@@ -290,9 +292,10 @@ func TestLabelTextsNeedThreadsRead(t *testing.T) {
 	})
 	require.NoError(t, err)
 	for role, quotes := range map[principals.Role]bool{principals.Viewer: false, principals.Approver: true} {
-		who := &principals.Caller{Principal: principals.Principal{Name: "ana", Role: role}, Scopes: []string{principals.All}}
+		caller := &principals.Caller{Principal: principals.Principal{Name: "ana", Role: role},
+			Scopes: []string{principals.All}}
 		for _, path := range []string{"/evals/returns", "/evals/returns?part=labels"} {
-			r := httptest.NewRequestWithContext(principals.WithCaller(t.Context(), who, "session"), http.MethodGet, path, nil)
+			r := httptest.NewRequestWithContext(principals.WithCaller(t.Context(), caller, "session"), http.MethodGet, path, nil)
 			w := httptest.NewRecorder()
 			muxOf(room).ServeHTTP(w, r)
 			assert.Contains(t, w.Body.String(), "late, trial 2")
@@ -300,7 +303,7 @@ func TestLabelTextsNeedThreadsRead(t *testing.T) {
 			assert.Equal(t, quotes, strings.Contains(w.Body.String(), "too kind"), path, role)
 		}
 		for _, path := range []string{"", "?part=cases", "?part=trials"} {
-			r := httptest.NewRequestWithContext(principals.WithCaller(t.Context(), who, "session"), http.MethodGet,
+			r := httptest.NewRequestWithContext(principals.WithCaller(t.Context(), caller, "session"), http.MethodGet,
 				"/evals/runs/"+newer+path, nil)
 			w := httptest.NewRecorder()
 			muxOf(room).ServeHTTP(w, r)

@@ -161,20 +161,20 @@ func (room *Room) executionView(ctx context.Context, req *pageRequest) (any, err
 	if err != nil {
 		return nil, err
 	}
-	shown := &executionView{executionRecord: x, Unforkable: room.Unforkable()[x.Flow] != ""}
-	if shown.Missing, err = room.missingFor(ctx, x); err != nil {
+	view := &executionView{executionRecord: x, Unforkable: room.Unforkable()[x.Flow] != ""}
+	if view.Missing, err = room.missingFor(ctx, x); err != nil {
 		return nil, err
 	}
 	labels, err := executions.LabelsOf(ctx, room.Read, []string{x.ID})
 	if err != nil {
 		return nil, err
 	}
-	shown.Labels = labels[x.ID].Redacted()
-	if shown.First, err = room.firstStep(ctx, x.ID); err != nil {
+	view.Labels = labels[x.ID].Redacted()
+	if view.First, err = room.firstStep(ctx, x.ID); err != nil {
 		return nil, err
 	}
 	if x.Status == string(executions.Failed) || x.Status == string(executions.Timeout) {
-		if shown.Cause, err = activity.RootCauseOfExecution(ctx, room.Read, x.TraceID, x.ID); err != nil {
+		if view.Cause, err = activity.RootCauseOfExecution(ctx, room.Read, x.TraceID, x.ID); err != nil {
 			return nil, err
 		}
 	}
@@ -190,11 +190,11 @@ func (room *Room) executionView(ctx context.Context, req *pageRequest) (any, err
 		return nil, err
 	}
 	if order = subtree(order, "run-"+x.ID); len(order) > 0 {
-		shown.Line, shown.Lost = order[0], order[0].Lost
-		shown.View = &spansView{traceHead: head, Base: "/traces/" + x.TraceID + "?span="}
-		shown.View.fill(order)
+		view.Line, view.Lost = order[0], order[0].Lost
+		view.View = &spansView{traceHead: head, Base: "/traces/" + x.TraceID + "?span="}
+		view.View.fill(order)
 	}
-	return shown, nil
+	return view, nil
 }
 
 // subtree returns the line of a node and the lines below it, with their levels from 0.
@@ -436,7 +436,8 @@ func (room *Room) executionMessages(ctx context.Context, req *pageRequest) (any,
 		          where x.execution_id <= @id order by x.execution_id desc limit @near) y
 		         where y.execution_id = @id order by y.id desc limit @limit + 1) p
 		  join agent_messages m on m.id = p.id
-		 order by m.id desc`, customPlan, postgres.Strict{"id": req.Subject.(executionSubject).ID, "limit": messagesShown, "near": 20 * messagesShown})
+		 order by m.id desc`, customPlan, postgres.Strict{
+		"id": req.Subject.(executionSubject).ID, "limit": messagesShown, "near": 20 * messagesShown})
 	if err != nil {
 		return nil, err
 	}
@@ -633,7 +634,8 @@ func (room *Room) forks(ctx context.Context, id string) ([]fork, error) {
 		select x.id::text, x.status, left(coalesce(x.forked_step, ''), 600), x.created_at from (
 		  select y.id, y.status, y.forked_step, y.created_at, y.forked_from from agent_executions y
 		   where y.forked_from <= @id order by y.forked_from desc limit @near) x
-		 where x.forked_from = @id order by x.id desc limit @limit`, customPlan, postgres.Strict{"id": id, "limit": maxForks, "near": 4 * maxForks})
+		 where x.forked_from = @id order by x.id desc limit @limit`,
+		customPlan, postgres.Strict{"id": id, "limit": maxForks, "near": 4 * maxForks})
 	list, err := postgres.Collect(rows, err, "read the forks of the execution", pgx.RowToStructByPos[fork])
 	if err != nil {
 		return nil, err

@@ -56,10 +56,14 @@ type executionRow struct {
 
 // executionRowColumns are the columns of executionRow, of agent_executions e. They cut long values. The test for
 // children follows the index order, so the planner cannot choose a table scan.
-const executionRowColumns = ` e.id::text, e.trace_id, e.surface, e.flow, e.status, left(e.agent, 200) as agent, e.parent_id::text, e.thread_id, e.forked_from::text,
-	coalesce((select c.parent_id = e.id from agent_executions c where c.parent_id >= e.id order by c.parent_id limit 1), false) as children, e.priority, e.attempt, e.max_attempts,
+const executionRowColumns = ` e.id::text, e.trace_id, e.surface, e.flow, e.status, left(e.agent, 200) as agent,
+	e.parent_id::text, e.thread_id, e.forked_from::text,
+	coalesce((select c.parent_id = e.id from agent_executions c where c.parent_id >= e.id order by c.parent_id limit 1),
+	         false) as children,
+	e.priority, e.attempt, e.max_attempts,
 	coalesce(e.waiting_for, '') as waiting_for, left(coalesce(e.waiting_key, ''), 600) as waiting_key, e.waiting_until,
-	left(coalesce(e.error_message, e.result_summary), 600) as about, octet_length(coalesce(e.error_message, e.result_summary)) as about_bytes, e.error_message is not null as failed,
+	left(coalesce(e.error_message, e.result_summary), 600) as about,
+	octet_length(coalesce(e.error_message, e.result_summary)) as about_bytes, e.error_message is not null as failed,
 	e.created_at, e.updated_at, e.completed_at,
 	(select coalesce(sum(m.cost_usd), 0)::float8 from (select a.cost_usd from agent_activity a
 	   where a.execution_id = e.id and a.id >= e.id order by a.id limit 500) m) as cost_usd `
@@ -191,22 +195,22 @@ func (room *Room) listExecutions(ctx context.Context, req *pageRequest) (any, er
 		  join agent_executions e on e.id = p.id
 		 order by e.id desc`, customPlan,
 		f.args(maxSearched, executionsShown))
-	got := executionList{executionFilter: f, Window: maxSearched}
-	if got.Rows, err = collectExecutions(ctx, rows, err); err == nil {
-		err = haltRunning(ctx, room.Read, len(got.Rows), got.runningID, got.markLost)
+	result := executionList{executionFilter: f, Window: maxSearched}
+	if result.Rows, err = collectExecutions(ctx, rows, err); err == nil {
+		err = haltRunning(ctx, room.Read, len(result.Rows), result.runningID, result.markLost)
 	}
 	if err != nil {
 		return nil, err
 	}
-	if len(got.Rows) > executionsShown {
-		got.Rows = got.Rows[:executionsShown]
-		got.Older = f.urlWith("before", got.Rows[executionsShown-1].ID)
-		return got, nil
+	if len(result.Rows) > executionsShown {
+		result.Rows = result.Rows[:executionsShown]
+		result.Older = f.urlWith("before", result.Rows[executionsShown-1].ID)
+		return result, nil
 	}
-	return room.lastSearched(ctx, f, got)
+	return room.lastSearched(ctx, f, result)
 }
 
-// rankExecutions reads the slowest or the dearest executions of the newest maxRanked, or of their model calls.
+// rankExecutions reads the slowest or the most expensive executions of the newest maxRanked, or of their model calls.
 func (room *Room) rankExecutions(ctx context.Context, f executionFilter) (any, error) {
 	args := f.args(maxRanked, rankedShown)
 	var rows pgx.Rows
@@ -240,18 +244,18 @@ func (room *Room) rankExecutions(ctx context.Context, f executionFilter) (any, e
 	rows, err = room.Read.Query(ctx, `
 		select `+executionRowColumns+` from unnest(@ids::text[]::uuid[]) with ordinality p (id, place)
 		  join agent_executions e on e.id = p.id order by p.place`, customPlan, postgres.Strict{"ids": ids})
-	got := executionList{executionFilter: f, Window: maxRanked}
-	if got.Rows, err = collectExecutions(ctx, rows, err); err == nil {
-		err = haltRunning(ctx, room.Read, len(got.Rows), got.runningID, got.markLost)
+	result := executionList{executionFilter: f, Window: maxRanked}
+	if result.Rows, err = collectExecutions(ctx, rows, err); err == nil {
+		err = haltRunning(ctx, room.Read, len(result.Rows), result.runningID, result.markLost)
 	}
-	return got, err
+	return result, err
 }
 
 // lastSearched finds the last searched row of a page, if more rows follow. Later rows of any state belong to the next
 // page, so no row is on both pages.
-func (room *Room) lastSearched(ctx context.Context, f executionFilter, got executionList) (executionList, error) {
+func (room *Room) lastSearched(ctx context.Context, f executionFilter, result executionList) (executionList, error) {
 	if f.searchesAll() {
-		return got, nil
+		return result, nil
 	}
 	var end string
 	from, until := f.bounds(f.Before)
@@ -294,16 +298,16 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 			"searched": maxSearched, "searched_flow": f.searchedPerFlow(maxSearched), "label": label, "label_name": name,
 		}).Scan(&end)
 	if err != nil {
-		return got, fmt.Errorf("read how far the search went: %w", err)
+		return result, fmt.Errorf("read how far the search went: %w", err)
 	}
 	if end == "" {
-		return got, nil
+		return result, nil
 	}
-	for len(got.Rows) > 0 && got.Rows[len(got.Rows)-1].ID < end {
-		got.Rows = got.Rows[:len(got.Rows)-1]
+	for len(result.Rows) > 0 && result.Rows[len(result.Rows)-1].ID < end {
+		result.Rows = result.Rows[:len(result.Rows)-1]
 	}
-	got.Older, got.Farther = f.urlWith("before", end), true
-	return got, nil
+	result.Older, result.Farther = f.urlWith("before", end), true
+	return result, nil
 }
 
 // listWaiting reads waiting executions by deadline, or stuck executions. Other filters apply to the maxSearched
@@ -338,19 +342,19 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 		  join agent_executions e on e.id = p.id
 		 order by p.waiting_until, p.id`, customPlan,
 		args)
-	got := executionList{executionFilter: f, Window: maxSearched}
-	if got.Rows, err = collectExecutions(ctx, rows, err); err == nil {
-		err = haltRunning(ctx, room.Read, len(got.Rows), got.runningID, got.markLost)
+	result := executionList{executionFilter: f, Window: maxSearched}
+	if result.Rows, err = collectExecutions(ctx, rows, err); err == nil {
+		err = haltRunning(ctx, room.Read, len(result.Rows), result.runningID, result.markLost)
 	}
 	if err != nil {
 		return nil, err
 	}
-	if len(got.Rows) > executionsShown {
-		got.Rows = got.Rows[:executionsShown]
-		last := got.Rows[executionsShown-1]
+	if len(result.Rows) > executionsShown {
+		result.Rows = result.Rows[:executionsShown]
+		last := result.Rows[executionsShown-1]
 		if last.WaitingUntil != nil { // the execution may have resumed meanwhile
-			got.Older = f.urlWith("before", last.WaitingUntil.UTC().Format(time.RFC3339Nano)+" "+last.ID)
+			result.Older = f.urlWith("before", last.WaitingUntil.UTC().Format(time.RFC3339Nano)+" "+last.ID)
 		}
 	}
-	return got, nil
+	return result, nil
 }

@@ -14,9 +14,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// maxFilter bounds a filter's text, in bytes.
-const maxFilter = 300
-
 // executionFilter holds the filters of the listing. They combine.
 type executionFilter struct {
 	View                  string // waiting or stuck: by deadline; empty: newest first
@@ -57,7 +54,7 @@ func (executionFilter) Kinds() []string { return waitKinds() }
 
 // openExecutions reads the filters.
 func (room *Room) openExecutions(ctx context.Context, req *pageRequest) (string, error) {
-	if f, is := req.Subject.(executionFilter); is {
+	if f, ok := req.Subject.(executionFilter); ok {
 		return titleOf(f), nil // found for the same address
 	}
 	q, err := filtersOf(req.Query, append([]string{
@@ -150,7 +147,7 @@ func (f *executionFilter) parseCursor(before string) error {
 	return nil
 }
 
-// searchedPerFlow returns the bound of searched rows for each flow, out of looked in all.
+// searchedPerFlow divides the bound of searched rows among the flows.
 func (f executionFilter) searchedPerFlow(searched int) int { return searched / max(len(f.flows), 1) }
 
 // args returns the arguments of executionCandidates and executionConditions. searched bounds the searched rows, and
@@ -189,11 +186,11 @@ func (f executionFilter) leadingFilter() string {
 
 // searchesAll reports whether the listing searches all rows.
 func (f executionFilter) searchesAll() bool {
-	by := f.leadingFilter()
-	hasOther := (f.Label != "" && by != "label") || f.Surface != "" || f.Agent != "" ||
-		(f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") ||
-		(f.Failed && by != "failed")
-	return by == "trace" || !hasOther
+	leading := f.leadingFilter()
+	hasOther := (f.Label != "" && leading != "label") || f.Surface != "" || f.Agent != "" ||
+		(f.Flow != "" && leading != "flow") || (f.Status != "" && leading != "status") ||
+		(f.Failed && leading != "failed")
+	return leading == "trace" || !hasOther
 }
 
 // Narrowed reports whether a filter beyond the view or tab is set.
@@ -253,8 +250,9 @@ func filtersOf(values url.Values, known ...string) (map[string]string, error) {
 			return nil, problem.BadParameter("there is no filter %.60q here; there are %s", name, strings.Join(known, ", "))
 		case len(given) > 1:
 			return nil, problem.BadParameter("filter %s is given %d times", name, len(given))
-		case len(given[0]) > maxFilter || !utf8.ValidString(given[0]) || strings.ContainsFunc(given[0], unicode.IsControl):
-			return nil, problem.BadParameter("filter %s has to be text of at most %d bytes", name, maxFilter)
+		case len(given[0]) > maxFilterBytes || !utf8.ValidString(given[0]) ||
+			strings.ContainsFunc(given[0], unicode.IsControl):
+			return nil, problem.BadParameter("filter %s has to be text of at most %d bytes", name, maxFilterBytes)
 		case strings.TrimSpace(given[0]) != "":
 			q[name] = given[0]
 		}

@@ -135,7 +135,8 @@ func (room *Room) executionQueue(ctx context.Context, _ *pageRequest) (any, erro
 	ready, err := postgres.Rows[readyKind](ctx, room.Read, "read the queue", `
 		select k.queue, left(k.flow, 200) as flow, k.surface,
 		       (select count(*) from (select from agent_executions x
-		          where x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external and x.queue = k.queue
+		          where x.claimed_by is null and x.status in ('pending', 'running') and not x.is_external
+		            and x.queue = k.queue
 		            and x.flow = k.flow and x.surface = k.surface limit @counted + 1) c) as ready
 		  from lanekeeper.agent_ready_kinds k
 		 order by k.queue desc, k.flow, k.surface

@@ -110,7 +110,7 @@ func TestListExecutionsByState(t *testing.T) {
 	} {
 		body := wantTexts(t, server.URL+"/traces?surface="+surface, flows[0])
 		assert.Truef(t, !strings.Contains(body, flows[1]),
-			"/traces?surface=%s shows %s, which is of another", surface, flows[1])
+			"/traces?surface=%s shows %s, a flow of another surface", surface, flows[1])
 	}
 	rows.Quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours',
 		updated_at = now() - interval '2 hours' where status = 'waiting'`)
@@ -147,7 +147,8 @@ func TestRareFilterSearchesInPages(t *testing.T) {
 	// timed-out executions have their own window, which reaches further
 	for _, filter := range []string{"?surface=chat", "?surface=chat&failed=1"} {
 		body := wantTexts(t, server.URL+"/executions"+filter, "among those searched", "Search further back")
-		assert.Truef(t, !strings.Contains(body, `id="execution-`), "%s: what lies farther back is on the first page", filter)
+		assert.Truef(t, !strings.Contains(body, `id="execution-`), "%s: the first page shows an execution beyond its search",
+			filter)
 		body = wantTexts(t, server.URL+nextLink(body, "searched.</span> "))
 		if n := strings.Count(body, `id="execution-`); n != 5 || strings.Contains(body, "Search further back") {
 			t.Errorf("%s: the next page has %d executions", filter, n)
@@ -174,14 +175,14 @@ func TestWaitingExecutionShowsItsWait(t *testing.T) {
 		"wait for news", `action="/act/v1/executions/`+id+`/cancel"`, `action="/act/v1/executions/`+id+`/fork"`,
 		"No step is recorded yet",
 		"It holds no lane", "It has sent no message", "no parent, children or forks")
-	assert.True(t, !strings.Contains(body, "/retry"), "a running execution can be retried")
+	assert.True(t, !strings.Contains(body, "/retry"), "the page offers a retry of a running execution")
 	for kind, want := range map[string]string{
 		"approval": `href="/approvals/news"`, "agent": `href="/executions/news"`, "lane": `href="/lanes"`,
 		"delay": "the clock",
 	} {
 		rows.Quiet(t, pool, `update agent_executions set waiting_for = $2 where id = $1`, id, kind)
 		body := wantTexts(t, server.URL+"/executions/"+id, want)
-		assert.Truef(t, !strings.Contains(body, "/act/v1/events"), "the end of a wait for %s can be raised by hand", kind)
+		assert.Truef(t, !strings.Contains(body, "/act/v1/events"), "the page offers to end a wait for %s", kind)
 	}
 	// a form would send a different key
 	for _, key := range []string{"password=hunter22", "\u202eyek", strings.Repeat("k", maxEventKey+1)} {
@@ -205,7 +206,7 @@ func TestFailedExecutionCanBeRetried(t *testing.T) {
 	body := wantTexts(t, server.URL+"/executions/"+id, `action="/act/v1/executions/`+id+`/retry"`, "the roof is off",
 		"Failed step", "Ended: failed")
 	assert.True(t, !strings.Contains(body, "/cancel") && !strings.Contains(body, "Emit the event"),
-		"an ended execution can be cancelled, or waits")
+		"the page of an ended execution offers a cancellation, or shows a wait")
 }
 
 func TestTimelinePages(t *testing.T) {
@@ -223,7 +224,7 @@ func TestTimelinePages(t *testing.T) {
 		started_at = now() - interval '1 hour', wait_number = 3 where id = $1`, id)
 	path, seen := "/executions/"+id, map[string]int{}
 	for pages := 0; path != ""; pages++ {
-		require.True(t, pages <= 5, "the pages have no end")
+		require.True(t, pages <= 5, "the pages do not end")
 		body := wantTexts(t, server.URL+path, `<svg class="strip"`, `role="img"`)
 		if pages == 0 {
 			wantTexts(t, server.URL+path, "Waits, for the 3rd time", "Wait ended by EVENT_COMPLETED", "Wait timed out",
@@ -238,10 +239,10 @@ func TestTimelinePages(t *testing.T) {
 		path = strings.TrimSuffix(nextLink(body, `<p class="pager">`), "#timeline")
 		if !strings.Contains(body, "Earlier steps") {
 			path = ""
-			assert.True(t, strings.Contains(body, "Created: pending"), "the first page does not show its start")
+			assert.True(t, strings.Contains(body, "Created: pending"), "the first page does not show the start of the execution")
 		}
 	}
-	assert.Truef(t, seen["all"] == 90 && seen["claim"] == 1, "seen %v", seen)
+	assert.Truef(t, seen["all"] == 90 && seen["claim"] == 1, "moments on all pages: %v", seen)
 	wantTexts(t, server.URL+"/executions/"+id+"?from="+url.QueryEscape("step 7"), `name="from" value="step 7"`)
 }
 
@@ -291,7 +292,7 @@ func TestExecutionShowsWorkerAndLanes(t *testing.T) {
 		values ('t1', 1, 1, 'assistant', 'here it is', 'sent', $1)`, id)
 	body := wantTexts(t, server.URL+"/executions/"+id, "the crawler", "number 7", "pipeline:prices", "borrowed from",
 		"lent to", "here it is", "Became running")
-	assert.True(t, !strings.Contains(body, "a secret of a lock"), "the secret of a lock is shown")
+	assert.True(t, !strings.Contains(body, "a secret of a lock"), "the page shows the secret of a lock")
 }
 
 func TestExecutionValuesAreRedacted(t *testing.T) {
@@ -302,7 +303,7 @@ func TestExecutionValuesAreRedacted(t *testing.T) {
 		result = '{"ok": true}' where id = $1`, id)
 	body := wantTexts(t, server.URL+"/executions/"+id, "[redacted]", "9007199254740993", "&#34;ok&#34;: true",
 		"has values that are not shown")
-	assert.True(t, !strings.Contains(body, "hunter22"), "a secret is shown")
+	assert.True(t, !strings.Contains(body, "hunter22"), "the page shows a secret")
 	rows.Quiet(t, pool, `update agent_executions set input = '{"n": 9007199254740993}' where id = $1`, id)
 	body = wantTexts(t, server.URL+"/executions/"+id)
 	_, form, _ := strings.Cut(body, `<textarea name="input"`)
@@ -388,8 +389,8 @@ func TestListThreads(t *testing.T) {
 	} {
 		body := wantTexts(t, server.URL+"/threads"+query)
 		for _, name := range []string{"Ana", "Ben"} {
-			has := strings.Contains(body, "with "+name+"<")
-			assert.Truef(t, has == strings.Contains(want, name), "%q lists %s: %v", query, name, has)
+			shown := strings.Contains(body, "with "+name+"<")
+			assert.Truef(t, shown == strings.Contains(want, name), "%q lists %s: %v", query, name, shown)
 		}
 	}
 	wantTexts(t, server.URL+"/threads", `href="/threads/a%2Fb%20c"`, "an answer", `aria-label="1 queued`,
@@ -426,7 +427,7 @@ func TestThreadShowsConversation(t *testing.T) {
 		`action="/act/v1/threads/a%2Fb/messages"`, `action="/act/v1/lanes/thread:a%2Fb/break"`, `href="/executions/`+x,
 		"bubble-user", "10 min without")
 	if strings.Contains(body, "words 71.") || strings.Index(body, "words 72.") > strings.Index(body, "words 121.") {
-		t.Error("a page is longer than it may be, or in the wrong order")
+		t.Error("the page is too long, or its order is wrong")
 	}
 	body = wantTexts(t, server.URL+strings.TrimSuffix(nextLink(body, `<p class="pager">`), "#conversation"), "words 71.",
 		"words 22.", "Latest messages", "Older messages")

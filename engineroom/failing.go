@@ -27,11 +27,11 @@ func (room *Room) failures(ctx context.Context, req *pageRequest) (monitor.Failu
 	switch {
 	case req.streaming:
 		return room.hub.failures.read(sumsInterval, func() (monitor.Failures, error) {
-			got, err := read()
+			value, err := read()
 			if err == nil {
-				room.hub.lastFailing.Store(got.Failing())
+				room.hub.lastFailing.Store(value.Failing())
 			}
-			return got, err
+			return value, err
 		})
 	case req.cache != nil:
 		return req.cache.failures.read(failuresTTL, read)

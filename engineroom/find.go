@@ -56,8 +56,8 @@ type findQuery struct {
 	runs *[]string
 }
 
-// newFindQuery parses a text. usable is false for an empty text.
-func newFindQuery(text string) (q findQuery, usable bool) {
+// newFindQuery parses a text. ok is false for an empty text.
+func newFindQuery(text string) (q findQuery, ok bool) {
 	text = strings.TrimSpace(text)
 	q = findQuery{Text: text, like: containsPattern(text)}
 	q.id, q.isID = fragmentOf(text)
@@ -165,9 +165,9 @@ func (f searchResult) Count() (n int) {
 
 // search finds the groups of hits, best first. Without a text it returns the newest items.
 func (room *Room) search(ctx context.Context, text string) (searchResult, error) {
-	q, usable := newFindQuery(text)
+	q, ok := newFindQuery(text)
 	f := searchResult{Text: q.Text, IsID: q.isID, Window: maxFragments}
-	if !usable {
+	if !ok {
 		groups, err := room.recentItems(ctx)
 		f.Groups = groups
 		return f, err
@@ -571,9 +571,9 @@ func (room *Room) findActions(ctx context.Context, q findQuery) ([]hit, error) {
 // findPages finds pages by their labels. Without a text it finds all pages.
 func (room *Room) findPages(ctx context.Context, q findQuery) ([]hit, error) {
 	var list []hit
-	who := principals.From(ctx)
+	principal := principals.From(ctx)
 	for _, p := range room.pages {
-		if who != nil && !who.May(p.scope()) {
+		if principal != nil && !principal.May(p.scope()) {
 			continue
 		}
 		if p.navLabel != "" && q.matches(p.navLabel, p.path) {

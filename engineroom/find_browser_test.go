@@ -149,13 +149,13 @@ func TestFindDialogWithKeys(t *testing.T) {
 	p.PressUntil("\r", `!document.getElementById("find").open`) // a second Enter would open it again
 	p.Until("the skill is opened", `location.pathname === "/skills/fetch_news"`)
 
-	still := browser.Open(t, browser.Look{NoScript: true})
-	still.Go(server.URL + "/")
-	still.Click("#find-open")
-	still.Type("#find-text", "fetch_n")
-	still.Press("\r")
-	still.Click(`a[href="/skills/fetch_news"]`)
-	still.Until("the link opens the skill", `document.querySelector("h1")?.textContent.includes("fetch_news")`)
+	withoutScript := browser.Open(t, browser.Look{NoScript: true})
+	withoutScript.Go(server.URL + "/")
+	withoutScript.Click("#find-open")
+	withoutScript.Type("#find-text", "fetch_n")
+	withoutScript.Press("\r")
+	withoutScript.Click(`a[href="/skills/fetch_news"]`)
+	withoutScript.Until("the link opens the skill", `document.querySelector("h1")?.textContent.includes("fetch_news")`)
 }
 
 // F12: on a phone, rows are cards and the navigation is at the bottom.
@@ -226,7 +226,7 @@ func TestFilterChipsAndSavedViews(t *testing.T) {
 	}
 	body := wantTexts(t, server.URL+"/executions?flow=IMPORT&failed=1", "import_orders", "import_prices",
 		`<option value="import_orders" label="2">`)
-	assert.Equal(t, 3, strings.Count(body, `id="execution-`), "a part of a name finds")
+	assert.Equal(t, 3, strings.Count(body, `id="execution-`), "executions that a part of the flow name finds")
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/executions?flow=IMPORT&failed=1&before=")
 	p.Click(".view-save")

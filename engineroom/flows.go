@@ -87,7 +87,8 @@ func (room *Room) readFlows(ctx context.Context, only string) ([]flowRow, error)
 		Name, Source, About string
 		Version             *int
 	}](ctx, room.Read, "list flows", `
-		select f.name, f.version, left(f.source, 200) as source, left(coalesce(f.definition ->> 'description', ''), 300) as about
+		select f.name, f.version, left(f.source, 200) as source,
+		       left(coalesce(f.definition ->> 'description', ''), 300) as about
 		  from agent_flows f where f.current and (@only = '' or f.name = @only) order by f.name limit @limit + 1`, customPlan,
 		postgres.Strict{"only": only, "limit": maxFlows})
 	if err != nil {
@@ -108,7 +109,7 @@ func (room *Room) readFlows(ctx context.Context, only string) ([]flowRow, error)
 	if err != nil {
 		return nil, err
 	}
-	ran, err := room.suggested(ctx, "flow")
+	seen, err := room.suggested(ctx, "flow")
 	if err != nil {
 		return nil, err
 	}
@@ -128,7 +129,7 @@ func (room *Room) readFlows(ctx context.Context, only string) ([]flowRow, error)
 	for _, f := range live {
 		add(f.Name, true)
 	}
-	for _, s := range ran {
+	for _, s := range seen {
 		add(s.Value, false)
 	}
 	list := make([]flowRow, 0, len(found))
@@ -155,12 +156,15 @@ func (room *Room) countFlows(ctx context.Context, list []flowRow) error {
 	}](ctx, room.Read, "count executions of flows", `
 		with running as materialized (
 		  select x.flow, count(*) as runs, max(x.id::text)::uuid as newest
-		    from (select e.flow, e.id from agent_executions e where e.claimed_by is not null limit @running) x group by x.flow),
+		    from (select e.flow, e.id from agent_executions e where e.claimed_by is not null limit @running) x
+		   group by x.flow),
 		counted as materialized (
-		  select c.flow, sum(c.completed + c.failed + c.timeout + c.cancelled)::bigint as runs, sum(c.failed + c.timeout)::bigint as failed
+		  select c.flow, sum(c.completed + c.failed + c.timeout + c.cancelled)::bigint as runs,
+		         sum(c.failed + c.timeout)::bigint as failed
 		    from agent_execution_counts c
 		   where c.span = 'day' and c.start > clock_timestamp() - interval '7 days' group by c.flow)
-		select f.place::int, coalesce(r.runs, 0) + case when i.runs > @limit then greatest(c.runs, i.runs) else i.runs end as runs,
+		select f.place::int,
+		       coalesce(r.runs, 0) + case when i.runs > @limit then greatest(c.runs, i.runs) else i.runs end as runs,
 		       case when i.runs > @limit then greatest(c.failed, i.failed) else i.failed end as failed,
 		       n.id::text as newest, n.trace_id, n.status as how, n.created_at as at
 		  from unnest(@names::text[]) with ordinality f (name, place)
@@ -172,7 +176,8 @@ func (room *Room) countFlows(ctx context.Context, list []flowRow) error {
 		        and e.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days')
 		      order by e.id desc limit @limit + 1) x) i
 		  left join lateral (
-		    select e.id from agent_executions e where e.flow = f.name and e.claimed_by is null order by e.id desc limit 1) q on true
+		    select e.id from agent_executions e where e.flow = f.name and e.claimed_by is null
+		     order by e.id desc limit 1) q on true
 		  left join agent_executions n on n.id = greatest(q.id, r.newest)
 		 order by f.place`, customPlan, postgres.Strict{"names": names, "limit": maxFlowRuns, "running": maxLocks})
 	if err != nil {
@@ -190,7 +195,7 @@ func (room *Room) countFlows(ctx context.Context, list []flowRow) error {
 
 // openFlow finds the flow.
 func (room *Room) openFlow(ctx context.Context, req *pageRequest) (string, error) {
-	if f, is := req.Subject.(flowRow); is {
+	if f, ok := req.Subject.(flowRow); ok {
 		return f.Name, nil // found for the same address
 	}
 	if _, err := filtersOf(req.Query); err != nil {
@@ -218,11 +223,11 @@ func (room *Room) flowFacts(ctx context.Context, req *pageRequest) (any, error) 
 	if err := room.countFlows(ctx, one); err != nil {
 		return nil, err
 	}
-	gone, err := room.missingWorkerOf(ctx, f.Name)
-	if gone != nil && gone.Kind == flowExternal && (gone.Seen != nil || one[0].Runs == 0) {
-		gone = nil // the database may lack an idle external worker
+	missing, err := room.missingWorkerOf(ctx, f.Name)
+	if missing != nil && missing.Kind == flowExternal && (missing.Seen != nil || one[0].Runs == 0) {
+		missing = nil // the database may lack an idle external worker
 	}
-	return map[string]any{"Flow": one[0], "Missing": gone}, err
+	return map[string]any{"Flow": one[0], "Missing": missing}, err
 }
 
 // startForm is the form that starts a flow.
@@ -281,11 +286,11 @@ const maxExampleDepth = 6
 // exampleOf returns an example of a JSON schema: the default, the first example or value, or an empty value of the
 // type.
 func exampleOf(schema map[string]any, depth int) any {
-	if value, has := jsonschema.Given(schema); has {
+	if value, ok := jsonschema.Given(schema); ok {
 		return value
 	}
 	kind, _ := schema["type"].(string)
-	if list, is := schema["type"].([]any); is && len(list) > 0 {
+	if list, ok := schema["type"].([]any); ok && len(list) > 0 {
 		kind, _ = list[0].(string)
 	}
 	properties, _ := schema["properties"].(map[string]any)
@@ -293,7 +298,7 @@ func exampleOf(schema map[string]any, depth int) any {
 	case kind == "object" || kind == "" && len(properties) > 0:
 		object := map[string]any{}
 		for name, one := range properties {
-			if of, is := one.(map[string]any); is && depth < maxExampleDepth {
+			if of, ok := one.(map[string]any); ok && depth < maxExampleDepth {
 				object[name] = exampleOf(of, depth+1)
 			}
 		}

@@ -75,7 +75,7 @@ func TestListFlows(t *testing.T) {
 	assert.Contains(t, row("external:sum"), "external", `aria-label="1 executions of external:sum"`,
 		`href="/executions/`+id)
 	if text := row("heartbeat"); !strings.Contains(text, "built in") || strings.Contains(text, "#start") {
-		t.Errorf("a flow that only the program starts: %s", text)
+		t.Errorf("row of a flow that only the program starts: %s", text)
 	}
 	assert.Equal(t, `{
   "days": 3,
@@ -84,7 +84,7 @@ func TestListFlows(t *testing.T) {
 	assert.Equal(t, "{\n  \"start\": 10\n}", textareaOf(t, wantTexts(t, list+"/flows/external:sum",
 		"of its newest execution")))
 	body := wantTexts(t, list+"/flows/ship")
-	assert.True(t, textareaOf(t, body) == "{}" && !strings.Contains(body, "hunter2"), "a secret is prefilled")
+	assert.True(t, textareaOf(t, body) == "{}" && !strings.Contains(body, "hunter2"), "the form contains a secret")
 	wantTexts(t, list+"/flows/heartbeat", "Only the program itself starts this flow")
 	wantError(t, list+"/flows/shipp", http.StatusNotFound, "there is no flow")
 	wantError(t, list+"/flows?x=1", http.StatusBadRequest, "there is no filter")
@@ -104,7 +104,7 @@ func TestTalkingFlowNeedsThread(t *testing.T) {
 	}
 	assert.Contains(t, field("talks"), "because the flow talks", " required>")
 	if silent := field("silent"); !strings.Contains(silent, "if the flow talks") || strings.Contains(silent, "required") {
-		t.Errorf("the field of a silent flow: %s", silent)
+		t.Errorf("field of a flow that need not talk: %s", silent)
 	}
 }
 
@@ -120,7 +120,7 @@ func TestStartFlowFromPage(t *testing.T) {
 	post(t, client, server.URL+"/act/v1/executions", url.Values{"flow": {"onboard"}, "input": {"{Ana}"}}, nil)
 	if assert.Equal(t, 1, len(*calls)); (*calls)[0].path != "/v1/executions" ||
 		(*calls)[0].body != `{"flow":"onboard","input":{"name":"Ana"},"reason":"to try it"}` {
-		t.Errorf("the API was asked %+v", (*calls)[0])
+		t.Errorf("the API got the call %+v", (*calls)[0])
 	}
 }
 
@@ -129,7 +129,7 @@ func TestListProcessesAndWorkers(t *testing.T) {
 	pool, server := openRoom(t)
 	wantTexts(t, server.URL+"/lanes", "No process is connected")
 	live := insertProcess(t, pool, "host-1 pid 7", 60, "ship", "heartbeat")
-	gone := insertProcess(t, pool, "host-2 pid 8", -60, "bill")
+	expired := insertProcess(t, pool, "host-2 pid 8", -60, "bill")
 	insertProcess(t, pool, "host-3 pid 9", -3600, "old")
 	insertExternalLock(t, pool, "external:sum", "sum <worker>")
 	rows.Quiet(t, pool, `
@@ -151,8 +151,8 @@ func TestListProcessesAndWorkers(t *testing.T) {
 	for _, bad := range []string{"host-3", "lock-Zq81xLm0", "gone home"} {
 		assert.Truef(t, !strings.Contains(body, bad), "the part has %s", bad)
 	}
-	row := body[strings.Index(body, "worker-"+gone):]
-	assert.True(t, strings.Contains(row, "lease over"), "a process whose lease is over is connected")
+	row := body[strings.Index(body, "worker-"+expired):]
+	assert.True(t, strings.Contains(row, "lease over"), "a process with an expired lease counts as connected")
 }
 
 func TestPendingExecutionReportsMissingWorker(t *testing.T) {
@@ -168,8 +168,9 @@ func TestPendingExecutionReportsMissingWorker(t *testing.T) {
 		rows.Quiet(t, pool, `
 			update agent_executions set updated_at = updated_at - interval '1 minute' where id = $1::uuid`, id)
 		body := wantTexts(t, server.URL+"/executions/"+id)
-		if has := strings.Contains(body, `href="/lanes#workers"`); has != (text != "") || !strings.Contains(body, text) {
-			t.Errorf("%s %s: reports a missing worker: %t, want %q", status, flow, has, text)
+		if linked := strings.Contains(body, `href="/lanes#workers"`); linked != (text != "") ||
+			!strings.Contains(body, text) {
+			t.Errorf("%s %s: reports a missing worker: %t, want %q", status, flow, linked, text)
 		}
 	}
 	says("pending", "ship", "No process for flow ship is connected.")

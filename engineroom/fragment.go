@@ -41,7 +41,7 @@ func fragmentOf(text string) (f fragment, ok bool) {
 		text = text[strings.LastIndexByte(text, '/')+1:]
 	}
 	text = strings.ReplaceAll(text, "...", "…")
-	begin, end, cut := strings.Cut(text, "…")
+	begin, end, abbreviated := strings.Cut(text, "…")
 	if len(begin) > 2 && begin[2] == '_' && slices.Contains([]string{"hb", "op", "ch", "wh", "fl"},
 		strings.ToLower(begin[:2])) {
 		f.surface, begin = strings.ToLower(begin[:2]), begin[3:]
@@ -51,7 +51,7 @@ func fragmentOf(text string) (f fragment, ok bool) {
 		return (r < '0' || r > '9') && (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && r != '-'
 	}
 	plausible := !strings.ContainsFunc(begin+end, letters) && len(begin+end) <= 36
-	if f.surface != "" || cut {
+	if f.surface != "" || abbreviated {
 		_, _, pattern := f.ulidRange()
 		return f, plausible && (f.surface != "" && pattern != "" || f.surface == "" && len(begin+end) >= minFragment)
 	}
@@ -131,7 +131,7 @@ var idTables = []string{
 	"agent_executions", "agent_approvals", "agent_webhook_deliveries", "agent_webhook_outbox", "agent_eval_runs",
 }
 
-// matchUUIDs returns the ids of a table of idTables with a part, newest first, at most most.
+// matchUUIDs returns the ids of a table of idTables with a part, newest first, at most limit.
 func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, limit int) ([]string, error) {
 	low, high, pattern := f.hexRange()
 	if pattern == "" || !slices.Contains(idTables, table) {
@@ -163,8 +163,8 @@ func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, limi
 	})
 }
 
-// matchTraces returns at most most ids of traces. The trace id, or the id of an action of the trace, contains the part,
-// or the trace has one of runs. runs are the executions whose ids contain the part.
+// matchTraces returns at most limit ids of traces. The trace id, or the id of an action of the trace, contains the
+// part, or the trace has one of runs. runs are the executions whose ids contain the part.
 func (room *Room) matchTraces(ctx context.Context, f fragment, runs []string, limit int) ([]string, error) {
 	found, err := room.matchTraceIDs(ctx, f, limit)
 	if err != nil {
@@ -188,7 +188,7 @@ func (room *Room) matchTraces(ctx context.Context, f fragment, runs []string, li
 	return found, err
 }
 
-// matchTraceIDs returns the ids of traces with a part, newest first, at most most.
+// matchTraceIDs returns the ids of traces with a part, newest first, at most limit.
 func (room *Room) matchTraceIDs(ctx context.Context, f fragment, limit int) ([]string, error) {
 	if ids, err := trace.ParseAny(strings.TrimSpace(f.whole())); err == nil {
 		list := make([]string, len(ids))
@@ -272,14 +272,14 @@ func (room *Room) resolvePartialID(ctx context.Context, p page, req *pageRequest
 	if prob.Status != http.StatusNotFound && prob.Status != http.StatusBadRequest {
 		return ""
 	}
-	kind, has := findersByPath[p.path]
+	kind, ok := findersByPath[p.path]
 	name := wildcard.FindStringSubmatch(p.path)
-	if !has || name == nil || !(&pageData{pageRequest: req}).hasValidPath(p) || len(req.Query) > 0 {
+	if !ok || name == nil || !(&pageData{pageRequest: req}).hasValidPath(p) || len(req.Query) > 0 {
 		return ""
 	}
 	text := req.path(name[1])
-	q, usable := newFindQuery(text)
-	if !usable {
+	q, ok := newFindQuery(text)
+	if !ok {
 		return ""
 	}
 	hits, err := kind(room, ctx, q)

@@ -35,15 +35,15 @@ func TestPartOfIDFindsExecutionAndTrace(t *testing.T) {
 		for _, text := range []string{digits[at : at+5], digits[at : at+6], "01a2…" + digits[27:]} {
 			runs, traces := find(text)
 			assert.Truef(t, slices.Contains(runs, id) && slices.Contains(traces, trace),
-				"%q finds %v and %v", text, runs, traces)
+				"%q finds the executions %v and the traces %v", text, runs, traces)
 		}
 		if text := trace[3+at : 8+at]; strings.ContainsAny(text, "0123456789") {
 			_, traces := find(text)
-			assert.Truef(t, slices.Contains(traces, trace), "%q finds %v", text, traces)
+			assert.Truef(t, slices.Contains(traces, trace), "%q finds the traces %v", text, traces)
 		}
 	}
 	for _, text := range []string{"d8e9f", "7d8e9f", "01a2…8e9f"} { // the ids differ in the last digit
 		runs, _ := find(text)
-		assert.Truef(t, slices.Equal(runs, []string{id}), "%q finds %v", text, runs)
+		assert.Truef(t, slices.Equal(runs, []string{id}), "%q finds the executions %v", text, runs)
 	}
 }

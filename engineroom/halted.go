@@ -50,7 +50,7 @@ func haltRunning(
 		halts[h.ID] = h
 	}
 	for i := range n {
-		if h, has := halts[running(i)]; has {
+		if h, ok := halts[running(i)]; ok {
 			update(i, h)
 		}
 	}
@@ -59,12 +59,12 @@ func haltRunning(
 
 // lines lists activities, and marks running activities that have halted.
 func (room *Room) lines(ctx context.Context, f activity.Filter) (activity.Listing, error) {
-	got, err := activity.Lines(ctx, room.Read, f)
+	feed, err := activity.Lines(ctx, room.Read, f)
 	if err != nil {
-		return got, err
+		return feed, err
 	}
-	lines := got.Lines
-	return got, haltRunning(ctx, room.Read, len(lines), func(i int) string {
+	lines := feed.Lines
+	return feed, haltRunning(ctx, room.Read, len(lines), func(i int) string {
 		if l := lines[i]; l.Status == activity.Running && l.ExecutionID != nil {
 			return *l.ExecutionID
 		}

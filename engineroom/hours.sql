@@ -3,7 +3,8 @@
 select h.at, r.runs, least(r.runs, f.failed) as failed
   from generate_series(@since::timestamptz, @until::timestamptz, interval '1 hour') h(at)
  cross join lateral (
-   select lanekeeper.agent_uuid7_floor(h.at) as first, lanekeeper.agent_uuid7_floor(h.at + interval '1 hour') as next offset 0) i
+   select lanekeeper.agent_uuid7_floor(h.at) as first,
+          lanekeeper.agent_uuid7_floor(h.at + interval '1 hour') as next offset 0) i
  cross join lateral (
    select count(*) as runs from (
      select from agent_executions e

@@ -47,7 +47,7 @@ type laneFilter struct {
 }
 
 func (room *Room) openLanes(ctx context.Context, req *pageRequest) (string, error) {
-	if _, is := req.Subject.(laneFilter); is {
+	if _, ok := req.Subject.(laneFilter); ok {
 		return "Lanes", nil // found for the same address
 	}
 	filter := laneFilter{Lane: req.Query.Get("lane"), After: req.Query.Get("after")}
@@ -114,8 +114,10 @@ func (room *Room) heldLanes(ctx context.Context, req *pageRequest) (any, error) 
 		          limit @limit + 1) q) as waiters,
 		       (select n.lender::text from agent_lock_loans n where n.lane = l.lane order by n.depth desc limit 1) as lender
 		  from agent_locks l left join agent_executions e on e.id = l.execution_id
-		 where l.locked_by <> '' and l.expires_at > now() and l.lane > @after and (@lanes::text[] is null or l.lane = any (@lanes))
-		 order by l.lane limit @limit + 1`, customPlan, postgres.Strict{"limit": maxLanes, "after": filter.After, "lanes": filter.lanes})
+		 where l.locked_by <> '' and l.expires_at > now() and l.lane > @after
+		   and (@lanes::text[] is null or l.lane = any (@lanes))
+		 order by l.lane limit @limit + 1`,
+		customPlan, postgres.Strict{"limit": maxLanes, "after": filter.After, "lanes": filter.lanes})
 	if err != nil {
 		return nil, err
 	}
@@ -134,7 +136,8 @@ type claim struct {
 	Since, ExpiresAt                                  time.Time
 }
 
-const claimColumns = `e.id::text as execution_id, e.flow, e.surface, e.trace_id, case when w.name = '' then w.id::text else left(w.name, 200) end as worker,
+const claimColumns = `e.id::text as execution_id, e.flow, e.surface, e.trace_id,
+	case when w.name = '' then w.id::text else left(w.name, 200) end as worker,
 	w.kind, e.claim, e.updated_at as since, w.expires_at`
 
 // claims reads the running executions, newest first.
@@ -199,7 +202,8 @@ func (room *Room) laneLoans(ctx context.Context, req *pageRequest) (any, error) 
 	filter, _ := req.Subject.(laneFilter)
 	all, err := postgres.Rows[laneLoan](ctx, room.Read, "list loans", `
 		select n.lane, n.lender::text, n.borrower::text, n.depth, n.lent_at
-		  from agent_lock_loans n where @lanes::text[] is null or n.lane = any (@lanes) order by n.lane, n.depth limit @limit + 1`,
+		  from agent_lock_loans n where @lanes::text[] is null or n.lane = any (@lanes)
+		 order by n.lane, n.depth limit @limit + 1`,
 		customPlan, postgres.Strict{"limit": maxLanes, "lanes": filter.lanes})
 	if err != nil {
 		return nil, err

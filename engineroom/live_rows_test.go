@@ -33,8 +33,8 @@ func TestLargeTraceSendsOnlyChangedRows(t *testing.T) {
 		_, html = l.nextPart()
 	}
 	same := strings.Count(html, "data-same")
-	assert.Truef(t, same >= 250, "%d of 301 rows are left out of %d bytes", same, len(html))
-	assert.Equal(t, 0, strings.Count(html, "call_7<"), "a row that did not change was sent")
+	assert.Truef(t, same >= 250, "the update omits %d of 301 rows and has %d bytes", same, len(html))
+	assert.Equal(t, 0, strings.Count(html, "call_7<"), "the update contains an unchanged row")
 	assert.Truef(t, len(html)*4 <= len(body), "an update has %d bytes, the page %d", len(html), len(body))
 	whole := openStream(t, server.URL+"/live/traces/"+trace, "") // a viewer without state gets all rows
 	whole.waitFor("call_7<")

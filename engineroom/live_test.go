@@ -157,7 +157,7 @@ func (l *streamReader) nextPart() (id, html string) {
 			l.last = e.id
 			return p.ID, p.HTML
 		case <-deadline:
-			l.t.Fatal("no part came")
+			l.t.Fatal("no part arrived")
 		}
 	}
 }
@@ -176,7 +176,7 @@ func (l *streamReader) waitFor(words string) {
 func (l *streamReader) wantPart(id, words string) {
 	l.t.Helper()
 	if got, html := l.nextPart(); got != id || !strings.Contains(html, words) {
-		l.t.Fatalf("next is part %s: %s, want %s with %s", got, html, id, words)
+		l.t.Fatalf("the next part is %s: %s, want %s with %s", got, html, id, words)
 	}
 }
 
@@ -186,7 +186,7 @@ func stateOf(t *testing.T, body string) string {
 	_, rest, found := strings.Cut(body, `data-seen="`)
 	state, _, _ := strings.Cut(rest, `"`)
 	if !found || state == "" { // an error page names none
-		t.Fatalf("the page names no state:\n%s", body)
+		t.Fatalf("the page contains no state:\n%s", body)
 	}
 	return state
 }
@@ -196,7 +196,7 @@ func TestChangedPartIsSent(t *testing.T) {
 	s, _, server := serveFakePage(t)
 	_, body := testkit.Get(t, server.URL+"/watched?b=2&a=1")
 	assert.Truef(t, strings.Contains(body, `data-live="/live/watched?a=1&amp;b=2"`),
-		"the page does not say where its stream is:\n%s", body)
+		"the page does not contain the address of its stream:\n%s", body)
 	l := openStream(t, server.URL+"/live/watched?a=1&b=2&seen="+stateOf(t, body), "")
 	s.set("one", "a <b>")
 	l.wantPart("one", "one is a &lt;b&gt;")
@@ -215,10 +215,10 @@ func TestStreamResumesByState(t *testing.T) {
 	l.wantPart("one", "changed between")
 	l.stop()
 	s.set("calm", "changed while away")
-	again := openStream(t, server.URL+"/live/watched?seen="+stateOf(t, body), l.last)
-	again.wantPart("calm", "changed while away") // and not "one" again, nor the changes since ?seen=
-	again.stop()
-	third := openStream(t, server.URL+"/live/watched", again.last)
+	reconnected := openStream(t, server.URL+"/live/watched?seen="+stateOf(t, body), l.last)
+	reconnected.wantPart("calm", "changed while away") // and not "one" again, nor the changes since ?seen=
+	reconnected.stop()
+	third := openStream(t, server.URL+"/live/watched", reconnected.last)
 	s.set("one", "last")
 	third.wantPart("one", "last")
 	third.stop()
@@ -294,7 +294,7 @@ func TestManyViewersShareOneRead(t *testing.T) {
 	s.set("one", "news")
 	before := s.reads["one"].Load()
 	assert.Truef(t, before == 2 && s.reads["calm"].Load() == 2,
-		"%d viewers of what is known cost %d reads", viewers, before)
+		"%d viewers with the current state cause %d reads", viewers, before)
 	room.hub.mu.Lock()
 	for _, topic := range room.hub.topics {
 		topic.mu.Lock()
@@ -307,7 +307,7 @@ func TestManyViewersShareOneRead(t *testing.T) {
 		l.wantPart("one", "news")
 	}
 	now := s.reads["one"].Load()
-	assert.Truef(t, now == before+1, "a change for %d viewers cost %d reads", viewers, now-before)
+	assert.Truef(t, now == before+1, "a change for %d viewers causes %d reads", viewers, now-before)
 }
 
 func TestCalmPartIsReadAfterActivity(t *testing.T) {
@@ -323,7 +323,7 @@ func TestCalmPartIsReadAfterActivity(t *testing.T) {
 		pgtest.Eventually(t, func() bool { return s.reads["one"].Load() > ones+10 }, "the other part is read")
 		before = s.reads["calm"].Load()
 		return before == calm
-	}, "the calm part is left alone")
+	}, "the reads of the calm part stop")
 	s.set("calm", "moved")
 	pgtest.Exec(t, room.Pool, `insert into agent_activity (trace_id, skill_name, status) values ('op_1', 'x', 'success')`)
 	l.waitFor("calm is moved")
@@ -338,7 +338,7 @@ func TestPartIsReadAtOnceAfterItsTrigger(t *testing.T) {
 	parts := newTopic(room.hub, room.pages[0], nil, room.pages[0].liveParts())
 	parts.markChanged(logChanged | failureChanged)
 	if one, calm := parts.parts[0], parts.parts[1]; !one.urgent || !one.changed || calm.urgent || !calm.changed {
-		t.Errorf("after a failure the parts are %+v and %+v", one, calm)
+		t.Errorf("the parts after a failure are %+v and %+v", one, calm)
 	}
 	l := openStream(t, server.URL+"/live/watched", "")
 	l.waitFor("calm is")
@@ -353,8 +353,8 @@ func TestPartIsReadAtOnceAfterItsTrigger(t *testing.T) {
 
 func TestUrgentReadsAreSpaced(t *testing.T) {
 	t.Parallel()
-	began := time.Now()
-	s := partState{part: part{interval: 3 * time.Second}, readStart: began, readEnd: began.Add(20 * time.Millisecond),
+	start := time.Now()
+	s := partState{part: part{interval: 3 * time.Second}, readStart: start, readEnd: start.Add(20 * time.Millisecond),
 		changed: true}
 	for _, c := range []struct {
 		urgent bool
@@ -363,11 +363,11 @@ func TestUrgentReadsAreSpaced(t *testing.T) {
 	}{
 		{false, time.Time{}, 3020 * time.Millisecond},
 		{true, time.Time{}, 120 * time.Millisecond},
-		{true, began.Add(-time.Second), 120 * time.Millisecond},
-		{true, began, 600 * time.Millisecond},
+		{true, start.Add(-time.Second), 120 * time.Millisecond},
+		{true, start, 600 * time.Millisecond},
 	} {
 		s.urgent, s.urgentRead = c.urgent, c.hurry
-		if due := s.dueAt(time.Minute, time.Minute).Sub(began); due != c.want {
+		if due := s.dueAt(time.Minute, time.Minute).Sub(start); due != c.want {
 			t.Errorf("urgent %v: due after %s, want %s", c.urgent, due, c.want)
 		}
 	}
@@ -505,7 +505,7 @@ func TestSlowViewerGetsOnlyLatest(t *testing.T) {
 			sub.topic.mu.Lock()
 			defer sub.topic.mu.Unlock()
 			return strings.Contains(sub.topic.parts[0].data, fmt.Sprint("number ", i))
-		}, "it is read")
+		}, "the part is read")
 	}
 	assert.Equal(t, 1, len(sub.notify))
 	list := sub.pendingUpdates()
@@ -522,18 +522,18 @@ func TestViewersAndTopicsAreBounded(t *testing.T) {
 	room.hub.limits.topics, room.hub.limits.viewers = 2, 3
 	a, b := openStream(t, server.URL+"/live/watched?x=1", ""), openStream(t, server.URL+"/live/watched?x=2", "")
 	assert.Equal(t, http.StatusServiceUnavailable, openStream(t, server.URL+"/live/watched?x=3", "").status,
-		"a third topic")
+		"status of a third topic")
 	third := openStream(t, server.URL+"/live/watched?x=2", "")
 	assert.Truef(t, a.status == 200 && b.status == 200 && third.status == 200,
-		"viewers within the bounds: %d, %d, %d", a.status, b.status, third.status)
+		"statuses of viewers within the bounds: %d, %d, %d", a.status, b.status, third.status)
 	assert.Equal(t, http.StatusServiceUnavailable, openStream(t, server.URL+"/live/watched?x=1", "").status,
-		"a fourth viewer")
+		"status of a fourth viewer")
 	a.stop()
 	pgtest.Eventually(t, func() bool {
 		l := openStream(t, server.URL+"/live/watched?x=3", "")
 		defer l.stop()
 		return l.status == 200
-	}, "there is room again")
+	}, "another viewer is accepted")
 }
 
 func TestLastViewerStopsTopic(t *testing.T) {
@@ -550,7 +550,7 @@ func TestLastViewerStopsTopic(t *testing.T) {
 			select {
 			case <-sub.notify:
 			case <-time.After(pgtest.Timeout):
-				t.Error("nothing came")
+				t.Error("no update arrived")
 			}
 			leave()
 		})
@@ -559,16 +559,17 @@ func TestLastViewerStopsTopic(t *testing.T) {
 	room.hub.mu.Lock()
 	defer room.hub.mu.Unlock()
 	assert.Truef(t, len(room.hub.topics) == 0 && room.hub.viewers == 0 && room.hub.stop == nil &&
-		len(room.hub.readSlots) == 0, "left are %d topics, %d viewers, a pulse %v, %d readers", len(room.hub.topics),
+		len(room.hub.readSlots) == 0, "the hub still has %d topics, %d viewers, a goroutine %t, %d used read slots",
+		len(room.hub.topics),
 		room.hub.viewers, room.hub.stop != nil, len(room.hub.readSlots))
 }
 
 func TestLeavingCancelsRead(t *testing.T) {
 	t.Parallel()
-	var began, ended atomic.Int64
+	var started, ended atomic.Int64
 	_, room, _ := serveFakePageWith(t, func(p *page) {
 		p.parts[0].load = func(ctx context.Context, _ *pageRequest) (any, error) {
-			began.Add(1)
+			started.Add(1)
 			<-ctx.Done()
 			ended.Add(1)
 			return nil, ctx.Err()
@@ -576,9 +577,9 @@ func TestLeavingCancelsRead(t *testing.T) {
 	})
 	_, leave, err := room.hub.join(room.pages[0], &pageRequest{URL: "/watched"}, "")
 	require.NoError(t, err)
-	pgtest.Eventually(t, func() bool { return began.Load() == 1 }, "the part is being read")
+	pgtest.Eventually(t, func() bool { return started.Load() == 1 }, "the part is being read")
 	leave()
-	assert.Truef(t, began.Load() == 1 && ended.Load() == 1, "%d reads began, %d ended", began.Load(), ended.Load())
+	assert.Truef(t, started.Load() == 1 && ended.Load() == 1, "%d reads began, %d ended", started.Load(), ended.Load())
 }
 
 func TestStreamEndsWithRequestOrLogin(t *testing.T) {
@@ -590,7 +591,7 @@ func TestStreamEndsWithRequestOrLogin(t *testing.T) {
 		w := httptest.NewRecorder()
 		handler.ServeHTTP(w, httptest.NewRequestWithContext(ctx, http.MethodGet, "/live/watched", http.NoBody))
 		assert.Truef(t, w.Header().Get("Content-Type") == "text/event-stream" &&
-			w.Header().Get("Cache-Control") == "no-store", "header is %v", w.Header())
+			w.Header().Get("Cache-Control") == "no-store", "the header is %v", w.Header())
 		return w.Body.String()
 	}
 	text := ""
@@ -622,7 +623,7 @@ func TestMissingPageHasNoStream(t *testing.T) {
 		}
 	})
 	if l := openStream(t, server.URL+"/live/watched?x=bad", ""); l.status != http.StatusBadRequest {
-		t.Errorf("a filter that does not exist: %d", l.status)
+		t.Errorf("status of an unknown filter: %d", l.status)
 	}
 	l := openStream(t, server.URL+"/live/watched?x=away", "")
 	l.wantPart("one", "This could not be read")
@@ -676,9 +677,9 @@ func FuzzStream(f *testing.F) {
 		err := json.Unmarshal([]byte(got.Events[0].Data), &part)
 		require.Truef(t, err == nil && got.Events[0].Name == "part", "event %+v: %v", got.Events[0], err)
 		assert.Truef(t, !utf8.ValidString(name+html) || part.ID == name && part.HTML == html,
-			"%q and %q came out as %q and %q", name, html, part.ID, part.HTML)
+			"%q and %q are read as %q and %q", name, html, part.ID, part.HTML)
 		if utf8.ValidString(id) && !strings.ContainsAny(id, "\r\n\x00") && got.Events[0].ID != id {
-			t.Errorf("the id %q came out as %q", id, got.Events[0].ID)
+			t.Errorf("the id %q is read as %q", id, got.Events[0].ID)
 		}
 	})
 }

@@ -204,7 +204,8 @@ func wantTexts(t *testing.T, url string, texts ...string) string {
 	for _, text := range texts {
 		assert.Truef(t, strings.Contains(body, text), "%s does not say %q:\n%s", url, text, body)
 	}
-	assert.Truef(t, !strings.Contains(body, "This could not be read"), "%s has trouble:\n%s", url, body)
+	assert.Truef(t, !strings.Contains(body, "This could not be read"), "%s has a part that could not be read:\n%s", url,
+		body)
 	return body
 }
 
@@ -329,16 +330,16 @@ var (
 )
 
 // checkPlans opens a page. No query of the page may read one of the tables whole. No step of a plan may read or filter
-// out more than most rows.
+// out more than limit rows.
 func checkPlans(t *testing.T, pool *pgxpool.Pool, path string, tables []string, limit int) {
 	t.Helper()
 	scanned := regexp.MustCompile(`Seq Scan on (` + strings.Join(tables, "|") + `)\b`)
 	config, recorder := pool.Config(), &queryRecorder{}
 	config.ConnConfig.Tracer = recorder
-	traced, err := pgxpool.NewWithConfig(t.Context(), config)
+	tracingPool, err := pgxpool.NewWithConfig(t.Context(), config)
 	require.NoError(t, err)
-	defer traced.Close()
-	room, err := New(Options{Pool: traced})
+	defer tracingPool.Close()
+	room, err := New(Options{Pool: tracingPool})
 	require.NoError(t, err)
 	mux := muxOf(room)
 	w := httptest.NewRecorder()
@@ -364,7 +365,7 @@ func checkPlans(t *testing.T, pool *pgxpool.Pool, path string, tables []string, 
 		}
 		assert.Truef(t, !tooMuch, "%s reads too much:\n%s\n%s", path, q.SQL, plan)
 	}
-	assert.Truef(t, checked != 0, "%s asked nothing", path)
+	assert.Truef(t, checked != 0, "%s has no query", path)
 }
 
 // indexedPages are pages over large tables. The seed runs without triggers.
@@ -442,7 +443,7 @@ var indexedPages = map[string]struct {
 		/executions?view=stuck /executions?view=waiting&flow=flow_1&for=event /executions/01890000-0000-7000-8000-000000000000
 		/executions/01890000-0000-7000-8000-000000000000?before=2026-01-01T00%3A00%3A00Z+step+50`, 0,
 	},
-	"slowest and dearest": {
+	"slowest and most expensive": {
 		`
 		insert into agent_executions (id, trace_id, surface, flow, status, created_at, completed_at)
 		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 2 when 0 then 'chat' else 'heartbeat' end,

@@ -97,16 +97,16 @@ func (room *Room) memoryPage() page {
 
 // openMemoryList reads the filters from the URL.
 func (room *Room) openMemoryList(ctx context.Context, req *pageRequest) (string, error) {
-	if _, is := req.Subject.(memoryFilter); is {
+	if _, ok := req.Subject.(memoryFilter); ok {
 		return "", nil // found for the same address
 	}
 	var filter memoryFilter
 	var err error
-	for name, into := range map[string]*string{
+	for name, target := range map[string]*string{
 		"agent": &filter.Agent, "q": &filter.Words, "category": &filter.Category,
 		"prefix": &filter.Prefix,
 	} {
-		if *into, err = req.textFilter(name); err != nil {
+		if *target, err = req.textFilter(name); err != nil {
 			return "", err
 		}
 	}

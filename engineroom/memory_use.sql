@@ -9,7 +9,8 @@ with recursive names as (
 grown as (
   select g.category, count(*) as week, sum(g.bytes)::bigint as week_bytes,
          count(*) filter (where g.created_at > clock_timestamp() - interval '1 day') as day,
-         coalesce(sum(g.bytes) filter (where g.created_at > clock_timestamp() - interval '1 day'), 0)::bigint as day_bytes
+         coalesce(sum(g.bytes) filter (where g.created_at > clock_timestamp() - interval '1 day'),
+                  0)::bigint as day_bytes
     from (select m.category, m.created_at, octet_length(m.key) + pg_column_size(m.value) as bytes from agent_memory m
            where m.id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days'))
              and (m.expires_at is null or m.expires_at > clock_timestamp())
@@ -23,7 +24,8 @@ select n.category, h.entries, h.bytes, h.updated_at,
   cross join lateral (
        select count(*) as entries, coalesce(sum(x.bytes), 0)::bigint as bytes, max(x.updated_at) as updated_at
          from (select octet_length(m.key) + pg_column_size(m.value) as bytes, m.updated_at from agent_memory m
-                where m.category = n.category and (m.expires_at is null or m.expires_at > clock_timestamp()) limit @count_limit) x) h
+                where m.category = n.category and (m.expires_at is null or m.expires_at > clock_timestamp())
+                limit @count_limit) x) h
   left join grown g on g.category = n.category
  where h.entries > 0
  order by n.category

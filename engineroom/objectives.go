@@ -205,7 +205,7 @@ func (room *Room) objectiveSteps(ctx context.Context, req *pageRequest) (any, er
 	if err != nil {
 		return nil, err
 	}
-	proofs, err := postgres.Rows[evidenceRow](ctx, room.Read, "list evidence", `
+	evidence, err := postgres.Rows[evidenceRow](ctx, room.Read, "list evidence", `
 		select e.step_id::text, left(e.skill_name, 200) as skill_name, left(e.trace_id, 300) as trace_id,
 		       left(e.given_by, 100) as given_by, left(e.reason, 1000) as reason, e.activity_id::text, e.created_at
 		  from agent_objective_steps s
@@ -218,7 +218,7 @@ func (room *Room) objectiveSteps(ctx context.Context, req *pageRequest) (any, er
 	}
 	steps, more := firstN(steps, maxSteps)
 	for i := range steps {
-		for _, p := range proofs {
+		for _, p := range evidence {
 			if p.StepID == steps[i].ID {
 				steps[i].Evidence = append(steps[i].Evidence, p)
 			}

@@ -127,7 +127,8 @@ func (room *Room) sessionMessages(ctx context.Context, req *pageRequest) (any, e
 		       left(coalesce(m.trace_id, ''), 200) as trace_id, m.created_at as at
 		  from (select n.* from agent_messages n where n.thread_id = @session and n.seq is not null
 		         order by n.turn desc, n.seq desc limit @limit::int + 1) m
-		 order by m.turn, m.seq`, postgres.Strict{"session": view.Session, "limit": maxSessionMessages, "long": maxMessageLength})
+		 order by m.turn, m.seq`,
+		postgres.Strict{"session": view.Session, "limit": maxSessionMessages, "long": maxMessageLength})
 	if err != nil {
 		return nil, err
 	}

@@ -39,8 +39,8 @@ func serveConsole(t *testing.T, api map[string]http.HandlerFunc) (*pgxpool.Pool,
 		mux.HandleFunc(pattern, handler)
 	}
 	server := httptest.NewUnstartedServer(mux)
-	living, end := context.WithCancel(context.WithoutCancel(t.Context()))
-	server.Config.BaseContext = func(net.Listener) context.Context { return living }
+	serverCtx, end := context.WithCancel(context.WithoutCancel(t.Context()))
+	server.Config.BaseContext = func(net.Listener) context.Context { return serverCtx }
 	server.Start()
 	t.Cleanup(func() {
 		end()
@@ -113,7 +113,7 @@ func TestApprovalInSessionIsVisibleOrLinked(t *testing.T) {
 	p.Type("#message", "refund order A-1001")
 	p.Click("#send")
 	p.Shows("Approval requested: refund")
-	p.Until("its buttons are above the composer", inWindow)
+	p.Until("the buttons of the approval are above the composer", inWindow)
 	p.Until("no line is needed", `document.getElementById("asked-line").hidden`)
 	screenshot(t, p, "operate-approval", false)
 	p.Eval(`scrollTo(0, 0), 1`, new(int))
@@ -121,7 +121,7 @@ func TestApprovalInSessionIsVisibleOrLinked(t *testing.T) {
 	screenshot(t, p, "operate-approval-line", false)
 	wantNoBrowserErrors(t, p)
 	p.Click("#asked-link")
-	p.Until("it is in view again", inWindow+` && document.activeElement.value === "approve"`)
+	p.Until("the approval is in view again", inWindow+` && document.activeElement.value === "approve"`)
 	p.Press("\r")
 	p.Shows("Approved.")
 	assert.Equal(t, "approve", <-decided, "the decision")
@@ -149,7 +149,7 @@ func TestStoppedToolIsNotShownAsRunning(t *testing.T) {
 	p.Shows("The turn was cancelled")
 	p.Until("the call has stopped", `document.querySelector(".bubble-tool").textContent.includes("⊘ stopped")`)
 	text := p.Text("#transcript")
-	assert.Truef(t, !strings.Contains(text, "running"), "something still runs: %s", text)
+	assert.Truef(t, !strings.Contains(text, "running"), "the transcript still shows a running call: %s", text)
 	wantNoBrowserErrors(t, p)
 }
 
@@ -174,22 +174,22 @@ func TestAnswersAreSafeMarkdown(t *testing.T) {
 	wantNoBrowserErrors(t, p)
 	insertSession(t, pool, "hello", text, "cancelled")
 	p.Go(url + "/operate?session=" + aSession)
-	p.Until("so is one that is read again", holds)
+	p.Until("a stored answer is drawn", holds)
 	clickCopy(p, ".said .block button")
 	wantNoBrowserErrors(t, p)
 }
 
 func TestCommandsAreSuggestedAndRun(t *testing.T) {
 	t.Parallel()
-	asked := make(chan string, 4)
-	note := func(w http.ResponseWriter, r *http.Request) {
+	requests := make(chan string, 4)
+	record := func(w http.ResponseWriter, r *http.Request) {
 		var body map[string]string
 		_ = json.NewDecoder(r.Body).Decode(&body)
-		asked <- fmt.Sprint(r.Method, " ", r.URL.Path, " ", body)
+		requests <- fmt.Sprint(r.Method, " ", r.URL.Path, " ", body)
 		respond(`{}`)(w, r)
 	}
 	pool, url := serveConsole(t, map[string]http.HandlerFunc{
-		"POST /v1/pause": note, "PATCH /v1/threads/{id}": note,
+		"POST /v1/pause": record, "PATCH /v1/threads/{id}": record,
 		"GET /v1/skills": respond(`{"items":[{"name":"fetch","description":"reads a page","enabled":false}]}`),
 	})
 	insertSession(t, pool, "hello", "hi", "cancelled")
@@ -212,10 +212,10 @@ func TestCommandsAreSuggestedAndRun(t *testing.T) {
 		`document.getElementById("message").value === "/pause " && document.getElementById("commands").hidden`)
 	p.Type("#message", "a release\r")
 	p.Shows("Autonomous work is paused.")
-	assert.Equal(t, "POST /v1/pause map[reason:a release]", <-asked, "asked")
+	assert.Equal(t, "POST /v1/pause map[reason:a release]", <-requests, "asked")
 	p.Type("#message", "/rename Prices\r")
 	p.Until("the session has its name", `document.getElementById("session-title").textContent === "Prices"`)
-	assert.Equal(t, "PATCH /v1/threads/"+aSession+" map[title:Prices]", <-asked, "asked")
+	assert.Equal(t, "PATCH /v1/threads/"+aSession+" map[title:Prices]", <-requests, "asked")
 	p.Type("#message", "/nothing\r")
 	p.Shows("there is no command /nothing")
 	p.Type("#message", "/help\r")
@@ -261,9 +261,9 @@ func TestSessionAfterReloadAndWithoutScript(t *testing.T) {
 	p.Go(url + "/operate?session=" + aSession)
 	p.Until("the answer is drawn", `document.querySelector(".bubble-assistant strong") !== null`)
 	p.Until("the approval is in view", inWindow)
-	var wide int64
-	p.Eval(`document.documentElement.scrollWidth`, &wide)
-	assert.Truef(t, wide <= 320, "the page is %d wide", wide)
+	var width int64
+	p.Eval(`document.documentElement.scrollWidth`, &width)
+	assert.Truef(t, width <= 320, "the page is %d wide", width)
 	p.Go(url + "/operate?session=" + aSession + "&q=did+you")
 	p.Until("a session is found by its first message", `document.querySelectorAll("#sessions li").length === 1`)
 	p.Go(url + "/operate?q=nothing+like+it")
@@ -320,19 +320,19 @@ func TestTurnIsShownOnceAfterBrokenStream(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			var asked atomic.Int64
+			var requests atomic.Int64
 			_, url := serveConsole(t, map[string]http.HandlerFunc{
 				"POST /v1/operate": streamTurn(false, test.stream...),
 				"GET /v1/executions/{id}": func(w http.ResponseWriter, r *http.Request) {
 					status := "running"
-					if asked.Add(1) > 2 {
+					if requests.Add(1) > 2 {
 						status = "completed"
 					}
 					respond(`{"status": "`+status+`", "result": {"text": "It is done."}}`)(w, r)
 				},
 				"GET /v1/activity": func(w http.ResponseWriter, r *http.Request) {
 					items := test.log
-					if asked.Load() >= 2 { // newest first
+					if requests.Load() >= 2 { // newest first
 						items = append([]string{row("It is done.")}, items...)
 					}
 					respond(`{"items": [`+strings.Join(items, ", ")+`]}`)(w, r)

@@ -326,7 +326,8 @@ func (room *Room) pendingCalls(ctx context.Context, items []attentionItem) (map[
 		select a.id::text, left(a.trace_id, 100) as trace_id, coalesce(left(e.flow, 100), '') as flow,
 		       coalesce(left(e.agent, 100), '') as agent, coalesce(left(s.description, 200), '') as description,
 		       a.execution_id::text, a.skill_revision, s.revision as revision_now, octet_length(a.arguments::text) as bytes,
-		       case when octet_length(a.arguments::text) <= @limit then a.arguments::text else '' end as arguments, a.expires_at
+		       case when octet_length(a.arguments::text) <= @limit then a.arguments::text else '' end as arguments,
+		       a.expires_at
 		  from agent_approvals a
 		  left join agent_executions e on e.id = a.execution_id
 		  left join agent_skills s on s.name = a.skill_name

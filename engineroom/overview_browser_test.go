@@ -171,7 +171,7 @@ func TestOverviewShowsHealth(t *testing.T) {
 	text := p.Text("#verdict")
 	assert.Contains(t, text, "Degraded", "2 flows failing since")
 	assert.Truef(t, !strings.Contains(text, "skills failing") && !strings.Contains(p.Text("#failing"), "no answer within"),
-		"what fails for another agent is shown: %s", text)
+		"the page shows failures of another agent: %s", text)
 	p.Click("#verdict .verdict-why a") // the two flows
 	p.Until("the reason leads to what fails", `location.hash === "#failing"`)
 	_, err := executions.PauseAll(t.Context(), pool, "ana", "prices look wrong")
@@ -273,12 +273,12 @@ func TestApprovalIsDecidedOnOverview(t *testing.T) {
 	inPlace := fmt.Sprintf(`#decide-%s [value="approve"]`, long)
 	p.As(browser.Look{})
 	p.Go(server.URL + "/")
-	p.Until("what is not shown whole is not approved here", `document.querySelector('`+inPlace+`') === null`)
+	p.Until("there is no approval of shortened arguments", `document.querySelector('`+inPlace+`') === null`)
 	wantNoBrowserErrors(t, p)
 	p.Type("#decide-"+refund+" input[name=reason]", "the goods came")
 	p.Click("#decide-" + refund + ` [value="reject"]`)
 	p.Shows("The decision is recorded")
-	p.Until("it needs nobody any more", `document.getElementById("decide-`+refund+`") === null`)
+	p.Until("the item is gone", `document.getElementById("decide-`+refund+`") === null`)
 	assert.Equal(t, "rejected by ana: the goods came", pgtest.Value[string](t, pool,
 		`select status || ' by ' || decided_by || ': ' || reason from agent_approvals where id = $1::text::uuid`, refund))
 	pgtest.Exec(t, pool, `update agent_skills set revision = 2`)

@@ -77,7 +77,7 @@ func TestOverviewShowsLocks(t *testing.T) {
 		values ('pipeline:prices', 'b', clock_timestamp() - interval '1 hour') returning lane`)
 	body := wantTexts(t, server.URL+"/", "pipeline:prices", "somebody",
 		`<a href="/lanes">1<span class="aside-text"> waiting for pipeline:prices`)
-	assert.True(t, !strings.Contains(body, "pipeline:over"), "a lane whose lease is over is said to be held")
+	assert.True(t, !strings.Contains(body, "pipeline:over"), "the page shows a lane with an expired lease as held")
 }
 
 // seedAttentionItems inserts one row of each kind that needs a person, with text in each free text.
@@ -216,10 +216,10 @@ func TestAttentionItemsAreReadByIndex(t *testing.T) {
 		"agent_messages_failed",
 	} {
 		assert.Truef(t, strings.Contains(plan, index+" ") || strings.Contains(plan, index+"\n"),
-			"the plan does without %s", index)
+			"the plan does not use %s", index)
 	}
-	whole := slices.Compact(regexp.MustCompile(`Seq Scan on \w+`).FindAllString(plan, -1))
-	assert.Truef(t, slices.Equal(whole, []string{"Seq Scan on agent_skills"}), "read as a whole: %q", whole)
+	scanned := slices.Compact(regexp.MustCompile(`Seq Scan on \w+`).FindAllString(plan, -1))
+	assert.Truef(t, slices.Equal(scanned, []string{"Seq Scan on agent_skills"}), "table scans: %q", scanned)
 }
 
 func TestEveryPageShowsPause(t *testing.T) {
@@ -227,10 +227,10 @@ func TestEveryPageShowsPause(t *testing.T) {
 	pool, server := openRoom(t)
 	_, body := testkit.Get(t, server.URL+"/")
 	assert.Truef(t, strings.Contains(body, `action="/act/v1/pause"`) && !strings.Contains(body, "is paused"),
-		"the overview has no action:\n%s", body)
+		"the overview does not offer a pause:\n%s", body)
 	_, body = testkit.Get(t, server.URL+"/lanes")
 	assert.Truef(t, !strings.Contains(body, "/act/v1/pause") && !strings.Contains(body, "is paused"),
-		"another page has the action:\n%s", body)
+		"another page offers a pause:\n%s", body)
 	got, err := executions.PauseAll(t.Context(), pool, "ana", "<b>prices</b> look wrong")
 	require.NoError(t, err)
 	for _, path := range []string{"/", "/lanes", "/traces", "/executions?status=waiting", "/operate"} {
@@ -242,12 +242,12 @@ func TestEveryPageShowsPause(t *testing.T) {
 			assert.Truef(t, status == 200 && strings.Contains(body, want), "%s: status %d, %q is missing", path, status, want)
 		}
 		assert.Truef(t, strings.Count(body, `id="pause"`) == 1 && !strings.Contains(body, "/act/v1/pause"),
-			"%s has the part more than once, or both actions", path)
+			"%s shows the pause more than once, or offers another pause", path)
 	}
 	_, err = executions.ResumeAll(t.Context(), pool, "ana", "")
 	require.NoError(t, err)
 	_, body = testkit.Get(t, server.URL+"/lanes")
-	assert.True(t, !strings.Contains(body, "is paused"), "the page still shows it")
+	assert.True(t, !strings.Contains(body, "is paused"), "the page still shows the pause")
 }
 
 // insertActivities inserts n rows of the activity log, named by their number.
@@ -471,7 +471,7 @@ func TestVerdictReasonsAreAcknowledged(t *testing.T) {
 	require.NoError(t, err)
 	body := wantTexts(t, server.URL+"/", `data-verdict="working"`, "Known: ", "skill fetch_price disabled by self-heal",
 		"ana: the shop &lt;moves&gt;")
-	assert.True(t, !strings.Contains(body, "/act/v1/monitor/acknowledge"), "there is something to acknowledge")
+	assert.True(t, !strings.Contains(body, "/act/v1/monitor/acknowledge"), "the page offers an acknowledgement")
 }
 
 func TestBrokenChannelNeedsAttention(t *testing.T) {

@@ -36,7 +36,7 @@ import (
 
 // page is a page of the Engine Room.
 type page struct {
-	path     string // as http.ServeMux has it; "/" is the overview
+	path     string // in the form of http.ServeMux; "/" is the overview
 	name     string // of its templates: <name> arranges the parts, <name>/<part> is a part
 	navLabel string // label in the navigation; empty for a subpage
 	title    string // used when open returns no title
@@ -56,7 +56,7 @@ type part struct {
 	interval time.Duration // least refresh interval while a viewer is present; 0 for never
 	// refreshOnActivity limits refreshes to one after activity, and one every half minute.
 	refreshOnActivity bool
-	triggers          changes // changes that refresh it at once; 0: any change, if every is short
+	triggers          changes // changes that refresh it at once; 0: any change, if interval is short
 	sharedTemplate    bool    // shared by all pages, with a template of its own name
 	load              func(ctx context.Context, req *pageRequest) (any, error)
 }
@@ -88,7 +88,7 @@ type pageData struct {
 	Live, Seen string
 	Viewer     *principals.Caller // the viewer; nil for parts that all viewers share
 	Replicated bool               // the page may come from a replica
-	// Arrangement is the page's executed template.
+	// Content is the page's executed template.
 	Content     template.HTML
 	parts       map[string][]byte
 	placeholder string // stands before the name of a part in its place
@@ -139,8 +139,8 @@ func (d pageData) Now() int64 { return time.Now().UnixMilli() }
 
 // HasPart reports whether the page has a part.
 func (d pageData) HasPart(name string) bool {
-	_, has := d.parts[name]
-	return has
+	_, ok := d.parts[name]
+	return ok
 }
 
 // Part returns the placeholder of a rendered part: its name after a secret prefix, which no text of a page can contain.
@@ -226,13 +226,13 @@ func (room *Room) renderAlone(ctx context.Context, p page, name string, d pageDa
 
 // newPageRequest parses a request below prefix.
 func newPageRequest(r *http.Request, p page, prefix string) *pageRequest {
-	wild := map[string]string{}
+	wildcards := map[string]string{}
 	for _, m := range wildcard.FindAllStringSubmatch(p.path, -1) {
-		wild[m[1]] = r.PathValue(m[1])
+		wildcards[m[1]] = r.PathValue(m[1])
 	}
 	req := &pageRequest{
 		path: func(name string) string {
-			return wild[name]
+			return wildcards[name]
 		}, Query: r.URL.Query(), fromPrimary: replica.Fresh(r), zone: zoneOf(r),
 		cache: &pageCache{}, streaming: prefix != "",
 	}
@@ -241,9 +241,9 @@ func newPageRequest(r *http.Request, p page, prefix string) *pageRequest {
 		req.Query.Del("seen")
 		req.fromPrimary = replica.JustWrote(r)
 	}
-	who := principals.From(r.Context())
+	principal := principals.From(r.Context())
 	for _, scope := range linkedScopes {
-		if who != nil && !who.May(scope) {
+		if principal != nil && !principal.May(scope) {
 			req.missingScopes += " " + string(scope)
 		}
 	}
@@ -275,9 +275,9 @@ func (req *pageRequest) unlink(body []byte) []byte {
 			return result
 		}
 		tag, rest, _ := bytes.Cut(rest, []byte(">"))
-		before, value, has := bytes.Cut(tag, []byte(`href="`))
+		before, value, ok := bytes.Cut(tag, []byte(`href="`))
 		address, after, _ := bytes.Cut(value, []byte(`"`))
-		if has && !req.mayOpen(html.UnescapeString(string(address))) {
+		if ok && !req.mayOpen(html.UnescapeString(string(address))) {
 			tag = slices.Concat(before, after)
 		}
 		result = append(append(append(result, "<a "...), tag...), '>')
@@ -291,8 +291,8 @@ func (req *pageRequest) mayOpen(address string) bool {
 	if err != nil || at.Query().Get("tab") == "prompt" && !req.mayReadThreads {
 		return false
 	}
-	need := page{path: strings.TrimPrefix(at.Path, "/v1")}.scope()
-	return at.Path == "" || !strings.Contains(req.missingScopes, string(need))
+	required := page{path: strings.TrimPrefix(at.Path, "/v1")}.scope()
+	return at.Path == "" || !strings.Contains(req.missingScopes, string(required))
 }
 
 // wildcard matches the names in a path.
@@ -328,11 +328,11 @@ func (room *Room) render(ctx context.Context, p page, d pageData) ([]byte, error
 	if len(seen) > 0 {
 		d.Live, d.Seen = "/live"+d.URL, strings.Join(seen, ".")
 	}
-	arranged, err := room.execute(p.name, d)
+	content, err := room.execute(p.name, d)
 	if err != nil {
 		return nil, err
 	}
-	d.Content = template.HTML(arranged) // a template of this package made it
+	d.Content = template.HTML(content) // a template of this package made it
 	layout, err := room.execute("layout", d)
 	return d.withParts(d.unlink(layout)), err
 }
@@ -591,7 +591,7 @@ func (room *Room) Refuse(w http.ResponseWriter, r *http.Request, err error) {
 // lastSegment returns the last segment of a path, as the text of a search. It is empty if the segment is no valid text.
 func lastSegment(path string) string {
 	text := path[strings.LastIndexByte(path, '/')+1:]
-	if len(text) > maxFilter || !utf8.ValidString(text) || strings.ContainsFunc(text, unicode.IsControl) {
+	if len(text) > maxFilterBytes || !utf8.ValidString(text) || strings.ContainsFunc(text, unicode.IsControl) {
 		return ""
 	}
 	return text

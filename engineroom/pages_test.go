@@ -79,15 +79,15 @@ func TestListsFilterByAgent(t *testing.T) {
 		rows.Quiet(t, pool, `insert into agent_threads (id, channel, agent, participant)
 			values ('talk-' || $1::text, 'chat', $1::text, 'Ana')`, agent)
 	}
-	for path, has := range map[string]string{
+	for path, prefix := range map[string]string{
 		"/executions": "flow-of-", "/executions?view=waiting": "wait-of-", "/threads": "talk-", "/traces": "flow-of-",
 		"/executions?flow=flow-of-billing": "flow-of-",
 	} {
-		wantTexts(t, server.URL+path, has+"billing", ">billing<")
-		with := path + map[bool]string{true: "&", false: "?"}[strings.Contains(path, "?")] + "agent=billing"
-		body := wantTexts(t, server.URL+with, has+"billing", `name="agent" value="billing"`)
-		assert.Truef(t, !strings.Contains(body[strings.Index(body, `id="list"`):], has+"sales"),
-			"%s has what another agent did", with)
+		wantTexts(t, server.URL+path, prefix+"billing", ">billing<")
+		filtered := path + map[bool]string{true: "&", false: "?"}[strings.Contains(path, "?")] + "agent=billing"
+		body := wantTexts(t, server.URL+filtered, prefix+"billing", `name="agent" value="billing"`)
+		assert.Truef(t, !strings.Contains(body[strings.Index(body, `id="list"`):], prefix+"sales"),
+			"%s lists the work of another agent", filtered)
 	}
 	wantTexts(t, server.URL+"/threads?agent=nobody", "No thread matches")
 	wantTexts(t, server.URL+"/executions?agent=nobody", "No execution matches")
@@ -125,7 +125,7 @@ func TestAutomationsShowScheduleAndRuns(t *testing.T) {
 	body := wantTexts(t, server.URL+"/automations", "2030-01-01 03:00", "2030-01-02 03:00",
 		"2030-01-03 03:00", "no route to host",
 		"by self_heal", "fetch fails", "paused", `action="/act/v1/automations/runs/`+dead+`/redrive"`)
-	assert.True(t, !strings.Contains(body, "2030-01-04"), "the page shows more than three times")
+	assert.True(t, !strings.Contains(body, "2030-01-04"), "the page shows more than three planned runs")
 	body = wantTexts(t, server.URL+"/automations?state=enabled", "nightly")
 	assert.True(t, !strings.Contains(body, "weekly"), "a paused automation is listed as enabled")
 	wantError(t, server.URL+"/automations?state=asleep", 400, "it can be enabled, disabled")
@@ -229,7 +229,7 @@ func TestDeliveryShowsBodyAndOutcome(t *testing.T) {
 	rows.Quiet(t, pool, `update agent_webhook_deliveries set repeats = 2 where id = $1`, id)
 	wantTexts(t, server.URL+"/deliveries/"+id, "then 2 more times (duplicates are not handled)")
 	body = wantTexts(t, server.URL+"/deliveries/"+insertDelivery(t, pool, "running", `{}`))
-	assert.True(t, !strings.Contains(body, "/act/"), "a delivery in progress can be replayed")
+	assert.True(t, !strings.Contains(body, "/act/"), "the page offers a replay of a delivery in progress")
 	wantError(t, server.URL+"/deliveries/nothing", 404, "there is no delivery")
 	wantError(t, server.URL+"/deliveries/01890000-0000-7000-8000-000000000000", 404, "there is no delivery")
 }
@@ -279,25 +279,26 @@ func insertClaimedRun(t *testing.T, pool *pgxpool.Pool, flow string, lease int) 
 func TestLanesShowWaitersLoansAndClaims(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
-	running, gone := insertClaimedRun(t, pool, "onboarding", 60), insertClaimedRun(t, pool, "orphaned", -60)
+	running, expired := insertClaimedRun(t, pool, "onboarding", 60), insertClaimedRun(t, pool, "orphaned", -60)
 	insert(t, pool, `select try_acquire_agent_lock('thread:maria', $1 || '#3', 60)::text`, running)
 	insert(t, pool, `
 		with w as (insert into agent_lock_waiters (lane, owner, expires_at)
 		           select 'thread:maria', 'waiter ' || n, clock_timestamp() + interval '1 minute'
 		             from generate_series(1, 2) n)
 		insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
-		  values ('thread:maria', 1, $1::uuid, $2::uuid, 60) returning lane`, gone, running)
+		  values ('thread:maria', 1, $1::uuid, $2::uuid, 60) returning lane`, expired, running)
 	waits := insert(t, pool, `insert into agent_executions (trace_id, surface, flow, status)
 		values ('fl_2', 'flow', 'patient', 'running') returning id::text`)
 	insert(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'lane', waiting_key = 'thread:maria',
 		waiting_step = 's',
 		waiting_until = clock_timestamp() + interval '1 hour' where id = $1::uuid returning id::text`, waits)
 	body := wantTexts(t, server.URL+"/lanes", "waiter 1", "waiter 2", "patient", "retries when the lane is free",
-		`id="claim-`+running, `id="stale-`+gone,
-		`id="loan-`+gone+`-`+running, "host-7", "lent by", `<a href="/lanes?lane=thread%3amaria#waiters">3<`)
+		`id="claim-`+running, `id="stale-`+expired,
+		`id="loan-`+expired+`-`+running, "host-7", "lent by", `<a href="/lanes?lane=thread%3amaria#waiters">3<`)
 	assert.True(t, strings.Index(body, "waiter 1") <= strings.Index(body, "waiter 2") &&
-		strings.Index(body, "waiter 2") <= strings.Index(body, "patient"), "the order is not that in which they are served")
-	assert.True(t, !strings.Contains(body, `id="claim-`+gone), "what nobody runs is said to be run")
+		strings.Index(body, "waiter 2") <= strings.Index(body, "patient"), "the waiters are not in the order of the queue")
+	assert.True(t, !strings.Contains(body, `id="claim-`+expired),
+		"the page shows a claim of an execution that no worker runs")
 }
 
 func TestLanesShowExpiredLeases(t *testing.T) {
@@ -356,10 +357,12 @@ func TestIdleObjectiveIsStale(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
 	insertObjective(t, pool, "grow")
-	assert.True(t, !strings.Contains(wantTexts(t, server.URL+"/"), ">stale<"), "the objective changed just now")
+	assert.True(t, !strings.Contains(wantTexts(t, server.URL+"/"), ">stale<"),
+		"an objective that has just changed is shown as stale")
 	insert(t, pool, `update agent_objectives set due_at = clock_timestamp() - interval '4 days',
 		updated_at = clock_timestamp() - interval '4 days' returning name`)
-	assert.True(t, !strings.Contains(wantTexts(t, server.URL+"/"), ">stale<"), "its steps were touched just now")
+	assert.True(t, !strings.Contains(wantTexts(t, server.URL+"/"), ">stale<"),
+		"an objective with a step that has just changed is shown as stale")
 	pgtest.Exec(t, pool, `update agent_objective_steps set updated_at = clock_timestamp() - interval '4 days'`)
 	for _, path := range []string{"/", "/objectives", "/objectives/grow"} {
 		wantTexts(t, server.URL+path, ">stale<")
@@ -378,8 +381,8 @@ func TestObjectiveActionsByState(t *testing.T) {
 			  returning id::text`, status)
 		body := wantTexts(t, server.URL+"/objectives/"+status)
 		for _, action := range []string{"accept", "reject", "pause", "resume"} {
-			has := strings.Contains(body, "/act/v1/objectives/"+id+"/"+action)
-			assert.Truef(t, has == strings.Contains(want, action), "%s: action %s is there: %v", status, action, has)
+			shown := strings.Contains(body, "/act/v1/objectives/"+id+"/"+action)
+			assert.Truef(t, shown == strings.Contains(want, action), "%s: action %s is there: %v", status, action, shown)
 		}
 	}
 	wantTexts(t, server.URL+"/objectives?status=proposed", "/accept", "/reject")
@@ -463,7 +466,7 @@ func TestMemoryEntryShowsWriters(t *testing.T) {
 		"hb_00000000000000000000000007", "in all")
 	assert.Truef(t, len(body) <= 60_000, "the page has %d bytes", len(body))
 	body = wantTexts(t, path+"?category=lessons", "second")
-	assert.True(t, !strings.Contains(body, "first vvv"), "the other category is there too")
+	assert.True(t, !strings.Contains(body, "first vvv"), "the page shows the entry of the other category")
 	wantError(t, server.URL+"/memory/none", 404, "no memory has the key")
 	wantError(t, server.URL+"/memory/%00", 404, "not found")
 }
@@ -517,9 +520,9 @@ func TestUnlinkRemovesLinksViewerMayNotOpen(t *testing.T) {
 		" runs:read": {"/threads/t": true, "/traces/x?tab=prompt": false, "?tab=prompt": true},
 	} {
 		req := &pageRequest{missingScopes: lacks, mayReadThreads: !strings.Contains(lacks, "threads:read")}
-		for link, kept := range links {
+		for link, wanted := range links {
 			tag := `<a class="x" href="` + link + `">x</a>`
-			assert.Equal(t, kept, string(req.unlink([]byte(tag))) == tag, link, lacks)
+			assert.Equal(t, wanted, string(req.unlink([]byte(tag))) == tag, link, lacks)
 		}
 	}
 }

@@ -85,12 +85,12 @@ func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string
 // mayView rejects a view that needs more than the page's scope. For example, the prompts of a trace are texts of
 // threads.
 func mayView(r *http.Request) error {
-	who := principals.From(r.Context())
-	if who == nil || r.URL.Query().Get("tab") != "prompt" || who.May(principals.ThreadsRead) {
+	principal := principals.From(r.Context())
+	if principal == nil || r.URL.Query().Get("tab") != "prompt" || principal.May(principals.ThreadsRead) {
 		return nil
 	}
 	return problem.New(http.StatusForbidden, "this needs the scope %s, which %s (role %s) does not have",
-		principals.ThreadsRead, who.Name, who.Role).Kind("missing-scope", "Missing scope")
+		principals.ThreadsRead, principal.Name, principal.Role).Kind("missing-scope", "Missing scope")
 }
 
 // Scopes lists the scopes of the viewer. The stylesheet hides forms that need other scopes.

@@ -56,9 +56,9 @@ func (h *hub) readSnapshots(ctx context.Context) (now [2]changeSnapshot) {
 	ctx, cancel := context.WithTimeout(ctx, h.pollTimeout)
 	defer cancel()
 	read := h.room.Read
-	reading, from := read.Choose(ctx, false)
+	readCtx, db := read.Choose(ctx, false)
 	failing := h.lastFailing.Load()
-	if now[0] = readSnapshot(reading, read, failing); from.Replica() {
+	if now[0] = readSnapshot(readCtx, read, failing); db.Replica() {
 		now[1] = readSnapshot(ctx, read, failing)
 	}
 	return now

@@ -8,7 +8,8 @@ select coalesce((select a.id::text from agent_activity a order by a.id desc limi
        concat_ws(' ',
          (select concat_ws(' ', count(*), max(w.id::text collate "C"))
             from (select p.id from agent_approvals p
-                   where p.status = 'pending' and p.expires_at > clock_timestamp() order by p.status, p.expires_at desc limit 100) w),
+                   where p.status = 'pending' and p.expires_at > clock_timestamp()
+                   order by p.status, p.expires_at desc limit 100) w),
          (select concat_ws(' ', count(*), max(w.id::text collate "C"))
             from (select r.id from agent_requests r where r.status = 'pending' order by r.id desc limit 100) w),
          (select p.paused_at from agent_pauses p where p.resumed_at is null)),
@@ -17,6 +18,8 @@ select coalesce((select a.id::text from agent_activity a order by a.id desc limi
             from (select a.status, a.finished_at, a.created_at from agent_activity a order by a.id desc limit 50) f
            where f.status = 'error'),
          (select max(f.at)
-            from ((select e.updated_at as at from agent_executions e where e.status = 'failed' order by e.id desc limit 20)
+            from ((select e.updated_at as at from agent_executions e
+                    where e.status = 'failed' order by e.id desc limit 20)
                   union all
-                  (select e.updated_at from agent_executions e where e.status = 'timeout' order by e.id desc limit 20)) f))
+                  (select e.updated_at from agent_executions e
+                    where e.status = 'timeout' order by e.id desc limit 20)) f))

@@ -98,9 +98,9 @@ func openSpend(_ context.Context, req *pageRequest) (title string, err error) {
 	if filter.Surface, err = req.oneOf("surface", append([]string{""}, activitySurfaces...)...); err != nil {
 		return "", err
 	}
-	for name, into := range map[string]*string{"skill": &filter.Skill, "purpose": &filter.Purpose,
+	for name, target := range map[string]*string{"skill": &filter.Skill, "purpose": &filter.Purpose,
 		"model": &filter.Model} {
-		if *into, err = req.textFilter(name); err != nil {
+		if *target, err = req.textFilter(name); err != nil {
 			return "", err
 		}
 	}
@@ -135,7 +135,7 @@ func (room *Room) spendSums(ctx context.Context, req *pageRequest) (any, error) 
 		Since: filter.since(), By: activity.Dimension(filter.By), Skill: filter.Skill, Purpose: filter.Purpose,
 		Surface: filter.Surface, Model: filter.Model,
 	}
-	by, err := activity.CountedSpend(ctx, room.Read, query)
+	groups, err := activity.CountedSpend(ctx, room.Read, query)
 	if err != nil {
 		return nil, err
 	}
@@ -147,8 +147,8 @@ func (room *Room) spendSums(ctx context.Context, req *pageRequest) (any, error) 
 	if err != nil {
 		return nil, err
 	}
-	all := sumSpend(by.Lines)
-	lines := by.Lines[:min(len(by.Lines), maxSpenders)]
+	all := sumSpend(groups.Lines)
+	lines := groups.Lines[:min(len(groups.Lines), maxSpenders)]
 	spenders := make([]spendRow, 0, len(lines))
 	for _, l := range lines {
 		row := spendRow{SpendLine: l, Share: share(l, all), More: breakdownURL(filter, l.Key)}
@@ -160,7 +160,8 @@ func (room *Room) spendSums(ctx context.Context, req *pageRequest) (any, error) 
 		}
 	}
 	return map[string]any{
-		"Want": filter, "All": all, "Spenders": spenders, "Others": sumSpend(by.Lines[len(lines):]), "Until": by.Until,
+		"Want": filter, "All": all, "Spenders": spenders, "Others": sumSpend(groups.Lines[len(lines):]),
+		"Until": groups.Until,
 		"Since": filter.since(),
 		"Chart": spendChart("Spend by "+filter.Per, periods.Lines, filter.since(), activity.Period(filter.Per),
 			all.CostUSD > 0),
@@ -190,10 +191,10 @@ func (room *Room) describeModels(ctx context.Context, list []spendRow, since tim
 	}
 	for i := range list {
 		h := took[list[i].Key]
-		for p, into := range map[float64]*string{0.5: &list[i].P50, 0.95: &list[i].P95} {
-			*into = "–"
+		for p, target := range map[float64]*string{0.5: &list[i].P50, 0.95: &list[i].P95} {
+			*target = "–"
 			if ms := activity.Percentile(p, h.Buckets, h.Counts); ms != nil {
-				*into = millisTick(*ms)
+				*target = millisTick(*ms)
 			}
 		}
 		if room.PriceOf != nil {
@@ -209,11 +210,11 @@ func breakdownURL(filter spendFilter, key string) string {
 		(filter.By == "surface" && !slices.Contains(activitySurfaces, key)) {
 		return ""
 	}
-	by := map[string]string{"skill": "model", "purpose": "model", "surface": "skill", "model": "skill"}[filter.By]
-	if filter.Purpose != "" && by == "skill" {
-		by = "purpose"
+	dimension := map[string]string{"skill": "model", "purpose": "model", "surface": "skill", "model": "skill"}[filter.By]
+	if filter.Purpose != "" && dimension == "skill" {
+		dimension = "purpose"
 	}
-	query := url.Values{"days": {filter.Days}, "by": {by}}
+	query := url.Values{"days": {filter.Days}, "by": {dimension}}
 	for name, value := range map[string]string{
 		"skill": filter.Skill, "purpose": filter.Purpose, "surface": filter.Surface,
 		"model": filter.Model,

@@ -51,19 +51,20 @@ func (room *Room) spendOfDay(ctx context.Context, req *pageRequest) (any, error)
 	var shares []dayShare
 	var all activity.SpendLine
 	var until *time.Time
-	for _, by := range []activity.Dimension{activity.BySkill, activity.ByPurpose, activity.ByModel, activity.ByAgent} {
-		sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: day, Until: next, By: by})
+	for _, dimension := range []activity.Dimension{activity.BySkill, activity.ByPurpose, activity.ByModel,
+		activity.ByAgent} {
+		sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: day, Until: next, By: dimension})
 		if err != nil {
 			return nil, err
 		}
-		of := sumSpend(sums.Lines)
-		if by == activity.BySkill {
-			all, until = of, sums.Until
+		sum := sumSpend(sums.Lines)
+		if dimension == activity.BySkill {
+			all, until = sum, sums.Until
 		}
 		n := min(len(sums.Lines), maxDayLines)
-		s := dayShare{By: string(by), Others: sumSpend(sums.Lines[n:])}
+		s := dayShare{By: string(dimension), Others: sumSpend(sums.Lines[n:])}
 		for _, l := range sums.Lines[:n] {
-			s.Lines = append(s.Lines, spendRow{SpendLine: l, Share: share(l, of)})
+			s.Lines = append(s.Lines, spendRow{SpendLine: l, Share: share(l, sum)})
 		}
 		shares = append(shares, s)
 	}
@@ -73,14 +74,14 @@ func (room *Room) spendOfDay(ctx context.Context, req *pageRequest) (any, error)
 	if err != nil {
 		return nil, err
 	}
-	shown := map[string]any{
+	data := map[string]any{
 		"Day": day, "All": all, "Shares": shares, "Until": until, "Before": day.AddDate(0, 0, -1),
 		"Compared": compareSpend(all, sumSpend(before.Lines)),
 	}
 	if !next.After(today()) {
-		shown["Next"] = next
+		data["Next"] = next
 	}
-	return shown, nil
+	return data, nil
 }
 
 // compareSpend compares a day's spend with the spend of the day before; empty if that day had none.
@@ -110,11 +111,11 @@ type traceCost struct {
 // minutes.
 func (room *Room) expensiveTraces(ctx context.Context, req *pageRequest) (any, error) {
 	day, _ := req.Subject.(time.Time)
-	keep := 30 * time.Second
+	lifetime := 30 * time.Second
 	if day.Before(today()) {
-		keep = 10 * time.Minute
+		lifetime = 10 * time.Minute
 	}
-	return room.traceCosts.read(day, keep, func() (any, error) { return room.readExpensiveTraces(ctx, day) })
+	return room.traceCosts.read(day, lifetime, func() (any, error) { return room.readExpensiveTraces(ctx, day) })
 }
 
 // dayCache caches the results of a few days.
@@ -132,11 +133,11 @@ type cachedDay struct {
 const maxCachedDays = 32
 
 // read returns the cached result of a day, or reads it.
-func (m *dayCache) read(day time.Time, keep time.Duration, read func() (any, error)) (any, error) {
+func (m *dayCache) read(day time.Time, lifetime time.Duration, read func() (any, error)) (any, error) {
 	m.mu.Lock()
-	kept, has := m.days[day]
+	kept, ok := m.days[day]
 	m.mu.Unlock()
-	if has && time.Since(kept.at) < keep {
+	if ok && time.Since(kept.at) < lifetime {
 		return kept.data, nil
 	}
 	data, err := read()
@@ -157,7 +158,8 @@ func (room *Room) readExpensiveTraces(ctx context.Context, day time.Time) (any, 
 		with calls as materialized (
 		  select a.trace_id, a.agent, a.surface, a.purpose, a.cost_usd, a.token_usage from agent_activity a
 		   where a.kind = 'model' and (a.created_at at time zone 'UTC')::date = @day::date
-		     and a.id >= lanekeeper.agent_uuid7_floor(@from::timestamptz) and a.id < lanekeeper.agent_uuid7_floor(@upto::timestamptz)
+		     and a.id >= lanekeeper.agent_uuid7_floor(@from::timestamptz)
+		     and a.id < lanekeeper.agent_uuid7_floor(@upto::timestamptz)
 		   limit @searched::int),
 		traces as materialized (
 		  select c.trace_id, max(left(c.agent, 100)) as agent, max(left(c.surface, 40)) as surface,
@@ -166,7 +168,8 @@ func (room *Room) readExpensiveTraces(ctx context.Context, day time.Time) (any, 
 		         sum(case when c.cost_usd <> 'NaN' then c.cost_usd else 0 end)::float8 as cost_usd
 		    from calls c group by c.trace_id order by cost_usd desc, tokens desc, c.trace_id limit @limit::int)
 		select left(t.trace_id, 200) as trace_id, t.agent, t.surface, t.purpose, t.calls, t.tokens, t.cost_usd,
-		       coalesce((select left(e.flow, 100) from agent_executions e where e.trace_id = t.trace_id order by e.id limit 1), '') as flow,
+		       coalesce((select left(e.flow, 100) from agent_executions e
+		                  where e.trace_id = t.trace_id order by e.id limit 1), '') as flow,
 		       (select count(*) from calls) as walked
 		  from traces t order by t.cost_usd desc, t.tokens desc, t.trace_id`, customPlan, postgres.Strict{
 		"day": day.Format(time.DateOnly), "from": day.Add(-time.Hour), "upto": day.Add(25 * time.Hour),
@@ -176,6 +179,6 @@ func (room *Room) readExpensiveTraces(ctx context.Context, day time.Time) (any, 
 	if err != nil {
 		return nil, err
 	}
-	partly := len(list) > 0 && list[0].Walked >= maxSearchedDayCalls
-	return map[string]any{"Traces": list, "Partly": partly, "Walked": int64(maxSearchedDayCalls)}, nil
+	partial := len(list) > 0 && list[0].Walked >= maxSearchedDayCalls
+	return map[string]any{"Traces": list, "Partly": partial, "Walked": int64(maxSearchedDayCalls)}, nil
 }

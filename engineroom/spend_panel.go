@@ -45,7 +45,7 @@ func (room *Room) spendPanel(ctx context.Context, _ *pageRequest) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	beats, err := room.costOfHeartbeats(ctx, week, days.Lines)
+	heartbeats, err := room.costOfHeartbeats(ctx, week, days.Lines)
 	if err != nil {
 		return nil, err
 	}
@@ -62,7 +62,7 @@ func (room *Room) spendPanel(ctx context.Context, _ *pageRequest) (any, error) {
 	}
 	return map[string]any{
 		"Windows": windows, "Top": topSkills(bySkill.Lines), "Until": days.Until,
-		"Budget": budget, "Heartbeats": beats,
+		"Budget": budget, "Heartbeats": heartbeats,
 		"Week": week, "Yesterday": yesterday,
 		"Evals": sumSpend(slices.DeleteFunc(slices.Clone(days.Lines), func(l activity.SpendLine) bool {
 			return l.Key != string(trace.Eval)
@@ -94,8 +94,8 @@ func (room *Room) spendOfYesterday(ctx context.Context, bySkill []activity.Spend
 	if err != nil {
 		return nil, err
 	}
-	shown := map[string]any{"Day": day}
-	for by, lines := range map[activity.Dimension][]activity.SpendLine{
+	data := map[string]any{"Day": day}
+	for dimension, lines := range map[activity.Dimension][]activity.SpendLine{
 		activity.BySkill: bySkill, activity.ByPurpose: byPurpose.Lines,
 	} {
 		lines = slices.DeleteFunc(slices.Clone(lines), func(l activity.SpendLine) bool {
@@ -106,11 +106,11 @@ func (room *Room) spendOfYesterday(ctx context.Context, bySkill []activity.Spend
 		for _, l := range lines[:min(len(lines), topSpenders)] {
 			rows = append(rows, spendRow{SpendLine: l, Share: share(l, all)})
 		}
-		if shown[string(by)] = rows; by == activity.ByPurpose {
-			shown["All"] = all
+		if data[string(dimension)] = rows; dimension == activity.ByPurpose {
+			data["All"] = all
 		}
 	}
-	return shown, nil
+	return data, nil
 }
 
 // maxHeartbeats bounds the counted heartbeats: two weeks at one every five minutes.

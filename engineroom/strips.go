@@ -91,23 +91,23 @@ func (room *Room) verdictPart(ctx context.Context, req *pageRequest) (any, error
 	if len(all) == 1 {
 		perAgent = nil
 	}
-	shown, more := firstN(perAgent, maxAgentStatuses)
+	first, more := firstN(perAgent, maxAgentStatuses)
 	chosen := selected.Agent
 	hours, err := room.hourChart(ctx, req, chosen)
-	return map[string]any{"Head": selected, "Each": shown, "More": more, "All": req.withParam("agent", ""),
+	return map[string]any{"Head": selected, "Each": first, "More": more, "All": req.withParam("agent", ""),
 		"Hours": hours}, err
 }
 
 // maxAgentStatuses bounds the agents on the overview.
 const maxAgentStatuses = 20
 
-// newAgentStatus returns the status line of an agent, or of all agents if of is nil.
-func newAgentStatus(c monitor.Condition, of *agents.Agent, all []agents.Agent, spent budgetLine) agentStatus {
-	s := agentStatus{Verdict: c.Judge(of, all), Spent: spent}
+// newAgentStatus returns the status line of an agent, or of all agents if agent is nil.
+func newAgentStatus(c monitor.Condition, agent *agents.Agent, all []agents.Agent, spent budgetLine) agentStatus {
+	s := agentStatus{Verdict: c.Judge(agent, all), Spent: spent}
 	isShown := func(string) bool { return true }
-	if of != nil {
-		s.Agent = of.Name
-		isShown = func(name string) bool { return agents.Acting(all, name).Name == of.Name }
+	if agent != nil {
+		s.Agent = agent.Name
+		isShown = func(name string) bool { return agents.Acting(all, name).Name == agent.Name }
 	}
 	for _, b := range c.BeatsOf(isShown) {
 		if s.Next == nil || b.NextRunAt.Before(*s.Next) {
@@ -180,9 +180,9 @@ func (room *Room) runsByHour(ctx context.Context, agent string) (c hourChart, er
 
 // Bars are the pieces of the chart: for each hour the failed executions on top of all others.
 func (c hourChart) Bars() []bar {
-	most := int64(1)
+	highest := int64(1)
 	for _, h := range c.Hours {
-		most = max(most, h.Runs)
+		highest = max(highest, h.Runs)
 	}
 	var list []bar
 	for i, h := range c.Hours {
@@ -194,11 +194,11 @@ func (c hourChart) Bars() []bar {
 			if piece.n <= 0 {
 				continue
 			}
-			high := max(float64(piece.n)/float64(most)*(hourHeight-2), 2)
-			base -= high
+			height := max(float64(piece.n)/float64(highest)*(hourHeight-2), 2)
+			base -= height
 			list = append(list, bar{
 				X: formatSVG(float64(i*hourWidth + 2)), Y: formatSVG(max(base, 0)), W: formatSVG(hourWidth - 4),
-				H: formatSVG(high), Class: piece.class,
+				H: formatSVG(height), Class: piece.class,
 			})
 		}
 	}

@@ -39,7 +39,7 @@ func (l tableLink) Without() string { return strings.Join(l.Omitted, ", ") }
 // Table links to the executions of the filter as a table. The API compares only whole names, and has no excluding
 // filters.
 func (l executionList) Table() tableLink {
-	var left []string
+	var omitted []string
 	q := map[string]string{
 		"status": l.Status, "surface": l.Surface, "since": apiTime(l.start().Truncate(time.Minute)),
 		"until": apiTime(l.Until),
@@ -51,38 +51,38 @@ func (l executionList) Table() tableLink {
 	case "waiting":
 		q["status"] = "waiting"
 	case "stuck":
-		q["status"], left = "waiting", append(left, "stuck")
+		q["status"], omitted = "waiting", append(omitted, "stuck")
 	}
 	for name, value := range map[string]string{"status": q["status"], "surface": l.Surface} {
 		if _, excluded := parseExclusion(value); excluded {
 			delete(q, name)
-			left = append(left, name)
+			omitted = append(omitted, name)
 		}
 	}
 	if flow, excluded := parseExclusion(l.Flow); len(l.flows) == 1 && !excluded {
 		q["flow"] = l.flows[0]
 	} else if flow != "" {
-		left = append(left, "flow")
+		omitted = append(omitted, "flow")
 	}
 	if l.Agent != "" {
-		left = append(left, "agent")
+		omitted = append(omitted, "agent")
 	}
 	q["label"] = l.Label
 	if id, err := trace.ParseAny(l.Trace); err == nil && len(id) > 0 {
 		q["trace_id"] = l.Trace
 	} else if l.Trace != "" {
-		left = append(left, "id")
+		omitted = append(omitted, "id")
 	}
 	if l.Kind != "" {
-		left = append(left, "waits for")
+		omitted = append(omitted, "waits for")
 	}
-	return newTableLink("/v1/executions", q, left...)
+	return newTableLink("/v1/executions", q, omitted...)
 }
 
 // Table links to the actions of the filter as a table.
 func (l auditList) Table() tableLink {
 	f := l.Asked
-	var left []string
+	var omitted []string
 	for _, one := range []struct {
 		word string
 		set  bool
@@ -94,24 +94,24 @@ func (l auditList) Table() tableLink {
 		{"id", f.TraceIDs != nil},
 	} {
 		if one.set {
-			left = append(left, one.word)
+			omitted = append(omitted, one.word)
 		}
 	}
 	return newTableLink("/v1/activity/audit", map[string]string{
 		"skill": f.Skill, "surface": f.Surface, "trace_id": f.TraceID, "since": apiTime(f.Since), "until": apiTime(f.Until),
-	}, left...)
+	}, omitted...)
 }
 
 // Table links to the spend of the filter as a table: by day, surface and model, and by skill or purpose.
 func (f spendFilter) Table() tableLink {
-	by, left := "", []string(nil)
+	dimension, omitted := "", []string(nil)
 	if f.By == "purpose" {
-		by = "purpose"
+		dimension = "purpose"
 	}
 	if f.Purpose != "" {
-		by, left = "purpose", append(left, "purpose")
+		dimension, omitted = "purpose", append(omitted, "purpose")
 	}
 	return newTableLink("/v1/activity/spend", map[string]string{
-		"by": by, "skill": f.Skill, "surface": f.Surface, "model": f.Model, "since": apiTime(f.since()),
-	}, left...)
+		"by": dimension, "skill": f.Skill, "surface": f.Surface, "model": f.Model, "since": apiTime(f.since()),
+	}, omitted...)
 }

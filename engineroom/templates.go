@@ -124,8 +124,8 @@ func dict(pairs ...any) (map[string]any, error) {
 	}
 	m := make(map[string]any, len(pairs)/2)
 	for i := 0; i < len(pairs); i += 2 {
-		key, is := pairs[i].(string)
-		if !is {
+		key, ok := pairs[i].(string)
+		if !ok {
 			return nil, fmt.Errorf("dict wants string keys, got %T", pairs[i])
 		}
 		m[key] = pairs[i+1]
@@ -173,7 +173,7 @@ func build() string { return fingerprints[""] }
 
 // assetURL returns the versioned URL of an embedded file.
 func assetURL(name string) (string, error) {
-	if _, has := fingerprints[name]; !has {
+	if _, ok := fingerprints[name]; !ok {
 		return "", fmt.Errorf("there is no file assets/%s", name)
 	}
 	return "/assets/" + name + "?v=" + fingerprints[name], nil
@@ -311,7 +311,7 @@ func tone(state any) string { return stateStyles[stateText(state)].tone }
 
 // shape returns the sign before the word of a state.
 func shape(state any) string {
-	if l, has := stateStyles[stateText(state)]; has {
+	if l, ok := stateStyles[stateText(state)]; ok {
 		return l.shape
 	}
 	return "·"
@@ -420,7 +420,7 @@ func formatJSON(text string) string {
 
 // jsonDepth returns the nesting of JSON.
 func jsonDepth(text string) int {
-	current, most, inText := 0, 0, false
+	current, deepest, inText := 0, 0, false
 	for i := 0; i < len(text); i++ {
 		switch c := text[i]; {
 		case inText && c == '\\':
@@ -430,12 +430,12 @@ func jsonDepth(text string) int {
 		case inText:
 		case c == '{' || c == '[':
 			current++
-			most = max(most, current)
+			deepest = max(deepest, current)
 		case c == '}' || c == ']':
 			current--
 		}
 	}
-	return most
+	return deepest
 }
 
 // diffLine is a line of a comparison. Sign is + for a new line, − for a removed line, a space for a kept line, and …

@@ -60,7 +60,7 @@ func (threadFilter) Channels() []string { return threadChannels() }
 
 // openThreads reads the filters.
 func (room *Room) openThreads(ctx context.Context, req *pageRequest) (string, error) {
-	if _, is := req.Subject.(threadFilter); is {
+	if _, ok := req.Subject.(threadFilter); ok {
 		return "Threads", nil // found for the same address
 	}
 	q, err := filtersOf(req.Query, "view", "channel", "owner", "agent", "name", "before")
@@ -145,9 +145,12 @@ func (t threadRow) QueuedCount() string { return capped(t.Queued, maxQueued) }
 
 // threadRowColumns are the columns of threadRow, of agent_threads t; threadRowJoins are their tables.
 const (
-	threadRowColumns = ` t.id, left(t.channel, 100) as channel, left(t.owner, 200) as owner, left(t.participant, 200) as participant, left(t.agent, 200) as agent, t.updated_at,
+	threadRowColumns = ` t.id, left(t.channel, 100) as channel, left(t.owner, 200) as owner,
+		left(t.participant, 200) as participant, left(t.agent, 200) as agent, t.updated_at,
 		coalesce(w.role, '') as role, coalesce(w.words, '') as words, coalesce(w.words_bytes, 0) as words_bytes,
-		(select count(*) from (select from agent_messages q where q.thread_id = t.id and q.status = 'queued' limit @queued_most + 1) c) as queued,
+		(select count(*)
+		   from (select from agent_messages q
+		          where q.thread_id = t.id and q.status = 'queued' limit @queued_most + 1) c) as queued,
 		left(coalesce(k.locked_by, ''), 200) as holder, k.execution_id::text as holder_id, k.since as held_since,
 		coalesce(k.parked, false) as parked, coalesce(k.stale, false) as stale `
 	threadRowJoins = `
@@ -203,33 +206,33 @@ func (room *Room) listThreads(ctx context.Context, req *pageRequest) (any, error
 			"limit":       threadsShown,
 			"queued_most": maxQueued,
 		})
-	got := threadList{threadFilter: f, Window: maxSearched}
-	if got.Rows, err = collectThreads(rows, err); err != nil {
+	result := threadList{threadFilter: f, Window: maxSearched}
+	if result.Rows, err = collectThreads(rows, err); err != nil {
 		return nil, err
 	}
-	if len(got.Rows) > threadsShown {
-		got.Rows = got.Rows[:threadsShown]
-		last := got.Rows[threadsShown-1]
-		got.Older = f.link(threadCursor{last.UpdatedAt, last.ID})
-		return got, nil
+	if len(result.Rows) > threadsShown {
+		result.Rows = result.Rows[:threadsShown]
+		last := result.Rows[threadsShown-1]
+		result.Older = f.link(threadCursor{last.UpdatedAt, last.ID})
+		return result, nil
 	}
 	if f.Channel == "" && f.Agent == "" && f.Name == "" && len(f.owners) < 2 {
-		return got, nil
+		return result, nil
 	}
-	end, farther, err := room.searchEnd(ctx, f, at, id)
+	end, hasMore, err := room.searchEnd(ctx, f, at, id)
 	if err != nil {
 		return nil, fmt.Errorf("read end of thread search: %w", err)
 	}
-	if farther {
-		got.Older, got.Farther = f.link(end), true
+	if hasMore {
+		result.Older, result.Farther = f.link(end), true
 	}
-	return got, nil
+	return result, nil
 }
 
-// searchEnd returns the last thread that a bounded search reads. farther is false if the search reaches all threads.
+// searchEnd returns the last thread that a bounded search reads. hasMore is false if the search reaches all threads.
 func (room *Room) searchEnd(
 	ctx context.Context, f threadFilter, at *time.Time, before string,
-) (end threadCursor, farther bool, err error) {
+) (end threadCursor, hasMore bool, err error) {
 	err = room.Read.QueryRow(ctx, `
 		select w.* from ((select x.updated_at, x.id from agent_threads x
 		  where @owner <> '' and x.owner = @owner and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
@@ -262,12 +265,12 @@ func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, err
 		  (select w.id, null from waiting w where w.id is not null limit @limit + 1)) p
 		  join agent_threads t on t.id = p.id`+threadRowJoins+`
 		 order by p.at, t.id`, customPlan, postgres.Strict{"view": f.View, "limit": maxBusyThreads, "queued_most": maxQueued})
-	got := threadList{threadFilter: f, Most: maxBusyThreads}
-	if got.Rows, err = collectThreads(rows, err); err != nil {
+	result := threadList{threadFilter: f, Most: maxBusyThreads}
+	if result.Rows, err = collectThreads(rows, err); err != nil {
 		return nil, err
 	}
-	got.Rows, got.More = firstN(got.Rows, maxBusyThreads)
-	return got, nil
+	result.Rows, result.More = firstN(result.Rows, maxBusyThreads)
+	return result, nil
 }
 
 // maxBusyThreads bounds the threads of the views.
@@ -429,9 +432,10 @@ type threadMessage struct {
 	Place                                   int64 // in the queue
 }
 
-// messageRowColumns are the columns of bubble, of agent_messages m.
-const messageRowColumns = ` m.id::text, m.role, left(m.content, 4001) as text, left(m.channel, 100) as channel, left(m.target, 200) as target, m.status,
-	octet_length(m.content) as bytes, m.turn, m.seq, m.execution_id::text, left(m.trace_id, 200) as trace_id, m.interrupted, m.attempts,
+// messageRowColumns are the columns of threadMessage, of agent_messages m.
+const messageRowColumns = ` m.id::text, m.role, left(m.content, 4001) as text, left(m.channel, 100) as channel,
+	left(m.target, 200) as target, m.status, octet_length(m.content) as bytes, m.turn, m.seq,
+	m.execution_id::text, left(m.trace_id, 200) as trace_id, m.interrupted, m.attempts,
 	left(m.error_message, 1000) as error, m.created_at, m.delivered_at, m.next_attempt_at `
 
 func collectThreadMessages(rows pgx.Rows, err error) ([]threadMessage, error) {
@@ -462,15 +466,15 @@ func (room *Room) conversation(ctx context.Context, req *pageRequest) (any, erro
 	}
 	list, more := firstN(list, threadMessagesShown)
 	slices.Reverse(list)
-	got := map[string]any{"Messages": list, "Older": "", "Latest": ""}
+	result := map[string]any{"Messages": list, "Older": "", "Latest": ""}
 	address := "/threads/" + url.PathEscape(subject.ID)
 	if more {
-		got["Older"] = fmt.Sprintf("%s?before=%d-%d#conversation", address, *list[0].Turn, *list[0].Seq)
+		result["Older"] = fmt.Sprintf("%s?before=%d-%d#conversation", address, *list[0].Turn, *list[0].Seq)
 	}
 	if subject.turn != 0 {
-		got["Latest"] = address + "#conversation"
+		result["Latest"] = address + "#conversation"
 	}
-	return got, nil
+	return result, nil
 }
 
 // queuedMessages reads the queue in order, and the latest withdrawn or undelivered messages.

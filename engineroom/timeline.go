@@ -97,7 +97,7 @@ func (room *Room) executionTimeline(ctx context.Context, req *pageRequest) (any,
 	if more {
 		place := steps[0].CreatedAt.UTC().Format(time.RFC3339Nano) + " " + steps[0].Step
 		t.Earlier = "/executions/" + x.ID + "?before=" + url.QueryEscape(place) + "#timeline"
-		if len(place) > maxFilter {
+		if len(place) > maxFilterBytes {
 			t.Earlier = ""
 		}
 	}
@@ -162,7 +162,7 @@ func stepMoments(x executionRecord, steps []recordedStep) []moment {
 		case s.Event != nil:
 			m.Kind, m.Word = "wait", "Wait ended by "+*s.Event
 		}
-		if len(s.Step) <= maxFilter {
+		if len(s.Step) <= maxFilterBytes {
 			m.Fork = "/executions/" + x.ID + "?from=" + url.QueryEscape(s.Step) + "#fork"
 		}
 		if claim != 0 && s.Claim != claim && !m.Copied {
@@ -301,16 +301,16 @@ func stripOf(x executionRecord, moments []moment) *strip {
 			})
 		}
 	}
-	begun := from
+	start := from
 	if x.StartedAt != nil && x.StartedAt.After(from) {
-		begun = *x.StartedAt
-		if begun.After(to) {
-			begun = to
+		start = *x.StartedAt
+		if start.After(to) {
+			start = to
 		}
-		bar(from, begun, "bar-lane", "in the queue: "+human.Millis(begun.Sub(from).Milliseconds()))
+		bar(from, start, "bar-lane", "in the queue: "+human.Millis(start.Sub(from).Milliseconds()))
 	}
 	if x.StartedAt != nil {
-		bar(begun, to, "bar-phase", "since its first claim: "+human.Millis(to.Sub(begun).Milliseconds()))
+		bar(start, to, "bar-phase", "since its first claim: "+human.Millis(to.Sub(start).Milliseconds()))
 	}
 	for _, m := range own {
 		s.Bars = append(s.Bars, stripBar{

@@ -17,7 +17,7 @@ type topic struct {
 	hub     *hub
 	page    page
 	request *pageRequest
-	wake    chan struct{} // signals changed due times
+	wake    chan struct{} // signals that a time of the next read changed
 	stop    func()        // stops the goroutine and waits for it
 
 	mu           sync.Mutex
@@ -142,7 +142,7 @@ func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 	return list, wait
 }
 
-// A change of a part's topics triggers its read at once. Any change triggers the read of a part without topics if the
+// A change in a part's triggers causes its read at once. Any change causes the read of a part without triggers if the
 // part's interval is at most maxEagerInterval. After such a read the part rests restFactor times as long as the read
 // took. So these reads take at most 3 % of the time. Other changes wait for the part's interval.
 const (
@@ -183,14 +183,14 @@ func (t *topic) refresh(ctx context.Context, due []int) {
 	}
 	start, v := t.markReadStart(due), *t.request
 	room := t.hub.room
-	reading, from := room.Read.Choose(ctx, t.fromPrimary())
-	openErr := (&pageData{pageRequest: &v}).loadSubject(reading, t.page)
+	readCtx, db := room.Read.Choose(ctx, t.fromPrimary())
+	openErr := (&pageData{pageRequest: &v}).loadSubject(readCtx, t.page)
 	for _, i := range due {
-		html, failed := t.render(reading, t.parts[i].part, &v, openErr)
-		if from.Replica() && (failed || from.Failed()) { // the topic reads the rest from the primary
-			reading, from = room.Read.Choose(ctx, true)
-			openErr = (&pageData{pageRequest: &v}).loadSubject(reading, t.page)
-			html, failed = t.render(reading, t.parts[i].part, &v, openErr)
+		html, failed := t.render(readCtx, t.parts[i].part, &v, openErr)
+		if db.Replica() && (failed || db.Failed()) { // the topic reads the rest from the primary
+			readCtx, db = room.Read.Choose(ctx, true)
+			openErr = (&pageData{pageRequest: &v}).loadSubject(readCtx, t.page)
+			html, failed = t.render(readCtx, t.parts[i].part, &v, openErr)
 		}
 		if ctx.Err() != nil {
 			return
@@ -200,7 +200,7 @@ func (t *topic) refresh(ctx context.Context, due []int) {
 			openErr = context.DeadlineExceeded // all remaining parts would wait as long and fail alike
 		}
 	}
-	t.setSource(from.Replica())
+	t.setSource(db.Replica())
 }
 
 // fromPrimary reports whether to read from the primary.

@@ -233,11 +233,11 @@ func TestSpanPanelHasAddress(t *testing.T) {
 		`document.getElementById("panel-title").textContent === "The whole trace" && location.search === ""`)
 	wantNoBrowserErrors(t, p)
 
-	plain := browser.Open(t, browser.Look{Width: 390, Height: 844, NoScript: true})
-	plain.Go(server.URL + "/traces/" + string(id))
-	plain.Click("#row-" + span + " a")
-	plain.Shows("Fork from here")
-	text := plain.Text("#panel")
+	withoutScript := browser.Open(t, browser.Look{Width: 390, Height: 844, NoScript: true})
+	withoutScript.Go(server.URL + "/traces/" + string(id))
+	withoutScript.Click("#row-" + span + " a")
+	withoutScript.Shows("Fork from here")
+	text := withoutScript.Text("#panel")
 	assert.Truef(t, strings.Contains(text, "table_sizes"), "the panel shows %q", text)
 }
 
@@ -339,7 +339,7 @@ func TestExecutionShowsRootCauseAndWaterfall(t *testing.T) {
 		"APPROVAL_DECIDED", "the lease of worker web-2 was over",
 		`action="/act/v1/executions/`+runs["nightly_report"]+`/retry"`,
 		`name="from" value="prices"`, "/v1/executions/"+runs["nightly_report"])
-	assert.True(t, !strings.Contains(body, "/cancel"), "an ended execution can be cancelled")
+	assert.True(t, !strings.Contains(body, "/cancel"), "the page offers to cancel an ended execution")
 	wantError(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=x", 400, "tab")
 }
 

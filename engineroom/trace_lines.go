@@ -92,17 +92,17 @@ func (n *spanNode) write(b *strings.Builder, base string, selected bool) {
 
 // writeSums writes the cells of tokens and cost.
 func (n *spanNode) writeSums(b *strings.Builder) {
-	least := ""
+	prefix := ""
 	if n.AtLeast {
-		least = "≥ "
+		prefix = "≥ "
 	}
 	write(b, `<span role="gridcell" class="number wf-tokens">`)
 	if n.Tokens > 0 {
-		write(b, least, human.Count(n.Tokens))
+		write(b, prefix, human.Count(n.Tokens))
 	}
 	write(b, `</span><span role="gridcell" class="number wf-cost">`)
 	if n.CostUSD != 0 {
-		write(b, least, human.Money(n.CostUSD))
+		write(b, prefix, human.Money(n.CostUSD))
 	}
 	write(b, `</span>`)
 }

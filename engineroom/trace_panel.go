@@ -328,8 +328,8 @@ func whyLinks(trace string, r reasons.Reason) []whyLink {
 			"execution": "/executions/", "approval": "/approvals/", "delivery": "/deliveries/", "outgoing": "/outgoing/",
 			"thread": "/threads/",
 		}
-		at, has := pages[word]
-		if !has || id == "" {
+		at, ok := pages[word]
+		if !ok || id == "" {
 			continue
 		}
 		if word != "thread" {

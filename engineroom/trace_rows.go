@@ -70,17 +70,21 @@ func formatWhole(text string, size int64) (string, bool) {
 const spanColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.claim, left(a.step, 300) as step, a.kind,
 	left(a.agent, 100) as agent, left(a.surface, 100) as surface, left(a.skill_name, 200) as skill, a.skill_id::text,
 	left(a.purpose, 200) as purpose, a.status, a.cause_id::text, left(a.led_to::text, 400) as led_to,
-	a.status = 'running' and exists (select from agent_activity_open o where o.activity_id = a.id) as open, coalesce(left(nullif(a.input::text, '{}'), @text::int), '') as input,
+	a.status = 'running' and exists (select from agent_activity_open o where o.activity_id = a.id) as open,
+	coalesce(left(nullif(a.input::text, '{}'), @text::int), '') as input,
 	coalesce(left(nullif(a.output::text, 'null'), @text::int), '') as output,
 	left(coalesce(a.error_message, ''), @text::int) as message, octet_length(a.input::text)::bigint as input_bytes,
 	coalesce(octet_length(a.output::text), 0)::bigint as output_bytes,
 	coalesce(octet_length(a.error_message), 0)::bigint as message_bytes, left(a.error_class, 100) as class,
 	left(a.model, 200) as model, lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens') as prompt,
-	lanekeeper.agent_tokens(a.token_usage, 'cached_tokens') as cached, lanekeeper.agent_tokens(a.token_usage, 'cache_write_tokens') as cache_writes,
+	lanekeeper.agent_tokens(a.token_usage, 'cached_tokens') as cached,
+	lanekeeper.agent_tokens(a.token_usage, 'cache_write_tokens') as cache_writes,
 	lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') as completion,
 	lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens,
-	lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens') as unknown, coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,
-	left(a.idempotency_key, 200) as key, left(a.thread_id, 300) as thread_id, left(a.lane, 255) as lane, a.created_at, a.finished_at`
+	lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens') as unknown,
+	coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,
+	left(a.idempotency_key, 200) as key, left(a.thread_id, 300) as thread_id, left(a.lane, 255) as lane, a.created_at,
+	a.finished_at`
 
 // lineColumns are the columns of a line of the waterfall, without those that only the panel shows.
 const lineColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.claim, left(a.step, 300) as step, a.kind,
@@ -157,7 +161,7 @@ func (room *Room) collectSpans(ctx context.Context, rows pgx.Rows, err error, id
 	if err != nil {
 		return nil, err
 	}
-	tries := map[[2]string]int{}
+	attempts := map[[2]string]int{}
 	var approvalIDs []string
 	for i := range list {
 		r := &list[i]
@@ -169,13 +173,13 @@ func (room *Room) collectSpans(ctx context.Context, rows pgx.Rows, err error, id
 			approvalIDs = append(approvalIDs, r.ID)
 		}
 		if r.Try = 1; r.ExecutionID != nil && r.Step != "" && r.isCall() {
-			tries[[2]string{*r.ExecutionID, r.Step}]++
-			r.Try = tries[[2]string{*r.ExecutionID, r.Step}]
+			attempts[[2]string{*r.ExecutionID, r.Step}]++
+			r.Try = attempts[[2]string{*r.ExecutionID, r.Step}]
 		}
 	}
 	decisions, err := activity.Decisions(ctx, room.Read, approvalIDs)
 	for i := range list {
-		if d, decided := decisions[list[i].ID]; decided {
+		if d, ok := decisions[list[i].ID]; ok {
 			list[i].Status, list[i].Decision = d.Status, d.String()
 		}
 	}
@@ -205,18 +209,18 @@ func (room *Room) addApprovals(ctx context.Context, id string, list []spanRow) e
 	}
 	for i := range list {
 		r := &list[i]
-		at, has := byRow[r.ID]
-		if !has && r.ExecutionID != nil && r.Step != "" {
-			at, has = byStep[[2]string{*r.ExecutionID, r.Step}]
+		at, ok := byRow[r.ID]
+		if !ok && r.ExecutionID != nil && r.Step != "" {
+			at, ok = byStep[[2]string{*r.ExecutionID, r.Step}]
 		}
-		if has {
+		if ok {
 			r.ApprovalID, r.ApprovalStatus = approvals[at].ID, approvals[at].Status
 		}
 	}
 	return nil
 }
 
-// Type is the row's sort, for texts and colours.
+// Type is the row's kind, for texts and colours.
 func (r *spanRow) Type() string { return rowNode(r).Type }
 
 // Name is the purpose of a model call, and the skill of any other row.
@@ -224,13 +228,13 @@ func (r *spanRow) Name() string { return rowNode(r).Name }
 
 // ForkURL is the form that forks the execution from the row's step; empty for none.
 func (r *spanRow) ForkURL() string {
-	if r.ExecutionID == nil || r.Step == "" || len(r.Step) > maxFilter {
+	if r.ExecutionID == nil || r.Step == "" || len(r.Step) > maxFilterBytes {
 		return ""
 	}
 	return "/executions/" + *r.ExecutionID + "?from=" + url.QueryEscape(r.Step) + "#fork"
 }
 
-// Label is the row's sort for people.
+// Label is the row's kind as text.
 func (r *spanRow) Label() string { return rowNode(r).Label() }
 
 // Took is its duration in short form; empty while it runs, or without one.
@@ -270,15 +274,15 @@ type spanNode struct {
 	placed bool
 }
 
-// sortLabels name the sorts of lines.
-var sortLabels = map[string]string{
+// kindLabels name the kinds of lines.
+var kindLabels = map[string]string{
 	"run": "run", "model": "model call", "call": "skill call", "retry": "retry", "phase": "phase", "note": "note",
 	"wait": "wait", "lane": "lane wait", "more": "not shown", "queue": "in the queue", "failed": "failed",
 }
 
-// Label is the node's sort for people, with the round of its loop.
+// Label is the node's kind as text, with the round of its loop.
 func (n *spanNode) Label() string {
-	label, step := sortLabels[n.Type], ""
+	label, step := kindLabels[n.Type], ""
 	switch {
 	case n.Row != nil:
 		step = n.Row.Step
@@ -503,7 +507,7 @@ func modelName(purpose, ledTo string) string {
 	if json.Unmarshal([]byte(ledTo), &calls) == nil && len(calls) > 0 {
 		names := slices.Sorted(maps.Keys(calls))
 		for i, name := range names {
-			if n, is := calls[name].(float64); is && n > 1 {
+			if n, ok := calls[name].(float64); ok && n > 1 {
 				names[i] = name + " ×" + strconv.FormatFloat(n, 'f', 0, 64)
 			}
 		}
@@ -545,7 +549,8 @@ func (room *Room) readLostClaims(ctx context.Context, runs []traceRun) ([]lostCl
 		return nil, nil
 	}
 	return postgres.Rows[lostClaim](ctx, room.Read, "list lost claims", `
-		select l.execution_id::text, l.claim, l.at, l.how, left(coalesce(nullif(l.worker_name, ''), l.worker::text, ''), 200) as worker
+		select l.execution_id::text, l.claim, l.at, l.how,
+		       left(coalesce(nullif(l.worker_name, ''), l.worker::text, ''), 200) as worker
 		  from agent_claims_lost l where l.execution_id = any (@runs::text[]::uuid[])
 		 order by l.execution_id, l.claim limit @limit`, customPlan, postgres.Strict{"runs": reclaimed, "limit": traceWaits})
 }

@@ -148,16 +148,16 @@ func (t *traceScale) layOut(moments []time.Time, busy []period, omitted *spanNod
 			linear += s.to.Sub(s.from).Seconds()
 		}
 	}
-	wide := limit.Seconds()
+	width := limit.Seconds()
 	if linear > 0 && gaps > 0 {
-		wide = min(wide, linear*2/3/float64(gaps))
+		width = min(width, linear*2/3/float64(gaps))
 	}
 	for i := range t.segments {
 		s := &t.segments[i]
 		s.offset, s.width = t.total, s.to.Sub(s.from).Seconds()
 		switch {
 		case s.shortened:
-			s.width = wide
+			s.width = width
 		case s.omitted:
 			s.width = min(s.width, max(linear, limit.Seconds()))
 		}
@@ -249,8 +249,8 @@ func (t *traceScale) runBars(n *spanNode) (bars []spanBar) {
 	return append(bars, t.bar(n.barClass("run"), from, n.To))
 }
 
-// barClass returns the class of a node's bar: a bad or halted state, or otherwise the sort.
-func (n *spanNode) barClass(sort string) string {
+// barClass returns the class of a node's bar: a bad or halted state, or otherwise the kind of the node.
+func (n *spanNode) barClass(nodeKind string) string {
 	switch {
 	case n.Failed() && n.Run != nil:
 		return "bad-run"
@@ -259,7 +259,7 @@ func (n *spanNode) barClass(sort string) string {
 	case n.Halted():
 		return "halted"
 	}
-	return sort
+	return nodeKind
 }
 
 // bar returns the rectangle between two times, or to the edge.
@@ -268,8 +268,8 @@ func (t *traceScale) bar(class string, from time.Time, to *time.Time) spanBar {
 	if to != nil {
 		end = t.position(*to)
 	}
-	wide := max(end-x, minBar)
-	return spanBar{Class: class, X: percent(min(x, 100-wide)), Width: percent(wide), Open: to == nil}
+	width := max(end-x, minBar)
+	return spanBar{Class: class, X: percent(min(x, 100-width)), Width: percent(width), Open: to == nil}
 }
 
 // gaps returns the shortened periods.
@@ -281,13 +281,13 @@ func (t *traceScale) gaps() []timeGap {
 			continue
 		}
 		x, end := t.position(s.from), t.position(s.to)
-		roomy := (x+end)/2-last >= 20
-		if roomy {
+		hasRoom := (x+end)/2-last >= 20
+		if hasRoom {
 			last = (x + end) / 2
 		}
 		all = append(all, timeGap{
 			X: percent(x), Width: percent(end - x), Middle: percent((x + end) / 2), MS: s.to.Sub(s.from).Milliseconds(),
-			After: s.from.Sub(t.start).Milliseconds(), LabelFits: roomy, Omitted: s.omitted,
+			After: s.from.Sub(t.start).Milliseconds(), LabelFits: hasRoom, Omitted: s.omitted,
 		})
 	}
 	return all
@@ -302,23 +302,23 @@ func (t *traceScale) ticks() []timeTick {
 	if t.total == 0 {
 		return all
 	}
-	taken := []float64{0}
+	positions := []float64{0}
 	for _, zoom := range tickZooms {
-		step, least, made := roundStep(t.total/4/float64(zoom)), 16/float64(zoom), 0
+		step, minGap, count := roundStep(t.total/4/float64(zoom)), 16/float64(zoom), 0
 		for _, s := range t.segments {
 			if s.shortened || s.omitted {
 				continue
 			}
 			from, to := s.from.Sub(t.start).Seconds(), s.to.Sub(t.start).Seconds()
-			for n := int64(from/step) + 1; float64(n)*step <= to && made < 24*zoom; n++ {
+			for n := int64(from/step) + 1; float64(n)*step <= to && count < 24*zoom; n++ {
 				after := time.Duration(float64(n) * step * float64(time.Second))
 				x := t.position(t.start.Add(after))
-				i, _ := slices.BinarySearch(taken, x)
-				if x > 100-12/float64(zoom) || x-taken[i-1] < least || i < len(taken) && taken[i]-x < least {
+				i, _ := slices.BinarySearch(positions, x)
+				if x > 100-12/float64(zoom) || x-positions[i-1] < minGap || i < len(positions) && positions[i]-x < minGap {
 					continue
 				}
-				taken = slices.Insert(taken, i, x)
-				all, made = append(all, timeTick{percent(x), tickWord(after), zoom}), made+1
+				positions = slices.Insert(positions, i, x)
+				all, count = append(all, timeTick{percent(x), tickWord(after), zoom}), count+1
 			}
 		}
 	}

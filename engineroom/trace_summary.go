@@ -95,9 +95,12 @@ func (room *Room) sumsOf(
 	list, err := postgres.Rows[traceSums](ctx, room.Read, "add up trace", `
 		select a.execution_id::text, count(*) as rows, count(*) filter (where a.status = 'error') as failed,
 		       bool_or(a.status = 'running') as running, bool_and(a.status = 'skipped') as skipped,
-		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')) filter (where a.kind = 'model'), 0)::bigint as prompt,
-		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens')) filter (where a.kind = 'model'), 0)::bigint as output,
-		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')) filter (where a.kind = 'model'), 0)::bigint as tokens,
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens'))
+		                filter (where a.kind = 'model'), 0)::bigint as prompt,
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens'))
+		                filter (where a.kind = 'model'), 0)::bigint as output,
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens'))
+		                filter (where a.kind = 'model'), 0)::bigint as tokens,
 		       coalesce(sum(a.cost_usd), 0)::float8 as cost_usd, min(a.created_at) as first,
 		       max(coalesce(a.finished_at, a.created_at)) as last, min(a.surface) as surface
 		  from (select x.execution_id, x.kind, x.status, x.token_usage, x.cost_usd, x.created_at, x.finished_at, x.surface
@@ -134,7 +137,7 @@ func sumRows(rows []spanRow) (byRun map[string]traceSums, all traceSums) {
 		if one.ExecutionID == nil {
 			continue
 		}
-		if sum, has := byRun[*one.ExecutionID]; has {
+		if sum, ok := byRun[*one.ExecutionID]; ok {
 			sum.add(one)
 			one = sum
 		}
@@ -208,7 +211,8 @@ func (room *Room) readRelated(ctx context.Context, h *traceHead) (traceRelated, 
 		       array(select l.lane from agent_locks l
 		              where l.execution_id = any (@runs::text[]::uuid[]) order by l.lane limit 20) as held,
 		       (select n.trace_id from roots n where n.id > nullif(@root::text, '')::uuid order by n.id limit 1) as newer,
-		       (select n.trace_id from roots n where n.id < nullif(@root::text, '')::uuid order by n.id desc limit 1) as older`,
+		       (select n.trace_id from roots n where n.id < nullif(@root::text, '')::uuid order by n.id desc
+		         limit 1) as older`,
 		customPlan, postgres.Strict{"id": h.ID, "runs": ids, "root": root, "surfaces": surfaceNames(), "scan": scan})
 	if h.whole {
 		related.Lanes = lanesOf(h.rows)

@@ -20,7 +20,7 @@ type spansView struct {
 	Wanted     int         // lines that the filter shows
 	Ticks      []timeTick
 	Gaps       []timeGap
-	Sorts      []string // present sorts, for the legend
+	Kinds      []string // present kinds, for the legend
 	Table      []spanRow
 	Waits      []spanWait
 	Next       string // last row of this page of the table
@@ -57,7 +57,7 @@ func (f lineFilter) has(n *spanNode) bool {
 	return strings.Contains(strings.ToLower(text), strings.ToLower(f.Text))
 }
 
-// Kind is the node's sort without the distinction of retries and lanes.
+// Kind is the node's kind without the distinction of retries and lanes.
 func (n *spanNode) Kind() string {
 	switch {
 	case n.Row != nil:
@@ -110,7 +110,7 @@ func (room *Room) firstStep(ctx context.Context, id string) (step string, err er
 	steps, err := postgres.Values[string](ctx, room.Read, "read first step", `
 		select c.step from agent_checkpoints c where c.execution_id = @id order by c.created_at, c.step limit 1`,
 		postgres.Strict{"id": id})
-	if err != nil || len(steps) == 0 || len(steps[0]) > maxFilter {
+	if err != nil || len(steps) == 0 || len(steps[0]) > maxFilterBytes {
 		return "", err
 	}
 	return steps[0], nil
@@ -136,17 +136,17 @@ func (room *Room) loadTable(ctx context.Context, t *traceSubject, view *spansVie
 
 // loadLines reads the lines of the waterfall.
 func (room *Room) loadLines(ctx context.Context, view *spansView) error {
-	order, shown, err := room.linesOf(ctx, view.traceHead)
+	order, count, err := room.linesOf(ctx, view.traceHead)
 	if err != nil {
 		return err
 	}
-	view.Shown = shown
+	view.Shown = count
 	view.fill(order)
 	return nil
 }
 
 // linesOf reads the lines of a trace in drawing order, and returns their number of rows.
-func (room *Room) linesOf(ctx context.Context, h *traceHead) (order []*spanNode, shown int, err error) {
+func (room *Room) linesOf(ctx context.Context, h *traceHead) (order []*spanNode, count int, err error) {
 	rows, err := room.rowsOf(ctx, h)
 	if err != nil {
 		return nil, 0, err
@@ -221,29 +221,29 @@ func (view *spansView) fill(order []*spanNode) {
 	}
 	view.Order = order
 	if view.Filter.Set() {
-		shown := map[*spanNode]bool{}
+		visible := map[*spanNode]bool{}
 		for _, n := range order {
-			for at := n; at != nil && !shown[at] && (at != n || view.Filter.has(n)); at = at.parent {
-				shown[at] = true
+			for at := n; at != nil && !visible[at] && (at != n || view.Filter.has(n)); at = at.parent {
+				visible[at] = true
 			}
 		}
 		for _, n := range order {
-			n.Hidden = !shown[n]
+			n.Hidden = !visible[n]
 		}
-		view.Wanted = len(shown)
+		view.Wanted = len(visible)
 	}
 	for _, n := range view.Order {
 		for _, b := range n.Bars {
-			if !slices.Contains(view.Sorts, b.sort()) && n.Type != "more" {
-				view.Sorts = append(view.Sorts, b.sort())
+			if !slices.Contains(view.Kinds, b.kind()) && n.Type != "more" {
+				view.Kinds = append(view.Kinds, b.kind())
 			}
 		}
 	}
-	slices.SortFunc(view.Sorts, func(a, b string) int { return slices.Index(legend, a) - slices.Index(legend, b) })
+	slices.SortFunc(view.Kinds, func(a, b string) int { return slices.Index(legend, a) - slices.Index(legend, b) })
 }
 
-// sort returns the legend's word for a bar.
-func (b spanBar) sort() string {
+// kind returns the legend's word for a bar.
+func (b spanBar) kind() string {
 	if b.Class == "bad-run" {
 		return "bad"
 	}
@@ -253,9 +253,9 @@ func (b spanBar) sort() string {
 // legend has the legend's words in order.
 var legend = []string{"queue", "run", "phase", "model", "call", "wait", "lane", "bad", "halted", "lost", "note"}
 
-// SortLabel returns the legend's label of a bar.
-func (view *spansView) SortLabel(sort string) string {
-	switch sort {
+// KindLabel returns the legend's label of a bar.
+func (view *spansView) KindLabel(barKind string) string {
+	switch barKind {
 	case "bad":
 		return "failed"
 	case "halted":
@@ -263,7 +263,7 @@ func (view *spansView) SortLabel(sort string) string {
 	case "lost":
 		return "worker lost"
 	}
-	return sortLabels[sort]
+	return kindLabels[barKind]
 }
 
 // Partly reports whether the view omits rows.

@@ -76,7 +76,7 @@ func millisBetween(from time.Time, to *time.Time) *int64 {
 // openTraces reads the filters. It rejects an unknown value. Otherwise a reader could mistake the whole list for a
 // filtered list.
 func (room *Room) openTraces(ctx context.Context, req *pageRequest) (string, error) {
-	if _, is := req.Subject.(traceFilter); is {
+	if _, ok := req.Subject.(traceFilter); ok {
 		return "Traces", nil // found for the same address
 	}
 	q, err := filtersOf(req.Query, append([]string{"surface", "status", "agent", "before", "trace", "errors"},
@@ -146,15 +146,16 @@ func traceList(req *pageRequest, f traceFilter, list []traceRow, older string) m
 	}
 }
 
-// readTraces reads the newest traces of a filter. If more than most match, it reads one more.
+// readTraces reads the newest traces of a filter. If more than limit match, it reads one more.
 func (room *Room) readTraces(ctx context.Context, f traceFilter, limit int) ([]traceRow, error) {
 	from, until := f.bounds(f.Before)
 	status, notStatus := parseExclusion(f.Status)
 	agent, notAgent := parseExclusion(f.Agent)
 	list, err := postgres.Rows[traceRow](ctx, room.Read, "list traces", `
-		select r.id::text as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.summary, r.failed, r.thread_id, r.status, r.started_at,
-		       r.completed_at as finished_at, t.tokens, t.cost_usd, t.rows, t.errors, t.rows > @max_rows as more
-		  from (select e.id, e.trace_id, s.surface, e.agent, e.flow, e.summary, e.failed, e.thread_id, e.status, e.started_at, e.completed_at
+		select r.id::text as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.summary, r.failed, r.thread_id, r.status,
+		       r.started_at, r.completed_at as finished_at, t.tokens, t.cost_usd, t.rows, t.errors, t.rows > @max_rows as more
+		  from (select e.id, e.trace_id, s.surface, e.agent, e.flow, e.summary, e.failed, e.thread_id, e.status, e.started_at,
+		               e.completed_at
 		          from unnest(@surfaces::text[]) s (surface)
 		         cross join lateral (
 		               select x.id, x.trace_id, left(x.agent, 200) as agent, left(x.flow, 200) as flow, x.status,
@@ -209,9 +210,10 @@ func (room *Room) readTraces(ctx context.Context, f traceFilter, limit int) ([]t
 	return list, err
 }
 
-// rankedTraces reads the traces with errors, the slowest traces or the dearest traces. It searches for failed actions
-// among the newest maxRanked rows of the log. For the dearest, it searches as many model calls; for the slowest, as
-// many traces. With errors alone, the next page continues with older rows of the log, and Before is a row's id.
+// rankedTraces reads the traces with errors, the slowest traces or the most expensive traces. It searches for failed
+// actions among the newest maxRanked rows of the log. For the most expensive, it searches as many model calls; for the
+// slowest, as many traces. With errors alone, the next page continues with older rows of the log, and Before is a row's
+// id.
 func (room *Room) rankedTraces(ctx context.Context, req *pageRequest, f traceFilter) (any, error) {
 	from, until := f.bounds(f.Before)
 	status, notStatus := parseExclusion(f.Status)
@@ -240,7 +242,7 @@ func (room *Room) rankedTraces(ctx context.Context, req *pageRequest, f traceFil
 	place, shown := map[string]int{}, f
 	shown.timeRange, shown.Before, shown.ids = timeRange{}, "", []string{}
 	for i, r := range ranked {
-		if _, twice := place[r.TraceID]; !twice { // a trace may have several roots
+		if _, duplicate := place[r.TraceID]; !duplicate { // a trace may have several roots
 			place[r.TraceID] = i
 			shown.ids = append(shown.ids, r.TraceID)
 		}
@@ -285,7 +287,8 @@ const rankedTracesSQL = `
 	newest as (
 	  select k.id from unnest(@surfaces::text[]) s (surface) cross join lateral (
 	    (select x.id from agent_executions x
-	      where @sort = 'took' and not @errors and x.surface between s.surface and s.surface and x.parent_id is null and x.claimed_by is null
+	      where @sort = 'took' and not @errors and x.surface between s.surface and s.surface and x.parent_id is null
+	        and x.claimed_by is null
 	        and x.id >= @from::uuid and x.id < @until::uuid order by x.surface desc, x.id desc limit @searched)
 	    union all
 	    (select x.id from agent_executions x
@@ -310,7 +313,8 @@ const rankedTracesSQL = `
 	   and (@traces::text[] is null or e.trace_id = any (@traces))
 	   and (@sort <> 'took' or e.completed_at is not null or e.status = 'running')
 	 order by f.cost desc, case when @sort = 'took'
-	            then coalesce(e.completed_at, clock_timestamp()) - coalesce(e.started_at, e.created_at) end desc, f.last desc
+	            then coalesce(e.completed_at, clock_timestamp()) - coalesce(e.started_at, e.created_at) end desc,
+	            f.last desc
 	 limit @limit + 1`
 
 // surfaces returns the surfaces of the listing.
@@ -339,8 +343,8 @@ func (f traceFilter) Narrowed() bool {
 
 // Bounds of the reads of a trace. The page always names the omitted rows, with a link.
 const (
-	traceFirst    = 1500   // rows from its beginning
-	traceLast     = 500    // rows from its end
+	traceFirst    = 1500   // rows read from the beginning of the trace
+	traceLast     = 500    // rows read from the end of the trace
 	traceFailed   = 50     // failed rows, anywhere in the trace
 	traceRuns     = 200    // executions
 	traceWaits    = 200    // ended waits
@@ -385,7 +389,7 @@ type loadedPart struct {
 
 // openTrace finds a trace by any form of its id.
 func (room *Room) openTrace(ctx context.Context, req *pageRequest) (string, error) {
-	if found, is := req.Subject.(*traceSubject); is {
+	if found, ok := req.Subject.(*traceSubject); ok {
 		return found.title(), nil // found for the same address, with the data read so far
 	}
 	q, err := filtersOf(req.Query, "view", "span", "tab", "after", "q", "kind", "errors")
@@ -428,7 +432,7 @@ var spanIDPattern = regexp.MustCompile(`^(wait-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0
 func (t *traceSubject) head() *traceHead {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if view, is := t.loaded["view"].data.(*spansView); is {
+	if view, ok := t.loaded["view"].data.(*spansView); ok {
 		return view.traceHead
 	}
 	return nil
@@ -486,7 +490,8 @@ func (room *Room) loadUnlessEnded(
 	now, err := postgres.Row[traceState](ctx, room.Read, "read trace", `
 		select r.runs, r.moved, r.ended and not exists (
 		         select from agent_activity_open o where o.execution_id = any (r.ids)) as ended,
-		       (select a.created_at from agent_activity a where a.trace_id = @id order by a.created_at desc limit 1) as latest,
+		       (select a.created_at from agent_activity a where a.trace_id = @id order by a.created_at desc
+		         limit 1) as latest,
 		       (select count(*) from (select from agent_approvals p
 		          where p.trace_id = @id and p.status = 'pending' limit 100) t) as pending
 		  from (select count(*) as runs, max(e.updated_at) as moved, array_agg(e.id) as ids,

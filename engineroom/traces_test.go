@@ -86,11 +86,11 @@ func TestTraceFiltersCombine(t *testing.T) {
 	} {
 		_, body := testkit.Get(t, server.URL+"/traces"+query)
 		for _, id := range all {
-			has, should := strings.Contains(body, `href="/traces/`+string(id)+`"`), false
+			shown, wanted := strings.Contains(body, `href="/traces/`+string(id)+`"`), false
 			for _, w := range want {
-				should = should || w == id
+				wanted = wanted || w == id
 			}
-			assert.Truef(t, has == should, "%q: trace %s is there: %t", query, id, has)
+			assert.Truef(t, shown == wanted, "%q: the list contains trace %s: %t", query, id, shown)
 		}
 	}
 	wantTexts(t, server.URL+"/traces?surface=webhook", "No trace matches")
@@ -107,7 +107,7 @@ func TestTraceFiltersCombine(t *testing.T) {
 	_, body := testkit.Get(t, server.URL+"/executions?sort=cost")
 	if assert.Equal(t, "completed failed", listedNames(body, runs)); strings.Index(body, runs["failed"]) >
 		strings.Index(body, runs["completed"]) {
-		t.Error("the dearest execution is not the first")
+		t.Error("the most expensive execution is not first")
 	}
 	assert.Equal(t, "completed", listedNames(wantTexts(t, server.URL+"/executions?sort=cost&status=!failed"), runs))
 	for query, why := range map[string]string{
@@ -205,7 +205,7 @@ func TestTraceByAnyFormOfID(t *testing.T) {
 		"/traces/" + string(id) + "?span=x": 400, "/traces/" + string(id) + "?sort=up": 400,
 	} {
 		status, _ := testkit.Get(t, server.URL+path)
-		assert.Equal(t, want, status, path, "is answered with")
+		assert.Equal(t, want, status, path, "status")
 	}
 }
 
@@ -217,7 +217,7 @@ func TestWaterfallLineKinds(t *testing.T) {
 	assert.Contains(t, body, `kind-run">run<`, `kind-phase">phase<`, `kind-model">model call<`, `kind-call">skill call<`,
 		`kind-retry">attempt 2<`, `kind-wait">wait<`, "bar-queue", "bar-wait", "bar-bad", "bar-halted", `class="wf-gap"`,
 		"in which no call ran", "for an event", `role="treegrid"`, `aria-level="3"`)
-	assert.True(t, !strings.Contains(body, "style="), "there is a style attribute, which the policy of the page forbids")
+	assert.True(t, !strings.Contains(body, "style="), "the page has a style attribute, which its policy forbids")
 	_, body = testkit.Get(t, server.URL+"/traces/"+string(id)+"?view=table")
 	assert.Contains(t, body, "plan/fetch", "gpt-4o-mini", "attempt 2", "EVENT_COMPLETED", "<caption>",
 		`?view=table">4</a>`)
@@ -233,7 +233,7 @@ func TestPanelShowsSpan(t *testing.T) {
 	model := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and kind = 'model'`,
 		string(id))
 	wait := regexp.MustCompile(`span=(wait-[0-9a-f-]+)`).FindStringSubmatch(wantTexts(t, base))
-	require.True(t, wait != nil, "the wait is no link")
+	require.True(t, wait != nil, "the page has no link to the wait")
 	for path, texts := range map[string][]string{
 		"?span=" + failed: {"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`,
 			"Fork from here", "&amp;tab=raw"},
@@ -359,7 +359,7 @@ func TestLargeTraceIsBounded(t *testing.T) {
 		"17,999 more activities", "$20.00",
 		"not all shown", `wf-cost">$20.00`)
 	assert.Truef(t, !strings.Contains(body, ">row_1501<") && len(body) <= 2_000_000,
-		"too much is shown: %d bytes", len(body))
+		"the page shows too many rows, or is too long: %d bytes", len(body))
 	seen := 0
 	next := "/traces/" + string(id) + "?view=table"
 	for range 3 {
@@ -390,11 +390,11 @@ func TestDeepAndCircularParents(t *testing.T) {
 	_, body := testkit.Get(t, server.URL+"/traces/"+string(deep))
 	assert.Contains(t, body, ">level_1<", ">level_200<", ">level_1000<", "level 999", `aria-level="1000"`)
 	n := maxNesting(body, "<div", "</div>")
-	assert.Truef(t, n <= 12, "elements lie %d deep", n)
+	assert.Truef(t, n <= 12, "elements are nested %d deep", n)
 	_, body = testkit.Get(t, server.URL+"/traces/"+string(circle))
 	for n := range 3 {
 		count := strings.Count(body, fmt.Sprintf(`#panel">round_%d</a>`, n))
-		assert.Truef(t, count == 1, "round_%d is there %d times", n, count)
+		assert.Truef(t, count == 1, "the page shows round_%d %d times", n, count)
 	}
 }
 
@@ -421,7 +421,7 @@ func TestEndedTraceIsReadOnce(t *testing.T) {
 	id, _ := seedTrace(t, pool)
 	v := pageRequest{path: func(string) string { return string(id) }}
 	loads := 0
-	look := func() {
+	load := func() {
 		t.Helper()
 		_, err := room.openTrace(t.Context(), &v)
 		require.NoError(t, err)
@@ -432,19 +432,19 @@ func TestEndedTraceIsReadOnce(t *testing.T) {
 		})
 		require.NoError(t, err)
 	}
-	look()
-	look()
-	require.Equal(t, 2, loads, "its child has not ended, but the trace was read", "times for two looks")
+	load()
+	load()
+	require.Equal(t, 2, loads, "loads for two requests while the child runs")
 	exec(t, pool, `update agent_executions set status = 'cancelled' where completed_at is null`, nil)
-	look()
-	look()
-	look()
-	require.Equal(t, 3, loads, "it was read", "times, not once more")
+	load()
+	load()
+	load()
+	require.Equal(t, 3, loads, "loads after the end of the child")
 	exec(t, pool, `insert into agent_activity (trace_id, kind, skill_name, finished_at)
 		values (@id, 'note', 'break_lane', clock_timestamp())`,
 		postgres.Strict{"id": string(id)})
-	look()
-	require.Equal(t, 4, loads, "after a later note the trace was not read again")
+	load()
+	require.Equal(t, 4, loads, "loads after a later note")
 }
 
 func TestTraceScaleKeepsOrder(t *testing.T) {
@@ -469,11 +469,11 @@ func TestTraceScaleKeepsOrder(t *testing.T) {
 		72 * time.Hour, 72*time.Hour + 4*time.Second,
 	} {
 		x := scale.position(*at(moment))
-		assert.Truef(t, x > before && x <= 100, "%s is at %f, after %f", moment, x, before)
+		assert.Truef(t, x > before && x <= 100, "%s is at %f, not right of %f", moment, x, before)
 		before = x
 	}
 	if two, four := scale.position(*at(2 * time.Second)), scale.position(*at(4 * time.Second)); four-two < 15 {
-		t.Errorf("two seconds of work got %.2f percent beside three days of waiting", four-two)
+		t.Errorf("two seconds of work have %.2f percent of the width, beside a wait of three days", four-two)
 	}
 }
 

@@ -114,10 +114,10 @@ func waitWithin(t *testing.T, p *browser.Page, limit time.Duration, what, condit
 	if testing.Short() {
 		limit *= 3 // other packages run in parallel
 	}
-	began := time.Now()
+	start := time.Now()
 	p.Until(what, condition)
-	took := time.Since(began)
-	assert.Truef(t, took <= limit, "%s: it took %s, at most %s is allowed", what, took, limit)
+	took := time.Since(start)
+	assert.Truef(t, took <= limit, "%s: it took %s, limit %s", what, took, limit)
 }
 
 // F7: a page without its server shows that, and its clocks stop.
@@ -128,7 +128,7 @@ func TestPageShowsServerOutage(t *testing.T) {
 	p := browser.Open(t, browser.Look{})
 	p.Expect("ERR_") // failed connections are part of the test
 	p.Go("http://" + m.address + "/executions/" + running)
-	p.Until("it is live", isLive)
+	p.Until("the page is live", isLive)
 	m.stop()
 	waitWithin(t, p, 10*time.Second, "the page says that it is disconnected", isDead)
 	frozen := func() (text string) {
@@ -143,7 +143,8 @@ func TestPageShowsServerOutage(t *testing.T) {
 	assert.Equal(t, before, frozen())
 	insertApproval(t, pool, "pending", `{"amount": 5}`, 5)
 	m.start()
-	waitWithin(t, p, 5*time.Second, "it is live again", isLive+` && !document.body.classList.contains("is-disconnected")`)
+	waitWithin(t, p, 5*time.Second, "the page is live again",
+		isLive+` && !document.body.classList.contains("is-disconnected")`)
 	p.Until("it is up to date, and its clocks go on", `document.title.startsWith("(1) ") &&
 		[...document.querySelectorAll("main time")].map((t) => t.textContent).join("|") !== `+fmt.Sprintf("%q", before))
 }
@@ -155,12 +156,12 @@ func TestPageDetectsHangingServer(t *testing.T) {
 	p := browser.Open(t, browser.Look{})
 	p.Expect("ERR_")
 	p.Go("http://" + m.address + "/lanes")
-	p.Until("it is live", isLive)
+	p.Until("the page is live", isLive)
 	m.hanging.Lock()
 	waitWithin(t, p, 11*time.Second, "the page says that it is disconnected", isDead)
 	time.Sleep(5 * time.Second) // some attempts fail
 	m.hanging.Unlock()
-	waitWithin(t, p, 5*time.Second, "it is live again", isLive)
+	waitWithin(t, p, 5*time.Second, "the page is live again", isLive)
 }
 
 // F7: a page recovers after it was offline for longer than the browser's own timeout.
@@ -170,7 +171,7 @@ func TestPageRecoversAfterOffline(t *testing.T) {
 	p := browser.Open(t, browser.Look{Dark: true})
 	p.Expect("ERR_")
 	p.Go("http://" + m.address + "/")
-	p.Until("it is live", isLive)
+	p.Until("the page is live", isLive)
 	p.Offline(true)
 	waitWithin(t, p, 10*time.Second, "the page says that it is disconnected", isDead)
 	insertApproval(t, pool, "pending", `{"amount": 5}`, 5)
@@ -186,7 +187,7 @@ func TestTimeZoneChoice(t *testing.T) {
 	berlin, err := time.LoadLocation("Europe/Berlin")
 	require.NoError(t, err)
 	at := time.Now().UTC().Truncate(24 * time.Hour).Add(-12*time.Hour + 30*time.Minute) // yesterday
-	there := func(minutes int, layout string) string {
+	localTime := func(minutes int, layout string) string {
 		return at.Add(time.Duration(minutes) * time.Minute).In(berlin).Format(layout)
 	}
 	utc := func(minutes int, layout string) string {
@@ -200,22 +201,22 @@ func TestTimeZoneChoice(t *testing.T) {
 	p.Go(server.URL + "/activity?since=" + utc(-30, typed) + "Z")
 	p.Until("the zone is named", `document.getElementById("zone").selectedOptions[0].text === "local (Europe/Berlin)"`)
 	const row = `document.querySelector("#rows time").title`
-	p.Until("the row is local, and its title has the zone", `/`+there(0, "2 January 2006")+` at `+there(0,
+	p.Until("the row is local, and its title has the zone", `/`+localTime(0, "2 January 2006")+` at `+localTime(0,
 		"15:04:05")+` (CES?T|GMT\+[12])/.test(document.querySelector("#rows time").title)`)
 	const since = `document.querySelector("input[name=since]")`
-	p.Until("the filter is local", since+`.value === "`+there(-30,
+	p.Until("the filter is local", since+`.value === "`+localTime(-30,
 		typed)+`" && `+since+`.closest("label").textContent.includes("local (Europe/Berlin)")`)
 
 	// A typed time is local. The resulting address is absolute.
-	p.Eval(since+`.value = "`+there(1, typed)+`"`, nil)
+	p.Eval(since+`.value = "`+localTime(1, typed)+`"`, nil)
 	p.Click(".filters button[type=submit]")
 	p.Until("the address is absolute", `location.search.includes("since=`+url.QueryEscape(utc(1, typed))+`Z")`)
 	p.Shows("No activity matches")
-	p.Eval(since+`.value = "`+there(-1, typed)+`"`, nil)
+	p.Eval(since+`.value = "`+localTime(-1, typed)+`"`, nil)
 	p.Click(".filters button[type=submit]")
 	p.Until("the row is there", `document.querySelector("#rows time") !== null`)
 	p.Until("the server wrote the filter in the zone of the cookie",
-		since+`.getAttribute("value") === "`+there(-1, typed)+`"`)
+		since+`.getAttribute("value") === "`+localTime(-1, typed)+`"`)
 
 	// The choice holds on the next page.
 	p.Eval(`(() => { const z = document.getElementById("zone"); z.value = "utc"; z.dispatchEvent(new Event("change", { bubbles: true })); })()`, nil)
@@ -275,7 +276,7 @@ func TestNewApprovalNotifiesOnce(t *testing.T) {
 	pool, server := openRoom(t)
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/lanes")
-	p.Until("it is live", isLive)
+	p.Until("the page is live", isLive)
 	const fake = `(w) => {
 		w.told = [];
 		w.asked = 0;
@@ -316,7 +317,7 @@ func TestNewApprovalNotifiesOnce(t *testing.T) {
 func TestPagesAreCompressedAndAssetsCached(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
-	made := seedAllPages(t, pool, "It is done. See the list.")
+	ids := seedAllPages(t, pool, "It is done. See the list.")
 	insertActivities(t, pool, 700)
 	get := func(path, encoding, tag string) (*http.Response, []byte) {
 		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+path, nil)
@@ -330,7 +331,7 @@ func TestPagesAreCompressedAndAssetsCached(t *testing.T) {
 		require.NoError(t, err)
 		return resp, body
 	}
-	for _, path := range pageAddresses(t, pool, made) {
+	for _, path := range pageAddresses(t, pool, ids) {
 		resp, packed := get(path, "gzip", "")
 		if resp.Header.Get("Content-Encoding") != "gzip" || !strings.Contains(resp.Header.Get("Vary"), "Accept-Encoding") {
 			t.Errorf("%s: header %v", path, resp.Header)
@@ -352,7 +353,8 @@ func TestPagesAreCompressedAndAssetsCached(t *testing.T) {
 			t.Errorf("%s: Cache-Control %q", f[1], resp.Header.Get("Cache-Control"))
 		}
 		again, _ := get(f[1], "gzip", resp.Header.Get("ETag"))
-		assert.Truef(t, again.StatusCode == http.StatusNotModified, "%s is sent again: %s", f[1], again.Status)
+		assert.Truef(t, again.StatusCode == http.StatusNotModified, "%s is sent again despite its ETag: %s", f[1],
+			again.Status)
 	}
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/")
@@ -404,10 +406,11 @@ func TestHaltedActionIsNotRunning(t *testing.T) {
 			update agent_executions set claimed_by = $1::text::uuid, claim = 1 where id = $2::text::uuid`, worker(left), id)
 		return id
 	}
-	over, lost, works := rows.Execution(t, pool, "cancelled", "flow", "stopped"), claimed("-20 seconds"), claimed("1 hour")
-	begin("stopped_tool", over)
+	cancelled, lost, working := rows.Execution(t, pool, "cancelled", "flow", "stopped"), claimed("-20 seconds"),
+		claimed("1 hour")
+	begin("stopped_tool", cancelled)
 	begin("lost_tool", lost)
-	begin("working_tool", works)
+	begin("working_tool", working)
 	p := browser.Open(t, browser.Look{})
 	for _, path := range []string{"/activity", "/"} {
 		p.Go(server.URL + path)
@@ -449,7 +452,7 @@ func medianDelay(t *testing.T, pool *pgxpool.Pool, l *streamReader) time.Duratio
 	var delays []time.Duration
 	for i := range 5 {
 		time.Sleep(time.Duration(700+67*i) * time.Millisecond) // spreads the changes over the interval
-		began := time.Now()
+		start := time.Now()
 		id := insert(t, pool, `insert into agent_activity (trace_id, surface, skill_name, status)
 			values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', 'quick', 'success') returning id::text`)
 		for e := range l.events {
@@ -457,7 +460,7 @@ func medianDelay(t *testing.T, pool *pgxpool.Pool, l *streamReader) time.Duratio
 				break
 			}
 		}
-		delays = append(delays, time.Since(began))
+		delays = append(delays, time.Since(start))
 	}
 	slices.Sort(delays)
 	return delays[len(delays)/2]

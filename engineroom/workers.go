@@ -79,13 +79,13 @@ func (w worker) Builtin() int { return len(w.Flows) - len(w.Own()) }
 
 // Own returns all other flows of the worker.
 func (w worker) Own() []string {
-	own := make([]string, 0, len(w.Flows))
+	flows := make([]string, 0, len(w.Flows))
 	for _, flow := range w.Flows {
 		if !executions.IsReserved(flow) {
-			own = append(own, flow)
+			flows = append(flows, flow)
 		}
 	}
-	return own
+	return flows
 }
 
 // Kinds of flows.

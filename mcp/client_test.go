@@ -83,9 +83,9 @@ func TestTimeoutCancelsHangingTool(t *testing.T) {
 			d.TimeoutMS = 200
 			f.put(d)
 			f.sync()
-			began := time.Now()
+			start := time.Now()
 			f.wantFailure("hang", `{}`, skills.ClassTimeout, "200ms")
-			took := time.Since(began)
+			took := time.Since(start)
 			assert.Truef(t, took <= 25*time.Second, "the call took %s", took)
 		})
 	}
@@ -103,9 +103,9 @@ func TestTimeoutWhenChildStopsReading(t *testing.T) {
 	d.TimeoutMS = 8000 // includes the start of the new child
 	f.put(d)
 	f.sync()
-	began := time.Now()
+	start := time.Now()
 	f.wantFailure("echo", `{"text":"`+strings.Repeat("x", 200_000)+`","times":0}`, skills.ClassTimeout, "8s")
-	took := time.Since(began)
+	took := time.Since(start)
 	assert.Truef(t, took <= 25*time.Second, "the call took %s", took)
 	assert.Equal(t, `"back"`, f.mustCall("echo", `{"text":"back"}`))
 }

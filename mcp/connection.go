@@ -140,7 +140,8 @@ func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snap
 			return nil, fmt.Errorf("list tools: %w", err)
 		}
 		for _, t := range page.Tools {
-			if _, twice := listed[t.Name]; twice || t.Name == "" || len(t.Name) > 128 || cleanText(t.Name, 128) != t.Name {
+			if _, duplicate := listed[t.Name]; duplicate || t.Name == "" || len(t.Name) > 128 ||
+				cleanText(t.Name, 128) != t.Name {
 				continue
 			}
 			if len(listed) == maxTools {

@@ -171,7 +171,7 @@ func (s *Server) refresh(ctx context.Context, server *sdk.Server, revisions map[
 		}
 	}
 	for name := range revisions {
-		if _, still := current[name]; !still {
+		if _, exists := current[name]; !exists {
 			server.RemoveTools(name)
 		}
 	}

@@ -316,13 +316,14 @@ func TestOneOfManyCallersGetsApprovedAnswer(t *testing.T) {
 			answers <- err == nil && !r.IsError
 		}()
 	}
-	won := 0
+	winners := 0
 	for range 8 {
 		if <-answers {
-			won++
+			winners++
 		}
 	}
-	assert.Truef(t, won == 1 && f.addCalls.Load() == 1, "%d callers got the answer of %d calls", won, f.addCalls.Load())
+	assert.Truef(t, winners == 1 && f.addCalls.Load() == 1, "%d callers got the answer of %d calls", winners,
+		f.addCalls.Load())
 }
 
 func TestMountedToolCanBeOffered(t *testing.T) {

@@ -257,7 +257,7 @@ func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent 
 // recordActivity writes the activity of a change to mounted tools, under the trace of ctx or a new one.
 func recordActivity(ctx context.Context, db postgres.DB, agent, skill string, input, output any) error {
 	e := activity.Entry{Skill: skill, Input: input}
-	if x, inside := executions.Current(ctx); inside {
+	if x, ok := executions.Current(ctx); ok {
 		e.Claim = x.Claim
 	}
 	span, _ := trace.From(ctx)

@@ -183,9 +183,9 @@ func (o *oracle) deleteExecutions(deletable map[string]bool) {
 	}
 	o.events = slices.DeleteFunc(o.events, func(v event) bool {
 		end, _ := strings.CutPrefix(v.ExternalID, "completed ")
-		decided, of := strings.CutPrefix(v.ExternalID, "approval ")
+		decided, isApproval := strings.CutPrefix(v.ExternalID, "approval ")
 		a := o.approvals[decided]
-		return deletable[end] || of && a.Parked && deletable[a.ExecutionID]
+		return deletable[end] || isApproval && a.Parked && deletable[a.ExecutionID]
 	})
 	for id, deleted := range deletable {
 		if deleted {

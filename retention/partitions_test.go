@@ -85,9 +85,9 @@ func TestDetachDuringLongRead(t *testing.T) {
 	others := impatientPool(t, url, pool)
 	reader := pgtest.Begin(t, pool)
 	pgtest.Exec(t, reader, `select count(*) from agent_activity`)
-	worked := make(chan error, 1)
+	workerDone := make(chan error, 1)
 	stop := make(chan struct{})
-	go func() { worked <- useLog(t, others, stop) }()
+	go func() { workerDone <- useLog(t, others, stop) }()
 	old := attachedPartitions(t, pool, 123)
 	rows := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`)
 	for range 3 {
@@ -103,7 +103,7 @@ func TestDetachDuringLongRead(t *testing.T) {
 		return len(attachedPartitions(t, pool, 123)) == 0
 	}, "passes drop the old months after the end of the reader")
 	close(stop)
-	assert.NoError(t, <-worked)
+	assert.NoError(t, <-workerDone)
 	for _, name := range old {
 		assert.Truef(t, pgtest.Value[*string](t, pool, `select to_regclass($1)::text`, name) == nil,
 			"%s is detached but not dropped", name)

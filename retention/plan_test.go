@@ -149,11 +149,11 @@ func readTableStats(t *testing.T, db postgres.DB) (map[string]tableStats, error)
 		return nil, err
 	}
 	list, err := pgx.CollectRows(rows, pgx.RowToStructByPos[tableStats])
-	by := map[string]tableStats{}
+	stats := map[string]tableStats{}
 	for _, r := range list {
-		by[r.Table] = r
+		stats[r.Table] = r
 	}
-	return by, err
+	return stats, err
 }
 
 // pruneAll prunes a kind, a hundred rows at a time, until no old rows are left. It returns the number of deleted rows

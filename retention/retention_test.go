@@ -59,22 +59,22 @@ func TestPassDeletesWhatOracleDeletes(t *testing.T) {
 			_, err := retention.Set(t.Context(), pool, policy, "admin", "")
 			require.NoError(t, err)
 			want := readOracle(t, pool)
-			had := want.remaining()
+			before := want.remaining()
 			want.prune(policy)
 			counted, err := retention.Run(t.Context(), pool, retention.Options{DryRun: true})
 			require.NoError(t, err)
-			assert.NoDiff(t, had, readOracle(t, pool).remaining())
+			assert.NoDiff(t, before, readOracle(t, pool).remaining())
 			done, err := retention.Run(t.Context(), pool, retention.Options{Restart: true})
 			require.NoError(t, err)
 			assert.Equal(t, "", cmp.Diff(want.remaining(), readOracle(t, pool).remaining()), policy)
-			checkCounts(t, had, want.remaining(), counted, done)
+			checkCounts(t, before, want.remaining(), counted, done)
 			checkCauses(t, pool)
 		})
 	}
 }
 
 // checkCounts compares the reported numbers of rows with the numbers of deleted rows.
-func checkCounts(t *testing.T, had, left map[string][]string, counted, done []retention.Result) {
+func checkCounts(t *testing.T, before, left map[string][]string, counted, done []retention.Result) {
 	t.Helper()
 	tables := map[string]string{
 		"activity": "activity", "executions": "executions", "deliveries": "deliveries", "outbox": "outbox",
@@ -83,14 +83,15 @@ func checkCounts(t *testing.T, had, left map[string][]string, counted, done []re
 		"budgets":          "budgets", "hour_counts": "counts", "messages": "messages", "prompts": "prompts",
 	}
 	for _, d := range counted {
-		if table, ok := tables[d.Kind]; ok && d.Removed != int64(len(had[table])-len(left[table])) {
+		if table, ok := tables[d.Kind]; ok && d.Removed != int64(len(before[table])-len(left[table])) {
 			t.Errorf("the dry run reports %d rows of %s; the pass kept %d of %d", d.Removed, d.Kind, len(left[table]),
-				len(had[table]))
+				len(before[table]))
 		}
 	}
 	for _, d := range done {
-		if table, ok := tables[d.Kind]; ok && len(d.Partitions) == 0 && d.Removed != int64(len(had[table])-len(left[table])) {
-			t.Errorf("the pass reports %d rows of %s; it kept %d of %d", d.Removed, d.Kind, len(left[table]), len(had[table]))
+		if table, ok := tables[d.Kind]; ok && len(d.Partitions) == 0 &&
+			d.Removed != int64(len(before[table])-len(left[table])) {
+			t.Errorf("the pass reports %d rows of %s; it kept %d of %d", d.Removed, d.Kind, len(left[table]), len(before[table]))
 		}
 	}
 }
@@ -143,10 +144,10 @@ func TestForeverKeepsAllRows(t *testing.T) {
 	// All other kinds have the policy forever by default.
 	pgtest.Exec(t, pool, `update agent_retention set keep = null
 		where kind in ('deliveries', 'outbox', 'budgets', 'prompts', 'channel_messages', 'evals')`)
-	had := readOracle(t, pool).remaining()
+	before := readOracle(t, pool).remaining()
 	done, err := retention.Run(t.Context(), pool, retention.Options{Restart: true})
 	assert.Truef(t, err == nil && len(done) == 1 && done[0].Removed == 0, "%+v, %v", done, err)
-	assert.NoDiff(t, had, readOracle(t, pool).remaining())
+	assert.NoDiff(t, before, readOracle(t, pool).remaining())
 }
 
 func TestSetRejectsInvalidPolicies(t *testing.T) {
@@ -191,7 +192,7 @@ func TestPassSkipsLockedRows(t *testing.T) {
 	_, err := retention.Set(t.Context(), pool, policy, "admin", "")
 	require.NoError(t, err)
 	want := readOracle(t, pool)
-	had := want.remaining()
+	before := want.remaining()
 	want.prune(policy)
 	tx := pgtest.Begin(t, pool)
 	tables := []string{
@@ -201,18 +202,18 @@ func TestPassSkipsLockedRows(t *testing.T) {
 	for _, table := range tables {
 		pgtest.Exec(t, tx, "select from "+table+" order by id limit 3 for update")
 	}
-	soon, stop := context.WithTimeout(t.Context(), time.Minute)
+	passCtx, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()
-	_, err = retention.Run(soon, pool, retention.Options{Restart: true})
+	_, err = retention.Run(passCtx, pool, retention.Options{Restart: true})
 	require.NoError(t, err, "pass with locked rows")
-	beside := readOracle(t, pool).remaining()
+	remaining := readOracle(t, pool).remaining()
 	for kind, ids := range want.remaining() {
-		gone := slices.DeleteFunc(slices.Clone(ids),
-			func(id string) bool { return slices.Contains(beside[kind], id) })
-		assert.Truef(t, len(gone) == 0, "%s that must stay are deleted: %v", kind, gone)
+		deleted := slices.DeleteFunc(slices.Clone(ids),
+			func(id string) bool { return slices.Contains(remaining[kind], id) })
+		assert.Truef(t, len(deleted) == 0, "%s that must stay are deleted: %v", kind, deleted)
 	}
-	assert.Truef(t, len(beside["executions"]) < len(had["executions"]),
-		"the pass deleted none of %d executions", len(beside["executions"]))
+	assert.Truef(t, len(remaining["executions"]) < len(before["executions"]),
+		"the pass deleted none of %d executions", len(remaining["executions"]))
 	require.NoError(t, tx.Rollback(t.Context()))
 	_, err = retention.Run(t.Context(), pool, retention.Options{Restart: true})
 	require.NoError(t, err)
