@@ -52,7 +52,7 @@ type Config struct {
 	LogFormat string `env:"AGENT_LOG_FORMAT" envDefault:"text" help:"text or json"`
 
 	LanesEnabled  bool   `env:"AGENT_LANES" envDefault:"on" help:"on or off; off is for local use only"`
-	HeartbeatCron string `env:"AGENT_HEARTBEAT_CRON" envDefault:"*/30 * * * *" help:"a cron expression, for example */30 * * * *"`
+	HeartbeatCron string `env:"AGENT_HEARTBEAT_CRON" envDefault:"*/30 * * * *" help:"a cron expression, for example */30 * * * *; the same in every process, because the one that starts last sets it"`
 	Timezone      string `env:"AGENT_TIMEZONE" envDefault:"UTC" help:"an IANA time zone, for example Europe/Madrid"`
 
 	Workers         int           `env:"AGENT_WORKERS" envDefault:"10" help:"how many background executions run at once, from 1 to 1000"`

@@ -194,7 +194,7 @@ func (o *Operate) respondJSON(w http.ResponseWriter, r *http.Request, s *Session
 	encoder := json.NewEncoder(w)
 	encoder.SetEscapeHTML(false)
 	if err := encoder.Encode(answer); err != nil {
-		o.log.DebugContext(r.Context(), "client went away", "path", r.URL.Path, "error", err)
+		o.log.DebugContext(r.Context(), "client disconnected", "path", r.URL.Path, "error", err)
 	}
 }
 
