@@ -170,9 +170,9 @@ func HasActor(ctx context.Context) bool {
 	return ok && a.Name != ""
 }
 
-// Asked records that the actor of ctx asked for an execution or a run. Approvals with four eyes refuse that actor.
-// effect is a reference such as "execution ID". Without an actor it does nothing.
-func Asked(ctx context.Context, db postgres.DB, effect string) error {
+// RecordRequester records that the actor of ctx asked for an execution or a run. Approvals with four eyes refuse that
+// actor. effect is a reference such as "execution ID". Without an actor it does nothing.
+func RecordRequester(ctx context.Context, db postgres.DB, effect string) error {
 	if !HasActor(ctx) {
 		return nil
 	}

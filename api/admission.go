@@ -151,7 +151,7 @@ func (s *server) bufferBody(w http.ResponseWriter, r *http.Request, rt route, c 
 		}
 	}
 	err := admission.Read(w, r, admission.Limits{
-		Most: limit, Time: s.timeouts.body, Budget: c.bytes.budget, Shares: c.bytes.subLimits(r),
+		MaxBytes: limit, Time: s.timeouts.body, Budget: c.bytes.budget, Shares: c.bytes.subLimits(r),
 	})
 	if err != nil {
 		w.Header().Set("Connection", "close") // the server does not read the rest of the body

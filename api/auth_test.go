@@ -752,7 +752,7 @@ func TestPageErrorsArePages(t *testing.T) {
 		method, path string
 		header       http.Header
 		status       int
-		says         string // in the body or the Location
+		want         string // in the body or the Location
 	}{
 		"page":                   {"GET", "/lanes?x=%2F", nil, 303, "/login?next=%2Flanes%3Fx%3D%252F"},
 		"head":                   {"HEAD", "/lanes", nil, 303, "/login?next=%2Flanes"},
@@ -778,7 +778,7 @@ func TestPageErrorsArePages(t *testing.T) {
 	} {
 		w := a.raw(test.method, test.path, "", test.header)
 		place := w.Header().Get("Location")
-		shown := place == test.says || place == "" && strings.Contains(w.Body.String(), test.says)
+		shown := place == test.want || place == "" && strings.Contains(w.Body.String(), test.want)
 		assert.Truef(t, w.Code == test.status && shown, "%s: %d %q %s", name, w.Code, place, w.Body)
 		noPage := strings.HasPrefix(test.path, "/v1") || strings.Contains(test.path, "//")
 		assert.Truef(t, !noPage || !strings.HasPrefix(w.Body.String(), "<"), "%s: %s", name, w.Body)

@@ -106,7 +106,7 @@ func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delive
 			Data: data, ID: e.ID,
 		})
 		if err == nil {
-			err = activity.Asked(ctx, tx, "event "+arrived.EventID)
+			err = activity.RecordRequester(ctx, tx, "event "+arrived.EventID)
 		}
 		return err
 	})
@@ -126,7 +126,7 @@ func (s *server) deliverEvent(ctx context.Context, e eventRequest) (delivered ex
 	what := fmt.Sprintf("the wait for %s %.300q", e.Event, e.Key)
 	err = s.locks.Do(ctx, s.pool, what, func(tx pgx.Tx) (err error) {
 		if delivered, err = s.engine.Deliver(ctx, tx, e.Event, e.Key, e.Data, e.ID); err == nil {
-			err = activity.Asked(ctx, tx, "event "+delivered.EventID)
+			err = activity.RecordRequester(ctx, tx, "event "+delivered.EventID)
 		}
 		return err
 	})

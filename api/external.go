@@ -397,7 +397,7 @@ func (s *server) releaseLock(r request) (response, error) {
 // valueError maps errors of unstorable values, such as \u0000 in JSON, to problems.
 func valueError(err error) error {
 	if refused, ok := errors.AsType[*pgconn.PgError](err); ok && postgres.IsCode(err, "22003", "22023", "22P02", "22P05") {
-		return problem.BadBody("%s", postgres.Told(refused))
+		return problem.BadBody("%s", postgres.RefusalText(refused))
 	}
 	return err
 }

@@ -278,7 +278,7 @@ func TestInvalidUploads(t *testing.T) {
 	for what, c := range map[string]struct {
 		path, body, kind string
 		status           int
-		says             string
+		want             string
 	}{
 		"too large":       {"", strings.Repeat("x", 2001), "text/plain", 413, "limit is 2000 bytes"},
 		"too large form":  {"", large, largeKind, 413, "limit is 2000 bytes"},
@@ -290,7 +290,7 @@ func TestInvalidUploads(t *testing.T) {
 		"wrong parameter": {"?thread=nobody", "x", "text/plain", 400, "unknown parameter"},
 	} {
 		t.Run(what, func(t *testing.T) {
-			a.checkProblem(a.raw("POST", "/v1/documents"+c.path, c.body, withHeader("Content-Type", c.kind)), c.status, c.says)
+			a.checkProblem(a.raw("POST", "/v1/documents"+c.path, c.body, withHeader("Content-Type", c.kind)), c.status, c.want)
 		})
 	}
 	assert.Equal(t, 401, a.raw("POST", "/v1/documents", "x", http.Header{}).Code)
@@ -320,7 +320,7 @@ func TestSetRetention(t *testing.T) {
 	if got := keep(); got["activity"] != "90 days" || got["events"] != "36:00:00" || got["messages"] != "forever" {
 		t.Errorf("then: %v", got)
 	}
-	for body, says := range map[string]string{
+	for body, want := range map[string]string{
 		`{"reason":"why"}`: "keep is missing", `{"keep":{"activity":"90d"}}`: "reason is missing",
 		`{"keep":{"memory":"90d"},"reason":"why"}`: "'memory' is not a kind of retention policy",
 		`{"keep":{"messages":"90d","events":"1s"},"reason":"why"}`: "events cannot be kept for 00:00:01: give 1 day to " +
@@ -329,7 +329,7 @@ func TestSetRetention(t *testing.T) {
 		`{"keep":{"activity":90},"reason":"why"}`:                   "keep",
 		`{"keep":{"activity":"90d"},"reason":"why","forever":true}`: "forever",
 	} {
-		a.checkProblem(a.raw("PUT", "/v1/retention", body, asAdmin()), 400, says)
+		a.checkProblem(a.raw("PUT", "/v1/retention", body, asAdmin()), 400, want)
 	}
 	got = keep()
 	assert.Truef(t, got["messages"] == "forever", "the refused change was stored in part: %v", got)

@@ -123,10 +123,10 @@ func TestPromptDiffAcrossPages(t *testing.T) {
 func TestInvalidPromptParameters(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	for query, says := range map[string]string{
+	for query, want := range map[string]string{
 		"activity_id=nonsense": "parameter activity_id must be a uuid", "limit=0": "use 1 to 100",
 		"limit=101": "use 1 to 100", "limit=many": "use 1 to 100",
 	} {
-		a.checkProblem(a.raw("GET", "/v1/traces/op_01J8052XG1XHJAZ95GX5TCNBAZ/prompts?"+query, "", asAdmin()), 400, says)
+		a.checkProblem(a.raw("GET", "/v1/traces/op_01J8052XG1XHJAZ95GX5TCNBAZ/prompts?"+query, "", asAdmin()), 400, want)
 	}
 }

@@ -135,7 +135,8 @@ func TestTheSenderOfAnEventIsARequester(t *testing.T) {
 			if err != nil {
 				return err
 			}
-			return activity.Asked(activity.WithActor(t.Context(), activity.Actor{Name: who}), tx, "event "+sent.EventID)
+			ctx := activity.WithActor(t.Context(), activity.Actor{Name: who})
+			return activity.RecordRequester(ctx, tx, "event "+sent.EventID)
 		}))
 	}
 	insideAs(t, pool, "ana", trace.Flow, func(ctx context.Context) error {

@@ -192,7 +192,7 @@ func TestListingsTellWhatHasExpired(t *testing.T) {
 // A change or removal of the skill resumes the waiting execution at once, with the reason.
 func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 	t.Parallel()
-	for name, c := range map[string]struct{ change, says string }{
+	for name, c := range map[string]struct{ change, want string }{
 		"changed": {
 			`update agent_skills set revision = revision + 1 where name = 'drop'`,
 			"the skill drop was changed: revision 1 is now 2",
@@ -203,14 +203,14 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 			p := park(t, `{"table":"x"}`)
 			id, approval := p.begin()
 			pgtest.Exec(t, p.pool, c.change)
-			assert.Equal(t, "expired by : "+c.says, enginetest.Await(p.t, p.pool, id, executions.Completed).ResultSummary)
+			assert.Equal(t, "expired by : "+c.want, enginetest.Await(p.t, p.pool, id, executions.Completed).ResultSummary)
 			got, err := approvals.Get(t.Context(), p.pool, approval)
-			assert.Truef(t, err == nil && got.Status == "expired" && got.Reason == c.says, "the approval is %+v (%v)", got, err)
+			assert.Truef(t, err == nil && got.Status == "expired" && got.Reason == c.want, "the approval is %+v (%v)", got, err)
 			list, err := approvals.Pending(t.Context(), p.pool, 10)
 			assert.Truef(t, err == nil && len(list) == 0, "pending: %+v (%v)", list, err)
 			n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'close_approval'
 				and status = 'skipped'
-				and input ->> 'approval_id' = $1 and input ->> 'reason' = $2`, approval, c.says)
+				and input ->> 'approval_id' = $1 and input ->> 'reason' = $2`, approval, c.want)
 			assert.Equal(t, 1, n, "activities of it")
 			assert.Equal(t, 0, p.acted.Load())
 		})

@@ -367,7 +367,7 @@ func insertManualRun(ctx context.Context, db postgres.DB, nameOrID, traceID stri
 	if err != nil {
 		return Run{}, fmt.Errorf("run automation %q manually: %w", nameOrID, err)
 	}
-	return run, activity.Asked(ctx, db, "run "+run.ID)
+	return run, activity.RecordRequester(ctx, db, "run "+run.ID)
 }
 
 // GetRun returns one run, or [ErrRunNotFound].

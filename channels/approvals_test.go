@@ -150,11 +150,11 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 	approve := m.Buttons["Approve"]
 	for name, c := range map[string]struct {
 		chat, person int64
-		says         string
+		want         string
 	}{
 		"unlinked": {900, 3, "not linked"}, "viewer": {900, 2, "may not"}, "elsewhere": {901, 1, "not valid"},
 	} {
-		assert.Contains(t, s.click(name, c.chat, c.person, m.ID, approve), c.says)
+		assert.Contains(t, s.click(name, c.chat, c.person, m.ID, approve), c.want)
 		assert.Equal(t, "pending ", s.status(first))
 	}
 	pgtest.Exec(t, s.pool, `update agent_channel_buttons set arguments_hash = 'of others' where approval_id = $1`, first)

@@ -343,7 +343,7 @@ func invalidArgument(err error) error {
 	if !ok || !slices.Contains([]string{"22023", "22P02", "22P05", "22003"}, pgErr.Code) {
 		return err
 	}
-	return &RunError{Err: ErrMalformed, Detail: postgres.Told(pgErr)}
+	return &RunError{Err: ErrMalformed, Detail: postgres.RefusalText(pgErr)}
 }
 
 // UnlockParams describe how an external worker releases a lock.

@@ -83,7 +83,7 @@ func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Ex
 		if forked, err = e.fork(ctx, tx, s); err != nil {
 			return err
 		}
-		return activity.Asked(ctx, tx, "execution "+forked.ID)
+		return activity.RecordRequester(ctx, tx, "execution "+forked.ID)
 	})
 	if err != nil {
 		return Execution{}, fmt.Errorf("fork execution %s: %w", x.ID, err)

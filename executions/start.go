@@ -157,7 +157,7 @@ func (s Spec) insert(
 				return err
 			}
 		}
-		return activity.Asked(ctx, tx, "execution "+x.ID)
+		return activity.RecordRequester(ctx, tx, "execution "+x.ID)
 	})
 	return x, created, err
 }

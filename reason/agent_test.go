@@ -569,7 +569,7 @@ func TestASkillWithTheNameOfAToolIsNotOffered(t *testing.T) {
 // A caller's bug is reported at once. The model is not blamed for it.
 func TestATurnThatCannotBeTakenIsRefused(t *testing.T) {
 	right := tool("t", `{"type":"object"}`)
-	for says, spoil := range map[string]func(w *world){
+	for want, spoil := range map[string]func(w *world){
 		"needs Pool, Model and Skills": func(w *world) { w.loop.Model = nil },
 		"is not a tool's":              func(w *world) { w.turn.Tools = []reason.Tool{tool("a b", `{}`)} },
 		"two tools are named t":        func(w *world) { w.turn.Tools = []reason.Tool{right, right} },
@@ -581,8 +581,8 @@ func TestATurnThatCannotBeTakenIsRefused(t *testing.T) {
 		w := newWorld(t)
 		spoil(w)
 		x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
-		assert.Truef(t, err == nil && x.Status == executions.Failed && strings.Contains(postgres.Deref(x.ErrorMessage), says),
-			"%s: %s, %q, %v", says, x.Status, postgres.Deref(x.ErrorMessage), err)
+		assert.Truef(t, err == nil && x.Status == executions.Failed && strings.Contains(postgres.Deref(x.ErrorMessage), want),
+			"%s: %s, %q, %v", want, x.Status, postgres.Deref(x.ErrorMessage), err)
 	}
 }
 

@@ -25,12 +25,12 @@ import (
 )
 
 // delegating returns a world whose turn may delegate. says has the replies by prompt.
-func delegating(t *testing.T, says map[string][]modeltest.Reply) (*world, *executions.Engine) {
+func delegating(t *testing.T, want map[string][]modeltest.Reply) (*world, *executions.Engine) {
 	t.Helper()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		answers := answersIn(req)
-		replies := says[req.Messages[1].Content]
+		replies := want[req.Messages[1].Content]
 		if answers >= len(replies) {
 			return modeltest.Status(http.StatusBadRequest, 0)
 		}

@@ -214,7 +214,7 @@ func TestADocumentWithoutANameIsRefused(t *testing.T) {
 			_, err := engine.Deliver(t.Context(), pool, "DOCUMENT_UPLOADED", key, json.RawMessage(data), "")
 			pgErr, is := errors.AsType[*pgconn.PgError](err)
 			assert.Truef(t, is == refused && (!is || pgErr.Code == "22023" &&
-				strings.Contains(postgres.Told(pgErr), " is missing in ") &&
+				strings.Contains(postgres.RefusalText(pgErr), " is missing in ") &&
 				strings.HasSuffix(pgErr.Detail, "asks for "+items)), "%s: %v", data, err)
 			got, err := requests.List(t.Context(), pool, requests.Filter{ExecutionID: id})
 			assert.Truef(t, err == nil && (len(got[0].Received)+len(got[0].Unexpected) == 0) == refused, "%+v, %v", got, err)

@@ -81,7 +81,7 @@ func TestParseNormalises(t *testing.T) {
 
 func TestParseNamesTheError(t *testing.T) {
 	t.Parallel()
-	for name, c := range map[string]struct{ in, says string }{
+	for name, c := range map[string]struct{ in, want string }{
 		"empty":        {"", "no surface prefix"},
 		"bare ulid":    {suffix, "no surface prefix"},
 		"no prefix":    {"_" + suffix, `prefix "" is not one of hb, op, ch, wh, fl, ev`},
@@ -98,7 +98,7 @@ func TestParseNamesTheError(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			id, err := trace.Parse(c.in)
 			require.Truef(t, errors.Is(err, trace.ErrInvalid) && id == "", "Parse(%q) = %q, %v, want ErrInvalid", c.in, id, err)
-			assert.Contains(t, err.Error(), c.says, "looks like "+string(good))
+			assert.Contains(t, err.Error(), c.want, "looks like "+string(good))
 			assert.Truef(t, len(err.Error()) <= 300, "error has %d bytes", len(err.Error()))
 		})
 	}

@@ -335,7 +335,7 @@ func (c *cli) raiseEvent(
 				err = check(tx, got.EventID)
 			}
 			if err == nil {
-				err = activity.Asked(ctx, tx, "event "+got.EventID)
+				err = activity.RecordRequester(ctx, tx, "event "+got.EventID)
 			}
 			return output, err
 		})

@@ -189,7 +189,7 @@ func TestNewConnectionClosesSilentBody(t *testing.T) {
 	server := &http.Server{
 		ConnContext: admission.ConnContext, ReadHeaderTimeout: time.Minute,
 		Handler: admission.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			got <- admission.Read(w, r, admission.Limits{Most: 1000})
+			got <- admission.Read(w, r, admission.Limits{MaxBytes: 1000})
 		})),
 	}
 	done := make(chan struct{})

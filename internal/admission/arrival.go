@@ -113,7 +113,7 @@ func (a *incomingBody) add(read []byte) error {
 	full := len(a.space()) == 0
 	if full {
 		if a.received == a.limit || a.received == a.length {
-			return &TooLarge{Most: a.limit}
+			return &TooLarge{MaxBytes: a.limit}
 		}
 		if err := a.grow(); err != nil {
 			return err

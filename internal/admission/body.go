@@ -23,23 +23,23 @@ const MostUnsized = 8 << 20
 
 // Limits bound a body.
 type Limits struct {
-	Most   int64         // bytes
-	Time   time.Duration // until its last byte
-	Budget *Budget       // of received bytes; nil for no bound
-	Shares []Share
+	MaxBytes int64         // bytes
+	Time     time.Duration // until its last byte
+	Budget   *Budget       // of received bytes; nil for no bound
+	Shares   []Share
 }
 
 // TooLarge reports a body with more bytes than its limit.
 type TooLarge struct {
-	Most    int64
-	Unsized bool // the limit is the one for a body without a Content-Length
+	MaxBytes int64
+	Unsized  bool // the limit is the one for a body without a Content-Length
 }
 
 func (e *TooLarge) Error() string {
 	if e.Unsized {
-		return fmt.Sprintf("the body is larger than the %d bytes that one without a Content-Length may have", e.Most)
+		return fmt.Sprintf("the body is larger than the %d bytes that one without a Content-Length may have", e.MaxBytes)
 	}
-	return fmt.Sprintf("the body is larger than %d bytes", e.Most)
+	return fmt.Sprintf("the body is larger than %d bytes", e.MaxBytes)
 }
 
 // Body is a body in memory. Close returns its part of the budget.
@@ -93,13 +93,13 @@ func Bytes(r io.Reader) ([]byte, error) {
 func All(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, error) {
 	if b, ok := r.Body.(*Body); ok {
 		if int64(len(b.raw)-b.at) > limit {
-			return nil, &TooLarge{Most: limit}
+			return nil, &TooLarge{MaxBytes: limit}
 		}
 		return Bytes(b)
 	}
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
 	if large, ok := errors.AsType[*http.MaxBytesError](err); ok {
-		return nil, &TooLarge{Most: large.Limit}
+		return nil, &TooLarge{MaxBytes: large.Limit}
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read body: %w", err)
@@ -111,10 +111,10 @@ func All(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, error) {
 // idle: [Listen] may close it. The error is [ErrFull], a *[TooLarge], or the connection's; a missed deadline of the
 // connection is os.ErrDeadlineExceeded.
 func Read(w http.ResponseWriter, r *http.Request, l Limits) error {
-	if r.ContentLength > l.Most {
-		return &TooLarge{Most: l.Most}
+	if r.ContentLength > l.MaxBytes {
+		return &TooLarge{MaxBytes: l.MaxBytes}
 	}
-	a := incomingBody{body: r.Body, length: r.ContentLength, limit: l.Most}
+	a := incomingBody{body: r.Body, length: r.ContentLength, limit: l.MaxBytes}
 	if a.length < 0 {
 		a.limit = min(a.limit, MostUnsized)
 	}
@@ -128,7 +128,7 @@ func Read(w http.ResponseWriter, r *http.Request, l Limits) error {
 	raw, err := a.read(connOf(r))
 	if err != nil {
 		if large, ok := errors.AsType[*TooLarge](err); ok {
-			large.Unsized = a.limit < l.Most
+			large.Unsized = a.limit < l.MaxBytes
 		}
 		a.release(a.acquired)
 		return err

@@ -29,7 +29,7 @@ func serveBodies(t *testing.T, l admission.Limits) (url string, got chan error) 
 		err := admission.Read(w, r, l)
 		if err == nil {
 			var raw []byte
-			if raw, err = admission.All(w, r, l.Most); err != nil {
+			if raw, err = admission.All(w, r, l.MaxBytes); err != nil {
 				err = errors.New("it was read beyond its limit: " + err.Error())
 			} else if !bytes.Equal(raw, bytes.Repeat([]byte("x"), len(raw))) {
 				err = errors.New("the body is another")
@@ -60,7 +60,7 @@ func TestBodyLimit(t *testing.T) {
 	t.Parallel()
 	const most = 300_000
 	budget := admission.New(most + 1)
-	url, got := serveBodies(t, admission.Limits{Most: most, Time: time.Minute, Budget: budget})
+	url, got := serveBodies(t, admission.Limits{MaxBytes: most, Time: time.Minute, Budget: budget})
 	for name, c := range map[string]struct {
 		size    int
 		chunked bool
@@ -81,7 +81,7 @@ func TestBodyLimit(t *testing.T) {
 func TestAnnouncedLengthCountsNothing(t *testing.T) {
 	t.Parallel()
 	budget := admission.NewBytes(1 << 20)
-	url, got := serveBodies(t, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget})
+	url, got := serveBodies(t, admission.Limits{MaxBytes: 1 << 20, Time: time.Minute, Budget: budget})
 	silent, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(url, "http://"))
 	require.NoError(t, err)
 	defer silent.Close()
@@ -114,7 +114,7 @@ func TestSmallBodyUsesReserve(t *testing.T) {
 	t.Parallel()
 	const most = 8 * admission.Small
 	budget := admission.NewBytes(most)
-	url, got := serveBodies(t, admission.Limits{Most: most, Time: time.Minute, Budget: budget})
+	url, got := serveBodies(t, admission.Limits{MaxBytes: most, Time: time.Minute, Budget: budget})
 	_, err := budget.Acquire(most - admission.Small)
 	require.NoError(t, err)
 	for _, c := range []struct {
@@ -137,7 +137,7 @@ func TestBodyOfEverySize(t *testing.T) {
 	t.Parallel()
 	budget := admission.NewBytes(8 << 20)
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if err := admission.Read(w, r, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget}); err != nil {
+		if err := admission.Read(w, r, admission.Limits{MaxBytes: 1 << 20, Time: time.Minute, Budget: budget}); err != nil {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
@@ -180,7 +180,7 @@ func TestBodyOfEverySize(t *testing.T) {
 func TestBodiesShareABudget(t *testing.T) {
 	t.Parallel()
 	budget := admission.New(1 << 20)
-	url, got := serveBodies(t, admission.Limits{Most: 1 << 20, Time: time.Minute, Budget: budget})
+	url, got := serveBodies(t, admission.Limits{MaxBytes: 1 << 20, Time: time.Minute, Budget: budget})
 	hold, err := budget.Acquire(900_000)
 	require.NoError(t, err)
 	for _, chunked := range []bool{false, true} {
@@ -197,7 +197,7 @@ func TestBodiesShareABudget(t *testing.T) {
 func TestUnsentBodyFailsEarly(t *testing.T) {
 	t.Parallel()
 	budget := admission.New(1 << 20)
-	url, got := serveBodies(t, admission.Limits{Most: 1 << 20, Time: 20 * time.Second, Budget: budget})
+	url, got := serveBodies(t, admission.Limits{MaxBytes: 1 << 20, Time: 20 * time.Second, Budget: budget})
 	c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(url, "http://"))
 	require.NoError(t, err)
 	defer c.Close()

@@ -88,8 +88,8 @@ func IsCode(err error, codes ...string) bool {
 	return code != "" && slices.Contains(codes, code)
 }
 
-// Told returns the server's message about a refused value, with the detail that names the fault.
-func Told(refused *pgconn.PgError) string {
+// RefusalText returns the server's message about a refused value, with the detail that names the fault.
+func RefusalText(refused *pgconn.PgError) string {
 	if refused.Detail == "" {
 		return refused.Message
 	}

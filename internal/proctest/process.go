@@ -125,8 +125,8 @@ func (p *Process) Stop() {
 	}
 }
 
-// Says waits until the process has logged a text.
-func (p *Process) Says(words string) {
+// AwaitOutput waits until the process has logged a text.
+func (p *Process) AwaitOutput(words string) {
 	p.t.Helper()
 	pgtest.EventuallyWithin(p.t, p.timeout, func() bool { return strings.Contains(p.Err.String(), words) },
 		p.name()+" says: "+words)

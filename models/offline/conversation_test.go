@@ -67,7 +67,7 @@ func TestConversations(t *testing.T) {
 	t.Parallel()
 	for prompt, test := range map[string]struct {
 		calls []string
-		says  []string
+		want  []string
 	}{
 		"hello":          {nil, []string{"Hello! I am the offline model", "table_sizes", "memory_write"}},
 		"Sing me a song": {nil, []string{"I am the offline model", "recent_activity"}},
@@ -139,7 +139,7 @@ func TestConversations(t *testing.T) {
 		t.Run(prompt, func(t *testing.T) {
 			calls, text := talk(t, prompt, append(caretaker(), own()...))
 			assert.NoDiff(t, test.calls, calls)
-			assert.Contains(t, text, test.says...)
+			assert.Contains(t, text, test.want...)
 		})
 	}
 }

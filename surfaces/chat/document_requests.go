@@ -82,7 +82,7 @@ func (r documentRequest) deliver(ctx context.Context, c *Chat, tx pgx.Tx, x exec
 	within := trace.With(ctx, trace.Span{TraceID: trace.ID(x.TraceID), ExecutionID: x.ID})
 	got, err := c.Engine.Deliver(within, tx, "DOCUMENT_UPLOADED", r.id, data, "chat "+x.ID)
 	if err == nil {
-		err = activity.Asked(ctx, tx, "event "+got.EventID)
+		err = activity.RecordRequester(ctx, tx, "event "+got.EventID)
 	}
 	return err
 }

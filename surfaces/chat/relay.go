@@ -79,7 +79,7 @@ func (c *Chat) relayMessage(
 		ID: "chat " + x.ID, Data: data,
 	})
 	if err == nil {
-		err = activity.Asked(ctx, tx, "event "+received.EventID)
+		err = activity.RecordRequester(ctx, tx, "event "+received.EventID)
 	}
 	return x, true, err
 }

@@ -71,7 +71,7 @@ func (c *Chat) readJSON(w http.ResponseWriter, r *http.Request, into any) (strin
 	case isLarge:
 		return "", &Refusal{
 			Status: http.StatusRequestEntityTooLarge, Type: "invalid_request_error", Code: "request_too_large",
-			Message: fmt.Sprintf("The request is too large: at most %d bytes are taken.", large.Most),
+			Message: fmt.Sprintf("The request is too large: at most %d bytes are taken.", large.MaxBytes),
 		}
 	case err != nil:
 		return "", badRequest("", "invalid_body", "The request's body could not be read.")

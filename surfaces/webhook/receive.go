@@ -208,7 +208,7 @@ func readBody(w http.ResponseWriter, r *http.Request, maxBytes int64) ([]byte, e
 	large, isLarge := errors.AsType[*admission.TooLarge](err)
 	switch {
 	case isLarge:
-		return nil, tooLarge(large.Most)
+		return nil, tooLarge(large.MaxBytes)
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		return nil, problem.New(http.StatusRequestTimeout, "timed out reading the body")
 	case err != nil:

@@ -88,7 +88,7 @@ func TestKilledDevLeavesNoServer(t *testing.T) {
 	const greeting = "^C stops"
 
 	first := launch(t, dir, environ, "dev")
-	first.Says(greeting)
+	first.AwaitOutput(greeting)
 	pid := pgtest.Postmaster(t, filepath.Join(dir, ".agent", "pg", "*"))
 	first.Kill()
 	pgtest.Eventually(t, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) },
@@ -96,7 +96,7 @@ func TestKilledDevLeavesNoServer(t *testing.T) {
 
 	began := time.Now()
 	second := launch(t, dir, environ, "dev")
-	second.Says(greeting)
+	second.AwaitOutput(greeting)
 	t.Logf("the second start, with its heartbeat, took %s", time.Since(began).Round(time.Millisecond))
 	list := launch(t, dir, environ, "executions", "ls", "--json")
 	require.Equal(t, 0, list.Exit())

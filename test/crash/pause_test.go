@@ -181,7 +181,7 @@ func TestDatabaseRestart(t *testing.T) {
 			before := s.takeSnapshot()
 			own.Stop(immediate)
 			held.release() // the process has a result to record during the outage
-			a.Says("database unavailable, trying again")
+			a.AwaitOutput("database unavailable, trying again")
 			own.Start()
 			require.Equal(t, s.url, own.URL())
 			s.db.Reset()

@@ -54,7 +54,7 @@ func TestThroughPgBouncer(t *testing.T) {
 			if direct {
 				eventually(t, "two connections listen", func() bool { return listening() == 2 })
 			} else {
-				a.Says("notifications are not delivered through a connection pooler")
+				a.AwaitOutput("notifications are not delivered through a connection pooler")
 			}
 
 			beat := s.requestHeartbeat()
@@ -88,8 +88,8 @@ func TestInvalidDirectURLIsRejected(t *testing.T) {
 	} {
 		a := launch(t, s.dir, s.environ(through, "DATABASE_DIRECT_URL="+direct), "serve")
 		assert.Truef(t, a.Exit() != 0, "%s: exit code 0", wantLog)
-		a.Says("DATABASE_DIRECT_URL: ")
-		a.Says(wantLog)
+		a.AwaitOutput("DATABASE_DIRECT_URL: ")
+		a.AwaitOutput(wantLog)
 	}
 }
 

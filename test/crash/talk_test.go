@@ -216,7 +216,7 @@ func (s *testEnv) startUntilKilled(from *regexp.Regexp, n int, action proxyActio
 	s.t.Helper()
 	c := &counter{first: from}
 	a := s.startWithFaultIn(c, n, action, "serve")
-	a.Says("msg=serving")
+	a.AwaitOutput("msg=serving")
 	eventually(s.t, "the process takes work", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_workers where expires_at > clock_timestamp())`)
 	})

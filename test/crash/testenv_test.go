@@ -86,7 +86,7 @@ func (s *testEnv) startServer(database string, more ...string) *agent {
 	s.t.Helper()
 	a := launch(s.t, s.dir, s.environ(database, more...), "serve")
 	s.t.Cleanup(s.reportSessions) // before the cleanup that kills the process
-	a.Says("msg=serving")
+	a.AwaitOutput("msg=serving")
 	return a
 }
 

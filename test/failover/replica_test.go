@@ -265,7 +265,7 @@ func (r *replicaEnv) checkServing(t *testing.T) {
 
 	r.standby.stop(syscall.SIGKILL)
 	from("pages go on without the replica", "/", func(p page) bool { return p.lag == "" })
-	a.Says("the read replica is not read")
+	a.AwaitOutput("the read replica is not read")
 	r.standby.start()
 	from("the replica is read again", "/", ofReplica)
 	assert.Equal(t, 1, strings.Count(a.Err.String(), "the read replica is not read"), a.Err.Tail(30))

@@ -212,7 +212,7 @@ func TestStaleWorkerChangesNothing(t *testing.T) {
 		w.checkEnd(id, "completed", "the sum is 6")
 		done := len(w.effectLines())
 		first.Signal(syscall.SIGCONT)
-		first.Says("stopped here")
+		first.AwaitOutput("stopped here")
 		before, after := w.effectLines()[:done], w.effectLines()[done:]
 		for _, line := range after { // of the current step, which a slow machine may have started twice
 			if line != "aborted 1" && (!strings.HasPrefix(line, "add 1 ") || !slices.Contains(before, line)) {
@@ -268,8 +268,8 @@ func TestRejectedEndFailsFlow(t *testing.T) {
 
 func TestUnreachableServerIsNamed(t *testing.T) {
 	eachSDK(t, func(w *testEnv) {
-		w.worker("first", "http://127.0.0.1:1", 30).Says("the request to http://127.0.0.1:1 failed and is tried again: ")
-		w.worker("second", "127.0.0.1:8080", 30).Says("the URL 127.0.0.1:8080 does not begin with http:// or https://")
+		w.worker("first", "http://127.0.0.1:1", 30).AwaitOutput("the request to http://127.0.0.1:1 failed and is tried again: ")
+		w.worker("second", "127.0.0.1:8080", 30).AwaitOutput("the URL 127.0.0.1:8080 does not begin with http:// or https://")
 	})
 }
 
@@ -308,7 +308,7 @@ func TestCancelStopsWork(t *testing.T) {
 		w.waitEffects("add 1", 1)
 		w.call("POST", "/v1/executions/"+id+"/cancel", `{"reason":"not needed"}`, nil)
 		w.waitEffects("aborted 1", 1)
-		worker.Says("was cancelled")
+		worker.AwaitOutput("was cancelled")
 		if w.countEffects("add 2") != 0 {
 			w.Errorf("it went on: %q", w.effectLines())
 		}
