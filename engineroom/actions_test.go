@@ -71,7 +71,8 @@ func post(t *testing.T, client *http.Client, address string, form url.Values, he
 
 // pagesAfter returns the page after an action, with its message, and the same page loaded again.
 func pagesAfter(t *testing.T, client *http.Client, server *httptest.Server, resp *http.Response) (first,
-	second string) {
+	second string,
+) {
 	t.Helper()
 	look := func(cookies []*http.Cookie) (string, []*http.Cookie) {
 		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+"/lanes", http.NoBody)
@@ -420,8 +421,10 @@ func TestApprovalShowsExactArguments(t *testing.T) {
 func TestDecidedApprovalHasNoActions(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
-	for _, id := range []string{insertApproval(t, pool, "rejected", `{}`, 5),
-		insertApproval(t, pool, "pending", `{}`, -1)} {
+	for _, id := range []string{
+		insertApproval(t, pool, "rejected", `{}`, 5),
+		insertApproval(t, pool, "pending", `{}`, -1),
+	} {
 		body := wantTexts(t, server.URL+"/approvals/"+id)
 		assert.Truef(t, !strings.Contains(body, "/act/"), "the page offers a second decision:\n%s", body)
 	}

@@ -195,9 +195,11 @@ func (room *Room) recentActivity(ctx context.Context, req *pageRequest) (any, er
 		return nil, err
 	}
 	all := pageRequest{URL: "/activity", Query: req.Query}
-	return feedPage{Asked: filter, Lines: result.Lines, Partial: result.Partial,
+	return feedPage{
+		Asked: filter, Lines: result.Lines, Partial: result.Partial,
 		Older: all.withParam("cursor", result.Next),
-		visit: req}, nil
+		visit: req,
+	}, nil
 }
 
 // activityPage shows the log with filters and pages.

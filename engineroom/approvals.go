@@ -130,8 +130,10 @@ func (room *Room) approvalsList(ctx context.Context, req *pageRequest) (any, err
 	list, links := paginate(req, all, maxApprovals, func(a approvalRow) string {
 		return a.ExpiresAt.UTC().Format(time.RFC3339Nano) + "_" + a.ID
 	})
-	return map[string]any{"Approvals": list, "Cards": approvalCards(list, req.URL), "Status": filter.Status,
-		"Links": links}, nil
+	return map[string]any{
+		"Approvals": list, "Cards": approvalCards(list, req.URL), "Status": filter.Status,
+		"Links": links,
+	}, nil
 }
 
 // selectApproval reads approvals a of executions e.
@@ -146,7 +148,8 @@ const selectApproval = `
 
 // approvalsIn reads approvals in one state: expired, not expired, or (empty) both.
 func (room *Room) approvalsIn(ctx context.Context, filter approvalFilter, status, expiry string) ([]approvalRow,
-	error) {
+	error,
+) {
 	before := pgtype.Timestamptz{Time: filter.BeforeAt, InfinityModifier: pgtype.Infinity, Valid: true}
 	if filter.BeforeID != "" {
 		before.InfinityModifier = pgtype.Finite

@@ -224,7 +224,8 @@ func (room *Room) caseSides(ctx context.Context, req *pageRequest) (any, error) 
 }
 
 func (room *Room) readComparedTrial(ctx context.Context, run evals.Run, caseName string, trial int) (comparedTrial,
-	error) {
+	error,
+) {
 	t, err := evals.GetTrial(ctx, room.Read, run.ID, caseName, trial)
 	s := comparedTrial{Trial: t, Run: run, Answer: shownText(t.Answer, int64(len(t.Answer)))}
 	if json.Unmarshal(t.Calls, &s.steps) != nil {
@@ -255,8 +256,10 @@ func (c *trialComparison) compare() {
 		}
 		c.Rows = append(c.Rows, row)
 	}
-	answer := comparisonRow{Word: "answer", Left: comparisonCell{Answer: true},
-		Right: comparisonCell{Answer: c.Right != nil}}
+	answer := comparisonRow{
+		Word: "answer", Left: comparisonCell{Answer: true},
+		Right: comparisonCell{Answer: c.Right != nil},
+	}
 	if same && c.Left.Trial.Answer != c.Right.Trial.Answer {
 		same, answer.Differs, answer.What = false, true, "the answer"
 		answer.Lines, _ = compare(c.Left.Answer.Text, c.Right.Answer.Text)

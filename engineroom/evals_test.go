@@ -243,8 +243,10 @@ func TestEvalButtonsDependOnRole(t *testing.T) {
 	require.NoError(t, err)
 	mux, role := muxOf(room), principals.Viewer
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		caller := &principals.Caller{Principal: principals.Principal{Name: "ana", Role: role},
-			Scopes: []string{principals.All}}
+		caller := &principals.Caller{
+			Principal: principals.Principal{Name: "ana", Role: role},
+			Scopes:    []string{principals.All},
+		}
 		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), caller, "session")))
 	}))
 	t.Cleanup(server.Close)
@@ -292,8 +294,10 @@ func TestLabelTextsNeedThreadsRead(t *testing.T) {
 	})
 	require.NoError(t, err)
 	for role, quotes := range map[principals.Role]bool{principals.Viewer: false, principals.Approver: true} {
-		caller := &principals.Caller{Principal: principals.Principal{Name: "ana", Role: role},
-			Scopes: []string{principals.All}}
+		caller := &principals.Caller{
+			Principal: principals.Principal{Name: "ana", Role: role},
+			Scopes:    []string{principals.All},
+		}
 		for _, path := range []string{"/evals/returns", "/evals/returns?part=labels"} {
 			r := httptest.NewRequestWithContext(principals.WithCaller(t.Context(), caller, "session"), http.MethodGet, path, nil)
 			w := httptest.NewRecorder()

@@ -437,7 +437,8 @@ func (room *Room) executionMessages(ctx context.Context, req *pageRequest) (any,
 		         where y.execution_id = @id order by y.id desc limit @limit + 1) p
 		  join agent_messages m on m.id = p.id
 		 order by m.id desc`, customPlan, postgres.Strict{
-		"id": req.Subject.(executionSubject).ID, "limit": messagesShown, "near": 20 * messagesShown})
+		"id": req.Subject.(executionSubject).ID, "limit": messagesShown, "near": 20 * messagesShown,
+	})
 	if err != nil {
 		return nil, err
 	}

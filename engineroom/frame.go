@@ -160,8 +160,10 @@ func (room *Room) readPending(ctx context.Context) (w pendingCounts, err error) 
 func (room *Room) withPendingCounts(pages []page) []page {
 	load := func(ctx context.Context, _ *pageRequest) (any, error) { return room.countPending(ctx) }
 	for i := range pages {
-		one := part{name: "waits", interval: time.Second, refreshOnActivity: true, triggers: asksChanged,
-			sharedTemplate: true, load: load}
+		one := part{
+			name: "waits", interval: time.Second, refreshOnActivity: true, triggers: asksChanged,
+			sharedTemplate: true, load: load,
+		}
 		pages[i].parts = append([]part{one}, pages[i].parts...)
 	}
 	return pages

@@ -203,8 +203,10 @@ func (h *hub) join(p page, req *pageRequest, seen string) (sub *subscriber, leav
 	if len(parts) == 0 {
 		return nil, nil, problem.New(http.StatusNotFound, "this page has no live updates")
 	}
-	sub = &subscriber{notify: make(chan struct{}, 1), since: time.Now(), digests: parseDigests(seen, len(parts)),
-		fromPrimary: req.fromPrimary}
+	sub = &subscriber{
+		notify: make(chan struct{}, 1), since: time.Now(), digests: parseDigests(seen, len(parts)),
+		fromPrimary: req.fromPrimary,
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	key := req.URL + req.missingScopes

@@ -354,8 +354,10 @@ func TestPartIsReadAtOnceAfterItsTrigger(t *testing.T) {
 func TestUrgentReadsAreSpaced(t *testing.T) {
 	t.Parallel()
 	start := time.Now()
-	s := partState{part: part{interval: 3 * time.Second}, readStart: start, readEnd: start.Add(20 * time.Millisecond),
-		changed: true}
+	s := partState{
+		part: part{interval: 3 * time.Second}, readStart: start, readEnd: start.Add(20 * time.Millisecond),
+		changed: true,
+	}
 	for _, c := range []struct {
 		urgent bool
 		hurry  time.Time
@@ -393,8 +395,10 @@ func TestSnapshotReportsChanges(t *testing.T) {
 		},
 		{`select 1`, 0},
 		{`insert into agent_executions (trace_id, surface, flow) values ('op_1', 'operate', 'f')`, runsChanged},
-		{`update agent_executions set status = 'failed', error_message = 'broken', updated_at = clock_timestamp()`,
-			failureChanged},
+		{
+			`update agent_executions set status = 'failed', error_message = 'broken', updated_at = clock_timestamp()`,
+			failureChanged,
+		},
 		{
 			`insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
 			 values ('op_1', 'x', 1, '{}', 'x', clock_timestamp() + interval '1 hour')`, asksChanged,

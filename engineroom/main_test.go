@@ -304,7 +304,8 @@ type queryRecorder struct {
 }
 
 func (a *queryRecorder) TraceQueryStart(ctx context.Context, _ *pgx.Conn,
-	data pgx.TraceQueryStartData) context.Context {
+	data pgx.TraceQueryStartData,
+) context.Context {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.queries = append(a.queries, data)

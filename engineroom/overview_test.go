@@ -372,8 +372,10 @@ func TestBudgetLines(t *testing.T) {
 	got, err := room.budgetLines(t.Context(), nil)
 	require.NoError(t, err)
 	want := []budgetLine{
-		{Spent: "$4.00", Reserved: "$1.00", Limit: "$10.00", Left: "$5.00", UsedShare: .4, ReservedShare: .1,
-			Percent: "40 %"},
+		{
+			Spent: "$4.00", Reserved: "$1.00", Limit: "$10.00", Left: "$5.00", UsedShare: .4, ReservedShare: .1,
+			Percent: "40 %",
+		},
 		{Spent: "5,000 tokens", Unknown: "700 tokens", Reserved: "1,000 tokens"},
 		{
 			Scope: "chat", Spent: "5,000 tokens", Unknown: "700 tokens", Reserved: "1,000 tokens", Limit: "5,000 tokens",

@@ -35,8 +35,10 @@ func openRoomWith(t *testing.T, settings agents.Settings) (*pgxpool.Pool, *httpt
 
 func TestAgentShowsEffectiveValues(t *testing.T) {
 	t.Parallel()
-	pool, server := openRoomWith(t, agents.Settings{Name: "house", Model: "gpt-6-luna",
-		Limits: agents.Limits{Tokens: 60000}})
+	pool, server := openRoomWith(t, agents.Settings{
+		Name: "house", Model: "gpt-6-luna",
+		Limits: agents.Limits{Tokens: 60000},
+	})
 	wantTexts(t, server.URL+"/agents", `href="/agents/house"`, "gpt-6-luna", "default")
 	wantTexts(t, server.URL+"/agents/house", "It has no declaration in a workspace", "AGENT_MODEL",
 		"None. Only the rules", "agent apply DIR")

@@ -98,8 +98,10 @@ func openSpend(_ context.Context, req *pageRequest) (title string, err error) {
 	if filter.Surface, err = req.oneOf("surface", append([]string{""}, activitySurfaces...)...); err != nil {
 		return "", err
 	}
-	for name, target := range map[string]*string{"skill": &filter.Skill, "purpose": &filter.Purpose,
-		"model": &filter.Model} {
+	for name, target := range map[string]*string{
+		"skill": &filter.Skill, "purpose": &filter.Purpose,
+		"model": &filter.Model,
+	} {
 		if *target, err = req.textFilter(name); err != nil {
 			return "", err
 		}

@@ -51,8 +51,10 @@ func (room *Room) spendOfDay(ctx context.Context, req *pageRequest) (any, error)
 	var shares []dayShare
 	var all activity.SpendLine
 	var until *time.Time
-	for _, dimension := range []activity.Dimension{activity.BySkill, activity.ByPurpose, activity.ByModel,
-		activity.ByAgent} {
+	for _, dimension := range []activity.Dimension{
+		activity.BySkill, activity.ByPurpose, activity.ByModel,
+		activity.ByAgent,
+	} {
 		sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: day, Until: next, By: dimension})
 		if err != nil {
 			return nil, err

@@ -94,8 +94,10 @@ func (room *Room) verdictPart(ctx context.Context, req *pageRequest) (any, error
 	first, more := firstN(perAgent, maxAgentStatuses)
 	chosen := selected.Agent
 	hours, err := room.hourChart(ctx, req, chosen)
-	return map[string]any{"Head": selected, "Each": first, "More": more, "All": req.withParam("agent", ""),
-		"Hours": hours}, err
+	return map[string]any{
+		"Head": selected, "Each": first, "More": more, "All": req.withParam("agent", ""),
+		"Hours": hours,
+	}, err
 }
 
 // maxAgentStatuses bounds the agents on the overview.

@@ -111,7 +111,8 @@ func (room *Room) executionTimeline(ctx context.Context, req *pageRequest) (any,
 // recordedSteps reads the newest steps before a position, oldest first, and whether earlier steps exist. It reads
 // outputs for the page's steps only, and cuts them.
 func (room *Room) recordedSteps(ctx context.Context, subject executionSubject) (list []recordedStep, more bool,
-	err error) {
+	err error,
+) {
 	var at *time.Time
 	step := ""
 	if subject.before != nil {

@@ -235,8 +235,10 @@ func TestPanelShowsSpan(t *testing.T) {
 	wait := regexp.MustCompile(`span=(wait-[0-9a-f-]+)`).FindStringSubmatch(wantTexts(t, base))
 	require.True(t, wait != nil, "the page has no link to the wait")
 	for path, texts := range map[string][]string{
-		"?span=" + failed: {"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`,
-			"Fork from here", "&amp;tab=raw"},
+		"?span=" + failed: {
+			"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`,
+			"Fork from here", "&amp;tab=raw",
+		},
 		"?span=" + failed + "&tab=why": {"Part of", "Executions"},
 		"?span=" + failed + "&tab=raw": {`&#34;error_class&#34;: &#34;timeout&#34;`, "/v1/traces/" +
 			string(id)},
@@ -283,8 +285,10 @@ func TestTraceShowsApprovalDecision(t *testing.T) {
 			`decided_by = 'ana', decided_via = 'slack', decided_at = now(), reason = 'not <now>', status = 'rejected'`,
 			"rejected", "by ana via slack: not &lt;now&gt;",
 		},
-		{`reason = '', status = 'approved', expires_at = clock_timestamp() + interval '1 hour'`, "approved",
-			"by ana via slack"},
+		{
+			`reason = '', status = 'approved', expires_at = clock_timestamp() + interval '1 hour'`, "approved",
+			"by ana via slack",
+		},
 		{`status = 'consumed'`, "approved", "by ana via slack"},
 	} {
 		rows.Quiet(t, pool, `update agent_approvals set `+test.change+` where id = $1::text::uuid`, approval)

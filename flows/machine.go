@@ -344,8 +344,10 @@ func (m *flowRun) dispatch(ctx context.Context, r preparedAction, effect *execut
 		return m.evaluateSet(r)
 	case "end":
 		status, _ := r.args["status"].(string)
-		return actionResult{End: &endResult{Status: status, Summary: formatText(r.args["summary"]),
-			Result: r.args["result"]}}, nil
+		return actionResult{End: &endResult{
+			Status: status, Summary: formatText(r.args["summary"]),
+			Result: r.args["result"],
+		}}, nil
 	case "fail":
 		return actionResult{}, classErrorf("failed", "%s", formatText(r.args["message"]))
 	}

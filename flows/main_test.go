@@ -209,8 +209,10 @@ func TestForkRejectsInputThatContradictsRecords(t *testing.T) {
 		text, err := json.Marshal(input)
 		require.NoError(t, err)
 		x, err := restarted.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text})
-		_, latestErr := restarted.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text,
-			Latest: true})
+		_, latestErr := restarted.Fork(t.Context(), w.pool, executions.ForkSpec{
+			ID: id, From: "bye", Input: text,
+			Latest: true,
+		})
 		assert.Equal(t, fmt.Sprint(err), fmt.Sprint(latestErr), name, latestErr, err)
 		switch {
 		case c.step == "" && err != nil:

@@ -118,14 +118,18 @@ func messagingActions() []Action {
 		{Type: "wait_for_response", About: "Wait for the next message in the thread; sets lastResponse.", Waits: "response"},
 		{
 			Type: "request_document", About: "Ask for documents and wait until all are there; sets requestId, documents and documentUrls.", Waits: "document",
-			Parameters: []Parameter{required("documents", textsKind, "the names of the documents"), message, wait, channel,
-				target},
+			Parameters: []Parameter{
+				required("documents", textsKind, "the names of the documents"), message, wait, channel,
+				target,
+			},
 		},
 		{
 			Type: "request_signature", About: "Send a document to be signed; sets requestId, signedDocumentUrl and signedAt.",
 			Waits: "signature",
-			Parameters: []Parameter{required("document", textKind, "the document, or its address"), message, wait, channel,
-				target},
+			Parameters: []Parameter{
+				required("document", textKind, "the document, or its address"), message, wait, channel,
+				target,
+			},
 		},
 		{
 			Type: "assign_test", About: "Assign a test; sets requestId, testScore and testResult.", Waits: "test",

@@ -396,8 +396,10 @@ func (l *lineReader) validate(line []byte) *jsonrpc.Error {
 			Message: fmt.Sprintf("a message may have at most %d bytes", l.maxBytes),
 		}
 	case !json.Valid(line):
-		return &jsonrpc.Error{Code: jsonrpc.CodeParseError,
-			Message: "the line is not JSON; send each message on its own line"}
+		return &jsonrpc.Error{
+			Code:    jsonrpc.CodeParseError,
+			Message: "the line is not JSON; send each message on its own line",
+		}
 	case line[0] == '[':
 		return nil
 	}

@@ -431,8 +431,10 @@ func TestEventRunsAreCreatedOnce(t *testing.T) {
 	}
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	e := w.engine(t, true)
-	r := &runner.Runner{Pool: w.pool, Loop: w.surface.Loop, Engine: e, Logger: slog.New(slog.DiscardHandler),
-		Agent: "agent"}
+	r := &runner.Runner{
+		Pool: w.pool, Loop: w.surface.Loop, Engine: e, Logger: slog.New(slog.DiscardHandler),
+		Agent: "agent",
+	}
 	require.NoError(t, r.Register())
 	var group sync.WaitGroup
 	for range 2 {

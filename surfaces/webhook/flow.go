@@ -154,8 +154,10 @@ func (s *Surface) runAttempts(ctx context.Context, p plan) (executions.Result, e
 	done := map[int]any{}
 	for attempt := 1; ; attempt++ {
 		attemptCtx := executions.Scope(ctx, fmt.Sprintf("attempt %d", attempt))
-		if err := s.setStatus(attemptCtx, p, "begin", webhooks.StatusUpdate{Status: webhooks.Running,
-			Attempt: attempt}); err != nil {
+		if err := s.setStatus(attemptCtx, p, "begin", webhooks.StatusUpdate{
+			Status:  webhooks.Running,
+			Attempt: attempt,
+		}); err != nil {
 			return executions.Result{}, err
 		}
 		failed, err := s.runAttempt(attemptCtx, p, attempt, done)
