@@ -428,8 +428,8 @@ func requireEach(names []string) []node {
 }
 
 // schema returns the schema of a parameter.
-func (s paramKind) schema() node {
-	switch s {
+func (kind paramKind) schema() node {
+	switch kind {
 	case textKind:
 		return ref("template")
 	case textsKind:
@@ -467,7 +467,7 @@ func (s paramKind) schema() node {
 	case casesKind:
 		return node{"type": "array", "minItems": 1, "items": ref("case")}
 	case channelKind, failureKind, statusKind:
-		return node{"enum": s.choices()}
+		return node{"enum": kind.choices()}
 	default:
 		return node{}
 	}
