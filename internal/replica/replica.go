@@ -13,7 +13,8 @@
 //   - A client that wrote reads from the primary for [FreshFor]. By then every usable standby has replayed the write.
 //   - The reader skips a standby that is unreachable, starting, promoted, too far behind, or of another database. It
 //     logs one line then, and one when it uses the standby again.
-//   - While the primary works, a caller sees no error of the standby. The reader repeats a failed read on the primary.
+//   - While the primary works, a caller sees no error of the standby. The reader repeats a failed read on the primary,
+//     and cancels the reads of a standby that stops answering.
 //   - While the primary is unreachable, the reader uses the standby, and the source reports it.
 //
 // The reader measures the lag once a second. The age of the last transaction is no measure, because it grows while the
@@ -69,6 +70,8 @@ type Reader struct {
 	Options
 	state  atomic.Pointer[state]
 	wakeup chan struct{} // a read failed: measure now
+
+	reading sync.Map // cancels the reads of Do on the standby, by *Source
 
 	measuring sync.Mutex // guards the fields below
 	standby   *pgxpool.Pool
@@ -216,9 +219,18 @@ func (r *Reader) askStandby(ctx context.Context) (position, error) {
 	}
 	pos, err := readPosition(ctx, r.standby)
 	if err != nil {
+		r.cancelReads()
 		return position{}, fmt.Errorf("it does not answer: %w", err)
 	}
 	return pos, nil
+}
+
+// cancelReads ends the reads of Do on the standby, which then repeat on the primary.
+func (r *Reader) cancelReads() {
+	r.reading.Range(func(_, cancel any) bool {
+		cancel.(context.CancelFunc)()
+		return true
+	})
 }
 
 // behind returns the lag of the standby. A lag above MaxLag is an error while the primary answers.

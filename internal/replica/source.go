@@ -69,6 +69,13 @@ func (r *Reader) Choose(ctx context.Context, fresh bool) (context.Context, *Sour
 // may already have the row.
 func (r *Reader) Do(ctx context.Context, fresh bool, fn func(ctx context.Context) error) (*Source, error) {
 	chosenCtx, source := r.Choose(ctx, fresh)
+	if source.Replica() && r.Primary != nil {
+		var cancel context.CancelFunc
+		chosenCtx, cancel = context.WithCancel(chosenCtx)
+		defer cancel()
+		r.reading.Store(source, cancel)
+		defer r.reading.Delete(source)
+	}
 	err := fn(chosenCtx)
 	if !source.Replica() || err == nil && !source.Failed() || ctx.Err() != nil || r.Primary == nil {
 		return source, err

@@ -3,20 +3,25 @@ package failover_test
 import (
 	"bufio"
 	"context"
+	"errors"
 	"io"
+	"net"
 	"net/http"
 	"net/http/cookiejar"
 	"net/url"
 	"regexp"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/engineroom"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
@@ -134,6 +139,7 @@ func TestReadFromReplica(t *testing.T) {
 	t.Run("same answers", r.comparePages)
 	t.Run("other database", r.checkOtherDatabase)
 	t.Run("too far", r.checkLagLimit)
+	t.Run("silent", r.checkSilentReplica)
 	t.Run("program", r.checkServing)
 }
 
@@ -217,6 +223,67 @@ func (r *replicaEnv) checkLagLimit(t *testing.T) {
 		"the replica is %s behind, error %v; want more than %s", behind, err, replica.ReplayWait)
 	if _, from := far.Choose(t.Context(), false); !from.Replica() || from.Behind != behind {
 		t.Error("a replica that is not too far behind is not read, or with another lag")
+	}
+}
+
+// silentLink forwards the server's data until the link is silent.
+type silentLink struct {
+	client, server net.Conn
+	silent         *atomic.Bool
+}
+
+func (l silentLink) Upstream() { _, _ = io.Copy(l.server, l.client) }
+
+func (l silentLink) Downstream() {
+	buffer := make([]byte, 1<<16)
+	for {
+		n, err := l.server.Read(buffer)
+		if err != nil {
+			return
+		}
+		if l.silent.Load() {
+			continue
+		}
+		if _, err := l.client.Write(buffer[:n]); err != nil {
+			return
+		}
+	}
+}
+
+// checkSilentReplica lets a replica stop answering during a read. The read is repeated on the primary as soon as a
+// measurement fails.
+func (r *replicaEnv) checkSilentReplica(t *testing.T) {
+	var silent atomic.Bool
+	proxy := pgproxy.Listen(t, urlOf(r.standby), func(client, server net.Conn) pgproxy.Link {
+		return silentLink{client, server, &silent}
+	})
+	read := r.reader(replica.Options{Open: func(ctx context.Context) (*pgxpool.Pool, error) {
+		return postgres.Open(ctx, proxy.URL("test"), postgres.Options{MaxConns: 4})
+	}})
+	pgtest.Eventually(t, func() bool { _, err := read.Measure(t.Context()); return err == nil }, "the replica is read")
+	started, ended := make(chan struct{}, 2), make(chan bool)
+	go func() {
+		var standby bool
+		var first error
+		from, err := read.Do(t.Context(), false, func(ctx context.Context) error {
+			silent.Store(replica.From(ctx).Replica())
+			started <- struct{}{}
+			err := read.QueryRow(ctx, `select pg_is_in_recovery()`).Scan(&standby)
+			if first == nil {
+				first = err
+			}
+			return err
+		})
+		ended <- err == nil && !from.Replica() && !standby && errors.Is(first, context.Canceled)
+	}()
+	<-started
+	_, err := read.Measure(t.Context())
+	assert.ErrorContains(t, err, "it does not answer")
+	select {
+	case repeated := <-ended:
+		assert.True(t, repeated, "the read was not cancelled, or not repeated on the primary")
+	case <-time.After(pgtest.Timeout):
+		t.Error("the read still waits for the replica")
 	}
 }
 
