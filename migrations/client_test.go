@@ -33,7 +33,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 	conn := client(t, db.Config().ConnConfig)
 	id := pgtest.Value[string](t, conn, `select start_agent_execution('external:sum', '{"start": 10}', 'the key')::text`)
 	assert.Equal(t, id, pgtest.Value[string](t, conn,
-		`select start_agent_execution('external:sum', '{}', 'the key')::text`))
+		`select start_agent_execution('external:sum', '{}', 'the key', '')::text`))
 	// No object of a caller hides the tables that a function of the contract reads.
 	pgtest.Exec(t, conn, `create temp table agent_executions (id uuid); create temp table agent_workers (id uuid)`)
 	lock := `select lock_id from lock_agent_execution($1::text::uuid, 'worker 1')`
@@ -44,6 +44,8 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 			"10 {}",
 		},
 		{`select checkpoint_agent_execution($1::text::uuid, $2, 'add', '11')`, "created"},
+		{`select ((select event_id from raise_agent_event('order', '7', '{}', $1, '')) =
+			(select event_id from raise_agent_event('order', '7', '{}', $1, '')))::text where $2 <> ''`, "true"},
 		{`select status from beat_agent_locks(array[$2], $1::text::uuid)`, "running"},
 		{`select unlock_agent_execution($1::text::uuid, $2, 'waiting', p_kind => 'event', p_key => 'paid',
 			p_timeout => '1 hour')`, "waiting"},

@@ -128,7 +128,20 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 		"wait for ever":      `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'delay', 'k', null, null)`,
 		"wait into the past": `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'event', 'k', '-1 second', null)`,
 		"wait too long":      `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'event', 'k', '31 days', null)`,
+		"wait with long key": `select lanekeeper.wait_agent_execution($1::uuid, 1, 's', 'event', repeat($1::uuid::text, 99),
+			'1 hour', null)`,
 		"the end's event id": `select deliver_agent_event('EVENT_COMPLETED', 'k', '{}', 'completed ' || $1::text)`,
+		"the end's raised":   `select raise_agent_event('moon', 'k', '{}', 'completed ' || $1::text, '')`,
+		"a decision's id":    `select deliver_agent_event('EVENT_COMPLETED', 'k', '{}', 'approval ' || $1::text)`,
+		"no decision":        `select decide_agent_approval($1::uuid, null, 'ana', '')`,
+		"no event":           `select raise_agent_event(null, $1::text, '{}', null, '')`,
+		"long key raised":    `select raise_agent_event('moon', repeat($1::text, 99), '{}', null, '')`,
+		"long key":           `select deliver_agent_event('EVENT_COMPLETED', repeat($1::text, 99))`,
+		"long start key":     `select start_agent_execution('external', '{}', repeat($1::text, 99))`,
+		"start in no trace":  `select start_agent_execution('external', '{}', null, $1::text)`,
+		"start unknown loss": `select start_agent_execution('external', '{}', null, null, $1::text)`,
+		"outcome recorded":   `select checkpoint_agent_execution($1::uuid, 'lock', 'wait event 1', null)`,
+		"null limits":        `select set_agent_limits(nullif(to_jsonb($1::text), to_jsonb($1::text)))`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := db.Exec(t.Context(), query, id)

@@ -175,6 +175,7 @@ func TestSetRejectsInvalidPolicies(t *testing.T) {
 	assert.ErrorIs(t, err, retention.ErrInvalid, "a pass over memory")
 	_, err = pool.Exec(t.Context(), `update agent_retention set keep = '1 second' where kind = 'executions'`)
 	assert.Truef(t, postgres.IsCode(err, "23514"), "a policy shorter than min_keep: %v", err)
+	pgtest.Exec(t, pool, `select set_agent_retention('{"events": "91 days"}', p_reason => null)`)
 }
 
 // A pass skips rows that a client has locked, and deletes the others. The next pass deletes the formerly locked rows.

@@ -135,7 +135,8 @@ begin
                  from lanekeeper.acquire_agent_lock(p_lane, p_locked_by, p_ttl_seconds) a;
 end $$;
 comment on function acquire_agent_lock is
-  'Like try_acquire_agent_lock, with details: the token and end of the lease, or the present holder.';
+  'Like try_acquire_agent_lock, with details: the token and end of the lease, or those of the present holder. '
+  'A refusal without a holder: another transaction is changing the lane.';
 
 create or replace function try_acquire_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300)
 returns boolean language plpgsql volatile security definer set search_path from current as $$
@@ -144,7 +145,7 @@ begin
 end $$;
 comment on function try_acquire_agent_lock is
   'Acquire a lane that is free or whose lease has ended, or renew one that the same owner holds. It never waits. '
-  'False: the lane is busy.';
+  'False: the lane is busy. A lease lasts 1 second to 30 days. Use a new owner for each run.';
 
 create or replace function await_agent_lock(p_lane text, p_locked_by text, p_ttl_seconds int default 300,
                                             p_patience_seconds int default 5)
@@ -212,7 +213,7 @@ begin
   select l.expires_at into ends from agent_locks l
    where l.lane = p_lane and l.fencing_token = p_fencing_token for key share;
   if not found or ends <= clock_timestamp() then
-    raise exception 'token % of lane % is stale: the lane was lost', p_fencing_token, quote_literal(p_lane)
+    raise exception 'token % of lane % is stale: the lane was lost', p_fencing_token, quote_literal(left(p_lane, 255))
       using errcode = 'LK001', hint = 'Stop the work: another run may hold the lane.';
   end if;
 end $$;

@@ -1349,15 +1349,24 @@ begin
     raise exception 'flow % is not for workers outside', coalesce(quote_literal(left(p_flow, 60)), 'null')
       using errcode = '22023', hint = 'Name it external, or external:NAME.';
   end if;
+  if greatest(octet_length(p_flow), octet_length(p_key)) > 2500 then
+    raise exception 'a flow and a key have at most 2500 bytes' using errcode = '22023';
+  elsif p_trace_id <> '' and p_trace_id !~ '^(hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}$' then
+    raise exception '% is not a trace id', quote_literal(left(p_trace_id, 60)) using errcode = '22023';
+  elsif (p_on_lost in ('resume', 'fail', 'hand_on')) is not true then
+    raise exception 'on_lost % is not valid: give fail or hand_on', coalesce(quote_literal(left(p_on_lost, 40)), 'null')
+      using errcode = '22023';
+  end if;
   insert into agent_executions (trace_id, surface, flow, input, dedupe_key, on_lost)
-  values (coalesce(p_trace_id, lanekeeper.agent_trace_id('fl')), 'flow', p_flow, coalesce(p_input, '{}'), p_key,
-          p_on_lost)
+  values (coalesce(nullif(p_trace_id, ''), lanekeeper.agent_trace_id('fl')), 'flow', p_flow, coalesce(p_input, '{}'),
+          p_key, p_on_lost)
   on conflict do nothing returning id into made;
   return coalesce(made, (select x.id from agent_executions x where x.dedupe_key = p_key));
 end $$;
 comment on function start_agent_execution is
   'Start an execution for workers outside: its flow is external, or external:NAME. With a used key, return the '
-  'execution that the key started.';
+  'execution that the key started. Without p_trace_id it begins a trace. p_on_lost: when the lock expires, the '
+  'execution fails (fail), or another worker may lock it (hand_on).';
 
 create or replace function lock_agent_execution(p_id uuid, p_owner text, p_ttl_seconds int default 30)
 returns table (lock_id text, expires_at timestamptz, claim bigint, status text, holder text, refused text)
@@ -1501,12 +1510,12 @@ declare
 begin
   if p_status is null or p_status not in ('completed', 'failed', 'waiting') then
     raise exception 'a lock is released with status completed, failed or waiting, not %',
-      coalesce(quote_literal(p_status), 'null')
+      coalesce(quote_literal(left(p_status, 40)), 'null')
       using errcode = '22023';
   elsif p_status = 'waiting' and (p_kind is null or p_kind not in
        ('response', 'agent', 'document', 'signature', 'test', 'event', 'delay', 'approval')) then
     raise exception 'a run can wait for response, agent, document, signature, test, event, delay or approval, not %',
-      coalesce(quote_literal(p_kind), 'null') using errcode = '22023';
+      coalesce(quote_literal(left(p_kind, 40)), 'null') using errcode = '22023';
   end if;
   perform 1 from agent_workers k where k.lock_id = p_lock_id and k.execution_id = p_id for update;
   if p_status = 'waiting' then
@@ -1546,7 +1555,10 @@ begin
   return (select x.status from agent_executions x where x.id = p_id);
 end $$;
 comment on function unlock_agent_execution is
-  'Release the lock of a run: end the run, or let it wait. After the wait any worker may lock the run. It finds the '
+  'Release the lock of a run: end the run (p_status completed or failed), or let it wait (waiting). A wait has p_kind '
+  '(response, agent, document, signature, test, event, delay or approval), p_key (the awaited thread, execution, '
+  'request, event key or approval) and p_timeout. Without p_timeout a wait lasts 7 days, for a response 24 hours, for '
+  'an agent 1 hour; a delay requires it. After the wait any worker may lock the run. It finds the '
   'outcome as step ''wait KIND N'', where N counts the waits of the run. The function returns the status: running if '
   'the awaited event had already come. LK001: the lock is void. P0002: the execution to wait for does not exist.';
 
@@ -1555,6 +1567,10 @@ comment on function unlock_agent_execution is
 create or replace function set_agent_limits(p_limits jsonb) returns void
 language plpgsql volatile security definer set search_path from current as $$
 begin
+  if jsonb_typeof(p_limits) is distinct from 'array' then
+    raise exception 'limits are an array, not %', coalesce(left(p_limits::text, 60), 'null')
+      using errcode = '22023', hint = 'Such as [{"kind": "flow", "name": "pay", "running": 2}].';
+  end if;
   lock table agent_limits in share row exclusive mode;
   delete from agent_limits l where not exists (
     select from jsonb_to_recordset(p_limits) as n (kind text, name text) where n.kind = l.kind and n.name = l.name);

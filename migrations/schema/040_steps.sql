@@ -63,6 +63,9 @@ begin
     raise exception 'step % is not valid: a step is 1 to 500 printable characters',
       coalesce(quote_literal(left(p_step, 40)), 'null')
       using errcode = '22023';
+  elsif p_step ~ '^wait [a-z]+ [0-9]+$' then
+    raise exception 'step % is not valid: steps named wait KIND NUMBER are reserved for the outcomes of waits',
+      quote_literal(left(p_step, 40)) using errcode = '22023';
   end if;
   perform fence_agent_execution(p_id, coalesce(claim_, -1));
   insert into agent_checkpoints (execution_id, step, claim, output) values (p_id, p_step, claim_, p_output)

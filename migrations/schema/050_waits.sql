@@ -146,6 +146,8 @@ begin
     raise exception 'wait for % is not known', coalesce(quote_literal(p_kind), 'null') using errcode = '22023';
   elsif p_step is null or p_key is null or (p_key = '' and p_kind <> 'delay') then
     raise exception 'wait for % needs a step and a key', p_kind using errcode = '22023';
+  elsif octet_length(p_key) > 2500 then
+    raise exception 'the key of a wait has at most 2500 bytes' using errcode = '22023';
   elsif p_timeout < interval '0' or p_timeout > longest or p_kind = 'delay' and p_timeout is null then
     raise exception 'timeout % of the wait for % is not valid: give up to %',
       coalesce(p_timeout::text, 'null'), p_kind, longest
@@ -329,6 +331,21 @@ end $$;
 comment on function lanekeeper.agent_events_lock_id is
   'Hold the id of an event until the transaction ends, so that no batch waits for it. Ids share 2,048 locks.';
 
+create or replace function lanekeeper.check_agent_event_id(p_event text, p_key text, p_id text) returns void
+language plpgsql immutable as $$
+begin
+  if p_event is null or p_event = '' or p_key is null then
+    raise exception 'an event needs a name and a key' using errcode = '22023';
+  elsif p_id like 'completed %' or p_id like 'approval %' and p_event <> 'APPROVAL_DECIDED' then
+    raise exception 'id % of an event is reserved', quote_literal(left(p_id, 60)) using errcode = '22023',
+      hint = 'The end of an execution and the decision on an approval have such ids.';
+  elsif greatest(octet_length(p_event) + octet_length(p_key), octet_length(p_id)) > 2500 then
+    raise exception 'name and key of an event, and its id, have at most 2500 bytes' using errcode = '22023';
+  end if;
+end $$;
+comment on function lanekeeper.check_agent_event_id is
+  'Refuse with 22023 an event without a name or key, with a reserved id, or too long for the indexes.';
+
 create or replace function lanekeeper.check_agent_event(p_event text, p_key text, p_data jsonb, p_id text) returns text
 language plpgsql immutable as $$
 declare
@@ -347,10 +364,9 @@ begin
     raise exception 'event % is not known', coalesce(quote_literal(p_event), 'null') using errcode = '22023';
   elsif p_key is null or p_key = '' then
     raise exception 'event % needs a key', p_event using errcode = '22023';
-  elsif p_id like 'completed %' then
-    raise exception 'id % of an event is reserved for the end of an execution', quote_literal(p_id)
-      using errcode = '22023';
-  elsif kind in ('response', 'document', 'signature', 'test') and jsonb_typeof(p_data) <> 'object' then
+  end if;
+  perform lanekeeper.check_agent_event_id(p_event, p_key, p_id);
+  if kind in ('response', 'document', 'signature', 'test') and jsonb_typeof(p_data) <> 'object' then
     raise exception 'the data of % is an object such as %, not %', p_event, case kind
         when 'response' then '{"content": "…"}' when 'document' then '{"document": "…", "url": "…"}'
         when 'signature' then '{"url": "…"}' else '{"score": 85}' end, left(p_data::text, 60) using errcode = '22023';
@@ -362,7 +378,8 @@ begin
   return kind;
 end $$;
 comment on function lanekeeper.check_agent_event is
-  'The kind of wait that an event ends. Refuses with 22023 an event whose data would fail the waiting execution.';
+  'The kind of wait that an event ends. Refuses with 22023 a bad key or id, and data that would fail the waiting '
+  'execution.';
 
 create or replace function lanekeeper.answer_agent_request(p_kind text, p_event agent_events) returns agent_requests
 language plpgsql volatile as $$
@@ -742,8 +759,9 @@ language plpgsql volatile security definer set search_path from current as $$
 #variable_conflict use_column
 begin
   if p_trace_id <> '' and p_trace_id !~ '^(hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}$' then
-    raise exception '% is not a trace id', quote_literal(p_trace_id) using errcode = '22023';
+    raise exception '% is not a trace id', quote_literal(left(p_trace_id, 60)) using errcode = '22023';
   end if;
+  perform lanekeeper.check_agent_event_id(p_event, p_key, p_id);
   -- For this transaction; the trigger reads it.
   perform set_config('lanekeeper.trace_id', coalesce(p_trace_id, ''), true);
   if exists (select from lanekeeper.agent_wait_events k
@@ -754,6 +772,9 @@ begin
       insert into agent_events as v (event, key, data, external_id)
       values (p_event, p_key, coalesce(p_data, '{}'), p_id)
       on conflict (external_id) do nothing returning v.id, null::uuid;
+    if not found then
+      return query select v.id, null::uuid from agent_events v where v.external_id = p_id;
+    end if;
   end if;
   perform set_config('lanekeeper.trace_id', '', true);
 end $$;

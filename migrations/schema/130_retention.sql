@@ -105,7 +105,8 @@ begin
   return query
     insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, output,
                                      finished_at, duration_ms)
-    values (lanekeeper.agent_trace_id('op'), 'note', p_by, 'operate', 'set_retention', p_reason, 'success',
+    values (lanekeeper.agent_trace_id('op'), 'note', p_by, 'operate', 'set_retention', coalesce(p_reason, ''),
+            'success',
             lanekeeper.agent_actor() || jsonb_build_object('keep', after_, 'by', p_by, 'reason', p_reason),
             jsonb_build_object('was', before_), clock_timestamp(), 0)
     returning true, a.trace_id, a.id;
