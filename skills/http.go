@@ -16,6 +16,8 @@ import (
 	"strings"
 	"unicode/utf8"
 
+	"golang.org/x/text/encoding/htmlindex"
+
 	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -62,6 +64,10 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	if err != nil {
 		return nil, classifyHTTPError(request, redactText, err)
 	}
+	contentType := response.Header.Get("Content-Type")
+	if len(body) <= maxResult {
+		body = toUTF8(contentType, body)
+	}
 	if response.StatusCode >= 300 {
 		return nil, newCallError(ClassHTTPStatus, "%s answered %s: %s", requestTarget(request), response.Status,
 			excerpt(redactText(string(body))))
@@ -69,7 +75,7 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	if len(body) > maxResult {
 		return nil, newCallError(ClassTooLarge, "%s answered with more than %d bytes", requestTarget(request), maxResult)
 	}
-	return decodeResponse(response.Header.Get("Content-Type"), body, redactText)
+	return decodeResponse(contentType, body, redactText)
 }
 
 func (h httpHandler) request(ctx context.Context, args map[string]any) (*http.Request, error) {
@@ -138,6 +144,19 @@ func requestTarget(request *http.Request) string {
 func excerpt(text string) string {
 	const maxBytes = 500
 	return strings.ToValidUTF8(strings.Join(strings.Fields(text[:min(len(text), maxBytes)]), " "), "")
+}
+
+// toUTF8 converts a body from the charset of its content type. It returns a body without a known charset unchanged.
+func toUTF8(contentType string, body []byte) []byte {
+	_, parameters, _ := mime.ParseMediaType(contentType)
+	charset, err := htmlindex.Get(parameters["charset"])
+	if err != nil {
+		return body
+	}
+	if converted, err := charset.NewDecoder().Bytes(body); err == nil {
+		return converted
+	}
+	return body
 }
 
 // decodeResponse returns the JSON value of a body, or its text. It returns nil for an empty body.
