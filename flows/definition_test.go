@@ -383,6 +383,10 @@ func TestValidateReportsPathAndReason(t *testing.T) {
 			`[{"actionType": "send_message", "parameters": {"message": "a", "chanel": "log"}}]`,
 			`actions[0].parameters.chanel: unknown parameter "chanel"; did you mean "channel"?`,
 		},
+		"beginning of an action": {
+			`[{"actionType": "wait"}]`,
+			`actions[0].actionType: unknown actionType "wait"; did you mean "wait_for_event"?`,
+		},
 		"nearest key": {`[{"actionType": "end", "wen": "true"}]`, `actions[0].wen: unknown key "wen"; did you mean "when"?`},
 		"too long": {
 			`[{"actionType": "wait_for_response", "timeout": "8d"}]`,
@@ -411,6 +415,10 @@ func TestValidateReportsPathAndReason(t *testing.T) {
 		"bad expression": {
 			`[{"actionType": "end", "when": "1 +"}]`,
 			`actions[0].when: unexpected token EOF (line 1, column 3)`,
+		},
+		"assignment in one": {
+			`[{"actionType": "end", "when": "timedOut = true"}]`,
+			`actions[0].when: unexpected token "="; write == to compare (line 1, column 10)`,
 		},
 		"template in one": {
 			`[{"actionType": "end", "when": "{{a}}"}]`,

@@ -1,5 +1,6 @@
 // Package nearest finds the intended name behind a misspelt one, for messages that ask "did you mean …?". It compares
-// bytes by Levenshtein distance, without regard to letter case, and accepts few changes for the length of the name.
+// bytes by Levenshtein distance, without regard to letter case, and accepts few changes for the length of the name. A
+// name also counts as near when the word is its beginning, up to an underscore.
 package nearest
 
 import "strings"
@@ -14,7 +15,12 @@ func To(name string, known []string) string {
 	}
 	best, smallest := "", min(3, (len(name)+1)/2)+1
 	for _, k := range known {
-		if n := distance(strings.ToLower(name), strings.ToLower(k)); n < smallest {
+		word, candidate := strings.ToLower(name), strings.ToLower(k)
+		n := distance(word, candidate)
+		if len(word) > 2 && strings.HasPrefix(candidate, word+"_") {
+			n = min(n, 1)
+		}
+		if n < smallest {
 			best, smallest = k, n
 		}
 	}

@@ -20,6 +20,7 @@ func TestTo(t *testing.T) {
 		"letters swapped":      {"tabel_sizes", "table_sizes"},
 		"one left out":         {"recal", "recall"},
 		"another letter case":  {"agent_lisen", "AGENT_LISTEN"},
+		"only the beginning":   {"table", "table_sizes"},
 		"too far for a guess":  {"send_sms", ""},
 		"too short for a slip": {"x", ""},
 		"nothing":              {"", ""},
