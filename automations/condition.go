@@ -106,7 +106,8 @@ func compile(text string, env any) (*vm.Program, error) {
 // withPosition adds the position of a condition's error to its message.
 func withPosition(err error) error {
 	if failure, ok := errors.AsType[*file.Error](err); ok {
-		return positionError(failure.Message, failure.Line, failure.Column)
+		message := strings.Replace(failure.Message, `Operator("=")`, `"="; write == to compare`, 1)
+		return positionError(message, failure.Line, failure.Column)
 	}
 	return err
 }

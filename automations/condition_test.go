@@ -23,6 +23,7 @@ func TestAConditionThatIsWrongIsRefusedWithItsPlace(t *testing.T) {
 		`true and failures_24h > "many"`:          "mismatched types int and string) (line 1, column 23)",
 		`pending_approvals + 1`:                   "expected bool",
 		`pending_approvals >`:                     "unexpected token EOF",
+		`pending_approvals = 3`:                   `unexpected token "="; write == to compare (line 1, column 19)`,
 		`payload.x == 1`:                          "unknown name payload", // a signal has no payload
 		`all(1..1000000, # > 0)`:                  "(line 1, column",      // no loops
 		`repeat("x", 1000000000) == ""`:           "(line 1, column",

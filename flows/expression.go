@@ -71,7 +71,8 @@ func compileExpression(text string) (*expression, error) {
 	options = append(options, func(c *conf.Config) { clear(c.Builtins) })
 	program, err := expr.Compile(text, options...)
 	if position, ok := errors.AsType[*file.Error](err); ok {
-		return nil, fmt.Errorf("%s (line %d, column %d)", position.Message, position.Line, position.Column+1)
+		message := strings.Replace(position.Message, `Operator("=")`, `"="; write == to compare`, 1)
+		return nil, fmt.Errorf("%s (line %d, column %d)", message, position.Line, position.Column+1)
 	}
 	if err != nil {
 		return nil, err
