@@ -389,15 +389,18 @@ func argumentNames(text string) []string {
 	return names
 }
 
-// fill puts arguments into the URL. It escapes an argument of the path, so the argument stays within a segment, and
-// refuses empty arguments and those of dots, such as "..". It omits the query parameter of an absent argument.
+// fill puts arguments into the URL. It escapes an argument of the path, so the argument stays within a segment. It
+// refuses absent and empty arguments of the path, and those of dots, such as "..". It omits the query parameter of an
+// absent argument.
 func (h httpHandler) fill(args map[string]any) (*url.URL, error) {
 	path, query, _ := strings.Cut(h.url, "?")
 	var refused error
 	path = argumentRegexp.ReplaceAllStringFunc(path, func(reference string) string {
 		name := strings.Trim(reference, "{}")
 		text := scalarText(args[name])
-		if text == "" || strings.Trim(text, ".") == "" {
+		if args[name] == nil {
+			refused = newCallError(ClassRefused, "argument %s is missing; the path of the URL needs it", name)
+		} else if text == "" || strings.Trim(text, ".") == "" {
 			refused = newCallError(ClassRefused, "argument %s: %q cannot be part of a path", name, text)
 		}
 		return url.PathEscape(text)
