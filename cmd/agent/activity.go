@@ -138,9 +138,9 @@ func unknownSpend(tokens int64, usd float64) string {
 	case tokens == 0 && usd == 0:
 		return ""
 	case usd == 0:
-		return fmt.Sprintf("%d tokens", tokens)
+		return human.Count(tokens) + " tokens"
 	}
-	return fmt.Sprintf("%d tokens, %s", tokens, human.Money(usd))
+	return fmt.Sprintf("%s tokens, %s", human.Count(tokens), human.Money(usd))
 }
 
 func (c *cli) slowestCommand() *cobra.Command {

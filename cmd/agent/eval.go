@@ -414,7 +414,7 @@ func writeEvalReport(w io.Writer, r evals.Report) {
 				human.Cost(c.CostUSD, c.Tokens), c.TraceID, strings.Join(c.Reasons, "; "),
 			}
 		})
-	fmt.Fprintf(w, "\n%s, %s, %d tokens\n", r.State(), human.Cost(r.CostUSD, r.Tokens), r.Tokens)
+	fmt.Fprintf(w, "\n%s, %s, %s tokens\n", r.State(), human.Cost(r.CostUSD, r.Tokens), human.Count(r.Tokens))
 	for _, j := range r.Judges {
 		writeJudge(w, j)
 	}

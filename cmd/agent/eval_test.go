@@ -52,7 +52,7 @@ func TestEvalCommands(t *testing.T) {
 		case due:
 			return modeltest.Text("It is paid.").WithUsage(100, 10, 0)
 		}
-		return modeltest.Text("It is not due.").WithUsage(100, 10, 0)
+		return modeltest.Text("It is not due.").WithUsage(1000, 10, 0)
 	})
 	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=k", "AGENT_MODEL=gpt-4o-mini",
 		"AGENT_LOG_LEVEL=error")
@@ -65,7 +65,7 @@ func TestEvalCommands(t *testing.T) {
 	testkit.WriteFile(t, path, evalWorkspace)
 	p.must("apply", dir)
 	passed := p.must("eval", "run")
-	assert.Contains(t, passed, "not due  2/2", "0.34–1.00", "1.00 (k=2)", "passed, $0.")
+	assert.Contains(t, passed, "not due  2/2", "0.34–1.00", "1.00 (k=2)", "passed, $0.", "4, 2,4")
 	assert.Contains(t, p.must("eval", "ls"), "orders", "passed")
 	for _, command := range []string{"run", "ls", "labels"} {
 		p.mustFail(1, `there is no eval "ordrs"; see agent eval ls`, "eval", command, "ordrs")

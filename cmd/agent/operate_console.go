@@ -376,7 +376,7 @@ func (s *eventPrinter) printCall(c operate.ToolCall) {
 
 // doneLine describes a turn that has ended or was left open.
 func doneLine(d operate.Done) string {
-	line := fmt.Sprintf("%s  %s  %d tokens", d.TraceID, d.Ended, d.Usage.TotalTokens)
+	line := fmt.Sprintf("%s  %s  %s tokens", d.TraceID, d.Ended, human.Count(int64(d.Usage.TotalTokens)))
 	if d.CostUSD > 0 {
 		line += "  " + human.Money(d.CostUSD)
 	}

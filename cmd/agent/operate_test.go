@@ -323,11 +323,12 @@ func TestOperateReportsHolder(t *testing.T) {
 
 func TestOperateOnce(t *testing.T) {
 	t.Parallel()
-	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."), modeltest.Text("Still 42."))
+	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42.").WithUsage(1200, 1, 0),
+		modeltest.Text("Still 42."))
 	got := d.run("operate", "How many?")
 	assert.Equal(t, 0, got.code)
 	assert.Equal(t, "It is 42.\n", got.out)
-	assert.Contains(t, got.err, "✓ look {}", "answered", "op_")
+	assert.Contains(t, got.err, "✓ look {}", "  answered  1,", " tokens", "op_")
 	var answer operate.Answer
 	d.mustJSON(&answer, "operate", "And now?", "--session", "ses_again")
 	assert.Truef(t, answer.Text == "Still 42." && answer.SessionID == "ses_again" && answer.TraceID != "" &&
