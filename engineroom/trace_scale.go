@@ -325,11 +325,12 @@ func (t *traceScale) ticks() []timeTick {
 	return all
 }
 
-// tickWord formats the time of a mark: in milliseconds where a short form would cut it.
+// tickWord formats the time of a mark: in exact seconds where a short form would cut it. The edge of the drawing would
+// cut a longer form, such as 42,500 ms.
 func tickWord(after time.Duration) string {
 	if after > time.Second && after < time.Minute && after%(100*time.Millisecond) != 0 ||
 		after > 10*time.Second && after < time.Minute && after%time.Second != 0 {
-		return human.Count(after.Milliseconds()) + " ms"
+		return strconv.FormatFloat(after.Seconds(), 'f', -1, 64) + " s"
 	}
 	return human.Duration(after)
 }

@@ -476,6 +476,11 @@ func TestTraceScaleKeepsOrder(t *testing.T) {
 		assert.Truef(t, x > before && x <= 100, "%s is at %f, not right of %f", moment, x, before)
 		before = x
 	}
+	for after, want := range map[time.Duration]string{
+		42500 * time.Millisecond: "42.5 s", 1250 * time.Millisecond: "1.25 s", 42 * time.Second: "42 s",
+	} {
+		assert.Equal(t, want, tickWord(after))
+	}
 	if two, four := scale.position(*at(2 * time.Second)), scale.position(*at(4 * time.Second)); four-two < 15 {
 		t.Errorf("two seconds of work have %.2f percent of the width, beside a wait of three days", four-two)
 	}
