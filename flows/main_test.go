@@ -419,7 +419,7 @@ actions:
 	for name, want := range map[string]string{
 		"strict": "action go (trigger_agent): flow broken ended as failed: action stop (fail): no",
 		"lost":   "action go (trigger_agent): there is no flow nobody",
-		"wrong":  "action go (trigger_agent): flow picky does not take this input: at '': missing property 'x'",
+		"wrong":  "action go (trigger_agent): flow picky does not take this input: missing property 'x'",
 	} {
 		if x := enginetest.Await(t, w.pool, w.startInThread(t, name, nil), executions.Failed); postgres.Deref(
 			x.ErrorMessage) != want || postgres.Deref(x.FailedStep) != "go" {

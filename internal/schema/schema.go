@@ -77,14 +77,14 @@ func Given(s map[string]any) (value any, has bool) {
 	return nil, false
 }
 
-// OneLine returns the text of a validation error without its headline.
+// OneLine returns the text of a validation error without its headline, and without the empty path of the whole value.
 func OneLine(err error) string {
 	lines := strings.Split(err.Error(), "\n")
 	if len(lines) > 1 {
 		lines = lines[1:]
 	}
 	for i, line := range lines {
-		lines[i] = strings.TrimPrefix(strings.TrimSpace(line), "- ")
+		lines[i] = strings.TrimPrefix(strings.TrimPrefix(strings.TrimSpace(line), "- "), "at '': ")
 	}
 	return strings.Join(lines, "; ")
 }
