@@ -1,14 +1,14 @@
-// Package pgbouncer puts a PgBouncer in transaction mode in front of a PostgreSQL, for tests. Code that works through
-// it works through any pooler that lends a server connection for one transaction at a time.
+// Package pgbouncer starts PgBouncer in front of a PostgreSQL server, for tests, in transaction pooling mode. Code that
+// works through it works through any pooler in that mode.
 //
 // A [Pooler] serves every database of one server, on a unix socket in a folder of its own. Each database has few server
-// connections, so clients do get another one for each transaction. It accepts startup parameters as strictly as
+// connections, so a client's transactions often run on different ones. It accepts startup parameters as strictly as
 // PgBouncer does by default, and keeps its log. It runs the program that AGENT_TEST_PGBOUNCER names, or one on the
 // PATH. Root installs a missing one from Debian's package, with the package's service (port 6432, no databases, not
-// used here). Otherwise the test stops and names the command to run.
+// used here). Otherwise Start returns an error with the command that installs it.
 //
-// PgBouncer refuses to run as root: root starts it as the user postgres, else nobody, as internal/pgserver starts its
-// servers. On Linux it ends when the process that started it ends.
+// PgBouncer refuses to run as root. For root it runs as the user postgres, or as nobody if there is no such user, like
+// the servers of internal/pgserver. On Linux it ends when the process that started it ends.
 package pgbouncer
 
 import (
@@ -30,10 +30,10 @@ import (
 )
 
 const (
-	port       = 6432 // names the socket
-	readyLimit = time.Minute
-	stopLimit  = 10 * time.Second
-	askEvery   = 10 * time.Millisecond
+	port         = 6432 // names the socket
+	startTimeout = time.Minute
+	stopTimeout  = 10 * time.Second
+	pollInterval = 10 * time.Millisecond
 )
 
 // Config describes the pooler.
@@ -43,9 +43,9 @@ type Config struct {
 	Server string
 	// PoolSize is the maximum of server connections per database; 8 if 0.
 	PoolSize int
-	// Prepared is max_prepared_statements: the number of clients' prepared statements that the pooler keeps on a server
-	// connection. Versions before 1.21 keep none and refuse the setting: see [Pooler.Prepares].
-	Prepared int
+	// MaxPreparedStatements is PgBouncer's max_prepared_statements. Versions before 1.21 refuse the setting: see
+	// [Pooler.SupportsPreparedStatements].
+	MaxPreparedStatements int
 	// Progress receives a line for the user during an installation; nil for none.
 	Progress func(line string)
 }
@@ -56,12 +56,12 @@ type Pooler struct {
 	version version
 	server  *pgx.ConnConfig
 	process *os.Process
-	ended   chan struct{}
-	end     error // the process's error, once ended is closed
+	done    chan struct{}
+	exitErr error // the process's error, once done is closed
 }
 
 // Start starts a pooler and returns when it serves. ctx limits the start only. The error names the missing program, or
-// has the end of the pooler's log.
+// contains the last lines of the pooler's log.
 func Start(ctx context.Context, config Config) (*Pooler, error) {
 	p, err := start(ctx, config)
 	if err != nil {
@@ -78,16 +78,16 @@ func start(ctx context.Context, config Config) (_ *Pooler, err error) {
 	if err != nil {
 		return nil, errors.New("the server's connection string cannot be read") // the parser's text may quote its password
 	}
-	binary, err := find(ctx, config.Progress)
+	binary, err := findBinary(ctx, config.Progress)
 	if err != nil {
 		return nil, err
 	}
-	p := &Pooler{server: server, ended: make(chan struct{})}
+	p := &Pooler{server: server, done: make(chan struct{})}
 	if p.version, err = versionOf(ctx, binary); err != nil {
 		return nil, err
 	}
-	if config.Prepared > 0 && !p.Prepares() {
-		return nil, fmt.Errorf("version %s keeps no prepared statements: it takes 1.21 or later", p.version)
+	if config.MaxPreparedStatements > 0 && !p.SupportsPreparedStatements() {
+		return nil, fmt.Errorf("version %s does not support prepared statements: use 1.21 or later", p.version)
 	}
 	// The folder lies directly below the folder for temporary files. A test's own folder is closed to other users, and
 	// its path is too long for a socket.
@@ -99,7 +99,7 @@ func start(ctx context.Context, config Config) (_ *Pooler, err error) {
 			err = errors.Join(err, os.RemoveAll(p.dir))
 		}
 	}()
-	user, err := account()
+	user, err := unprivilegedUser()
 	if err != nil {
 		return nil, err
 	}
@@ -109,42 +109,42 @@ func start(ctx context.Context, config Config) (_ *Pooler, err error) {
 	if err := p.launch(binary, user); err != nil {
 		return nil, err
 	}
-	if err := p.ready(ctx); err != nil {
+	if err := p.waitReady(ctx); err != nil {
 		return nil, errors.Join(err, p.kill())
 	}
 	return p, nil
 }
 
-// ready waits until the pooler accepts a login.
-func (p *Pooler) ready(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, readyLimit)
+// waitReady waits until the pooler accepts a login.
+func (p *Pooler) waitReady(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
 	for {
-		err := p.ask(ctx)
+		err := p.ping(ctx)
 		if err == nil {
 			return nil
 		}
 		select {
-		case <-p.ended:
-			return fmt.Errorf("it ended (%w); the end of its log:\n%s", p.end, textcut.LastLines(p.Log(), 5))
+		case <-p.done:
+			return fmt.Errorf("it ended (%w); the end of its log:\n%s", p.exitErr, textcut.LastLines(p.Log(), 5))
 		case <-ctx.Done():
 			return fmt.Errorf("it does not answer: %w; the end of its log:\n%s", err, textcut.LastLines(p.Log(), 5))
-		case <-time.After(askEvery):
+		case <-time.After(pollInterval):
 		}
 	}
 }
 
-// ask connects to the server through the pooler.
-func (p *Pooler) ask(ctx context.Context) error {
-	conn, err := pgconn.Connect(ctx, p.urlOf(p.server.Database, nil))
+// ping connects to the server through the pooler.
+func (p *Pooler) ping(ctx context.Context) error {
+	conn, err := pgconn.Connect(ctx, p.connString(p.server.Database, nil))
 	if err != nil {
 		return err
 	}
 	return errors.Join(conn.Ping(ctx), conn.Close(ctx))
 }
 
-// URL returns the connection string of the database that direct names, through the pooler. It keeps the other settings
-// of direct (pool_max_conns, application_name and so on).
+// URL returns the connection string of the database that direct names, through the pooler. If direct is a URL, it
+// keeps the other settings of its query (pool_max_conns, application_name and so on), except those of TLS.
 func (p *Pooler) URL(direct string) (string, error) {
 	config, err := pgx.ParseConfig(direct)
 	if err != nil {
@@ -154,10 +154,10 @@ func (p *Pooler) URL(direct string) (string, error) {
 	if u, err := url.Parse(direct); err == nil {
 		settings = u.Query()
 	}
-	return p.urlOf(config.Database, settings), nil
+	return p.connString(config.Database, settings), nil
 }
 
-func (p *Pooler) urlOf(database string, settings url.Values) string {
+func (p *Pooler) connString(database string, settings url.Values) string {
 	query := url.Values{}
 	for name, values := range settings {
 		if !strings.HasPrefix(name, "ssl") {
@@ -172,8 +172,8 @@ func (p *Pooler) urlOf(database string, settings url.Values) string {
 	}).String()
 }
 
-// Prepares reports whether this version can keep clients' prepared statements ([Config.Prepared]).
-func (p *Pooler) Prepares() bool { return p.version.atLeast(1, 21) }
+// SupportsPreparedStatements reports whether this version can keep clients' prepared statements ([Config.Prepared]).
+func (p *Pooler) SupportsPreparedStatements() bool { return p.version.atLeast(1, 21) }
 
 // Version is the program's version, for example "1.18.0".
 func (p *Pooler) Version() string { return p.version.String() }
@@ -187,23 +187,27 @@ func (p *Pooler) Log() string {
 	return string(text)
 }
 
-// Stop ends the pooler and the connections of its clients, and removes its folder. If ctx ends first, Stop kills the
-// pooler. If the pooler had already ended, Stop returns an error.
+// Stop ends the pooler and the connections of its clients, and removes its folder. It kills the pooler if ctx ends, or
+// after stopTimeout. If the pooler had already ended, Stop returns an error.
 func (p *Pooler) Stop(ctx context.Context) error {
 	select {
-	case <-p.ended:
-		err := fmt.Errorf("it had ended before (%w); the end of its log:\n%s", p.end, textcut.LastLines(p.Log(), 20))
+	case <-p.done:
+		err := fmt.Errorf("it had ended before (%w); the end of its log:\n%s", p.exitErr, textcut.LastLines(p.Log(), 20))
 		return errors.Join(fmt.Errorf("stop PgBouncer: %w", err), os.RemoveAll(p.dir))
 	default:
 	}
-	if err := p.process.Signal(syscall.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
+	stop := syscall.SIGTERM
+	if p.version.atLeast(1, 23) {
+		stop = syscall.SIGQUIT // SIGTERM waits until all clients disconnect
+	}
+	if err := p.process.Signal(stop); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return fmt.Errorf("stop PgBouncer: %w", err)
 	}
-	ctx, cancel := context.WithTimeout(ctx, stopLimit)
+	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
 	var err error
 	select {
-	case <-p.ended:
+	case <-p.done:
 	case <-ctx.Done():
 		err = p.kill()
 	}
@@ -219,7 +223,7 @@ func (p *Pooler) kill() error {
 		err = nil
 	}
 	if err == nil {
-		<-p.ended
+		<-p.done
 	}
 	return err
 }

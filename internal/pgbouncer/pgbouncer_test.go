@@ -119,10 +119,10 @@ func TestCancelReachesServerBehindPooler(t *testing.T) {
 	conn := connect(t, through)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	ended := make(chan error, 1)
+	done := make(chan error, 1)
 	go func() {
 		_, err := conn.Exec(ctx, "select pg_sleep(600)")
-		ended <- err
+		done <- err
 	}()
 	sleeping := func() (n int) {
 		const asleep = `select count(*) from pg_stat_activity where datname = current_database() and wait_event = 'PgSleep'`
@@ -131,7 +131,7 @@ func TestCancelReachesServerBehindPooler(t *testing.T) {
 	}
 	pgtest.Eventually(t, func() bool { return sleeping() == 1 }, "the statement runs")
 	cancel()
-	assert.Error(t, <-ended, "the statement was not cancelled")
+	assert.Error(t, <-done, "the statement was not cancelled")
 	pgtest.Eventually(t, func() bool { return sleeping() == 0 }, "the statement is cancelled")
 }
 
@@ -139,9 +139,9 @@ func TestCancelReachesServerBehindPooler(t *testing.T) {
 func TestPreparedStatements(t *testing.T) {
 	t.Parallel()
 	p, through, direct := pooler(t, pgbouncer.Config{PoolSize: 1})
-	if !p.Prepares() {
-		_, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: direct, Prepared: 100})
-		assert.ErrorContains(t, err, "keeps no prepared statements", p.Version())
+	if !p.SupportsPreparedStatements() {
+		_, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: direct, MaxPreparedStatements: 100})
+		assert.ErrorContains(t, err, "does not support prepared statements", p.Version())
 		// This is the effect of cache_statement there: the statement is prepared on a connection that other clients use.
 		first, second := connect(t, through), connect(t, through)
 		_, err = first.Prepare(t.Context(), "answer", "select 42")
@@ -150,7 +150,7 @@ func TestPreparedStatements(t *testing.T) {
 		assert.Truef(t, postgres.IsCode(err, "42P05"), "another client's statement of the same name: %v, want 42P05", err)
 		return
 	}
-	_, through, _ = pooler(t, pgbouncer.Config{PoolSize: 2, Prepared: 100})
+	_, through, _ = pooler(t, pgbouncer.Config{PoolSize: 2, MaxPreparedStatements: 100})
 	pool := open(t, through+"&default_query_exec_mode=cache_statement")
 	for i := range 20 {
 		var got int

@@ -29,7 +29,7 @@ const (
 // owner is the unprivileged user of the pooler if we are root; nil for ourselves.
 type owner struct{ uid, gid int }
 
-func account() (*owner, error) {
+func unprivilegedUser() (*owner, error) {
 	if os.Geteuid() != 0 {
 		return nil, nil
 	}
@@ -81,9 +81,9 @@ func (p *Pooler) settings(config Config) string {
 	fmt.Fprintf(&b, "[pgbouncer]\nunix_socket_dir = %s\nlisten_port = %d\nauth_type = trust\nauth_file = %s\n",
 		p.dir, port, filepath.Join(p.dir, usersFile))
 	fmt.Fprintf(&b, "pool_mode = transaction\ndefault_pool_size = %d\nmax_client_conn = %d\n", size, maxClients)
-	if config.Prepared > 0 {
-		fmt.Fprintf(&b, "max_prepared_statements = %d\n", config.Prepared)
-	} else if p.Prepares() {
+	if config.MaxPreparedStatements > 0 {
+		fmt.Fprintf(&b, "max_prepared_statements = %d\n", config.MaxPreparedStatements)
+	} else if p.SupportsPreparedStatements() {
 		b.WriteString("max_prepared_statements = 0\n")
 	}
 	if p.server.TLSConfig != nil {
@@ -112,9 +112,9 @@ func (p *Pooler) launch(binary string, user *owner) error {
 	if user != nil {
 		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: uint32(user.uid), Gid: uint32(user.gid)}
 	}
-	err = child.Start(cmd, syscall.SIGKILL, func(end error) {
-		p.end = cmp.Or(end, errors.New("exit status 0"))
-		close(p.ended)
+	err = child.Start(cmd, syscall.SIGKILL, func(exitErr error) {
+		p.exitErr = cmp.Or(exitErr, errors.New("exit status 0"))
+		close(p.done)
 	})
 	if err != nil {
 		return err
@@ -158,9 +158,9 @@ func readVersion(text string) (v version, err error) {
 	return v, nil
 }
 
-// find returns the path of the program; it installs a missing one if possible. A user's PATH often lacks the folders
-// for administrators.
-func find(ctx context.Context, progress func(string)) (string, error) {
+// findBinary returns the path of the program; it installs a missing one if possible. A user's PATH often lacks the
+// folders for administrators.
+func findBinary(ctx context.Context, progress func(string)) (string, error) {
 	return debian.Program{
 		Package: "pgbouncer", Setting: "AGENT_TEST_PGBOUNCER",
 		Names: []string{"pgbouncer", "/usr/sbin/pgbouncer", "/usr/local/sbin/pgbouncer", "/opt/homebrew/bin/pgbouncer"},
