@@ -33,8 +33,8 @@ func read(t *testing.T, path string) string {
 	return string(text)
 }
 
-// files returns the files to deploy, by path.
-func files(t *testing.T) map[string]string {
+// deployFiles returns the files to deploy, by path.
+func deployFiles(t *testing.T) map[string]string {
 	t.Helper()
 	all := map[string]string{"../.goreleaser.yaml": read(t, "../.goreleaser.yaml")}
 	err := filepath.WalkDir(".", func(path string, d fs.DirEntry, err error) error {
@@ -52,10 +52,10 @@ func files(t *testing.T) map[string]string {
 	return all
 }
 
-var variable = regexp.MustCompile(`\b(?:AGENT|DATABASE|OPENAI|LANEKEEPER)_[A-Z][A-Z_]*[A-Z]\b`)
+var settingPattern = regexp.MustCompile(`\b(?:AGENT|DATABASE|OPENAI|LANEKEEPER)_[A-Z][A-Z_]*[A-Z]\b`)
 
-// misnamed returns the variables in a text that the program does not read.
-func misnamed(text string) []string {
+// unknownSettings returns the settings in a text that the program does not read.
+func unknownSettings(text string) []string {
 	known := map[string]bool{}
 	for _, s := range config.Settings() {
 		known[s.Name] = true
@@ -64,7 +64,7 @@ func misnamed(text string) []string {
 		}
 	}
 	var bad []string
-	for _, name := range variable.FindAllString(text, -1) {
+	for _, name := range settingPattern.FindAllString(text, -1) {
 		if !known[name] {
 			bad = append(bad, name)
 		}
@@ -72,22 +72,22 @@ func misnamed(text string) []string {
 	return bad
 }
 
-func TestEverySettingIsOneOfTheProgram(t *testing.T) {
+func TestDeployFilesNameOnlyKnownSettings(t *testing.T) {
 	found := 0
-	for path, text := range files(t) {
-		found += len(variable.FindAllString(text, -1))
-		for _, name := range misnamed(text) {
+	for path, text := range deployFiles(t) {
+		found += len(settingPattern.FindAllString(text, -1))
+		for _, name := range unknownSettings(text) {
 			t.Errorf("%s names %s, which the program does not read", path, name)
 		}
 	}
-	assert.Truef(t, found >= 30, "%d settings in all files: the test does not see them", found)
+	assert.Truef(t, found >= 30, "only %d settings found: settingPattern is wrong", found)
 	for _, wrong := range []string{"AGENT_DRAIN: 5s", "AGENT_LISTEN_FILE=x", "DATABASE_PASSWORD"} {
-		assert.Equal(t, 1, len(misnamed(wrong)), wrong)
+		assert.Equal(t, 1, len(unknownSettings(wrong)), wrong)
 	}
 }
 
-// documents reads a YAML file without duplicate keys.
-func documents(t *testing.T, path, text string) (all []map[string]any) {
+// decodeYAML decodes the documents of a YAML file. The decoder refuses duplicate keys.
+func decodeYAML(t *testing.T, path, text string) (all []map[string]any) {
 	t.Helper()
 	decoder := yaml.NewDecoder(strings.NewReader(text))
 	for {
@@ -101,29 +101,31 @@ func documents(t *testing.T, path, text string) (all []map[string]any) {
 	}
 }
 
-// at follows keys and indexes into a document. It returns nil if there is no value.
-func at(v any, keys ...any) any {
+// lookup follows keys and indexes into a document, and fails the test if there is no T.
+func lookup[T any](t *testing.T, v any, keys ...any) T {
+	t.Helper()
 	for _, key := range keys {
 		switch key := key.(type) {
 		case string:
-			m, _ := v.(map[string]any)
-			v = m[key]
+			object, _ := v.(map[string]any)
+			v = object[key]
 		case int:
 			list, _ := v.([]any)
-			if key >= len(list) {
-				return nil
-			}
+			require.Truef(t, key < len(list), "%v: the list has %d items", keys, len(list))
 			v = list[key]
 		}
 	}
-	return v
+	value, ok := v.(T)
+	require.Truef(t, ok, "%v is %v, want a %T", keys, v, value)
+	return value
 }
 
-func TestTheYAMLIsSound(t *testing.T) {
-	for path, text := range files(t) {
-		ext := filepath.Ext(path)
-		assert.Truef(t, ext != ".yaml" || strings.Contains(path, "templates") || len(documents(t, path, text)) > 0,
-			"%s has nothing in it", path)
+func TestYAMLDecodes(t *testing.T) {
+	for path, text := range deployFiles(t) {
+		if filepath.Ext(path) != ".yaml" || strings.Contains(path, "templates") { // Helm's templates are no YAML
+			continue
+		}
+		assert.Truef(t, len(decodeYAML(t, path, text)) > 0, "%s has no document", path)
 	}
 }
 
@@ -134,8 +136,8 @@ func duration(t *testing.T, text string) time.Duration {
 	return d
 }
 
-// fallback returns the default of a setting.
-func fallback(t *testing.T, name string) string {
+// defaultOf returns the default of a setting.
+func defaultOf(t *testing.T, name string) string {
 	t.Helper()
 	list := config.Settings()
 	i := slices.IndexFunc(list, func(s config.Setting) bool { return s.Name == name })
@@ -143,70 +145,71 @@ func fallback(t *testing.T, name string) string {
 	return list[i].Default
 }
 
-// enough checks that a process gets the time for all stages of its stop, with the default of AGENT_SHUTDOWN_TIMEOUT.
-func enough(t *testing.T, where string, drain, granted time.Duration) {
+// After the drain delay and two times AGENT_SHUTDOWN_TIMEOUT, a process ends open responses with an error, closes the
+// remaining connections, and releases its leases. Each stage takes at most stopStage.
+const stopStage = 5 * time.Second
+
+// requireGracePeriod checks that a process may finish its shutdown before it is killed.
+func requireGracePeriod(t *testing.T, file string, drain, gracePeriod time.Duration) {
 	t.Helper()
-	// After the two timeouts, cut responses end with an error (5 s), the rest is cut off (5 s), and leases are released.
-	needed := drain + 2*duration(t, fallback(t, "AGENT_SHUTDOWN_TIMEOUT")) + 15*time.Second
-	assert.Truef(t, granted >= needed, "%s: the process is killed after %s, and may need %s", where, granted, needed)
+	needed := drain + 2*duration(t, defaultOf(t, "AGENT_SHUTDOWN_TIMEOUT")) + 3*stopStage
+	assert.Truef(t, gracePeriod >= needed, "%s: the process is killed after %s, and may need %s", file, gracePeriod,
+		needed)
 }
 
-func TestACompositionKeepsItsData(t *testing.T) {
-	c := documents(t, "compose.yaml", read(t, "compose.yaml"))[0]
-	image, _ := at(c, "services", "postgres", "image").(string)
+// The composition keeps its data, migrates before the agent starts, and lets the agent finish its shutdown.
+func TestComposeFile(t *testing.T) {
+	c := decodeYAML(t, "compose.yaml", read(t, "compose.yaml"))[0]
+	image := lookup[string](t, c, "services", "postgres", "image")
 	version, err := strconv.Atoi(strings.TrimPrefix(image, "postgres:"))
 	assert.Truef(t, err == nil && version >= 18, "the image is %q", image)
-	if got := at(c, "services", "postgres", "volumes", 0); got != "postgres:/var/lib/postgresql" {
-		t.Errorf("PostgreSQL from 18 on keeps its data below /var/lib/postgresql; mounted is %v", got)
-	}
-	_, is := at(c, "volumes").(map[string]any)["postgres"]
-	assert.True(t, is, "the volume is not declared")
-	got := at(c, "services", "agent", "depends_on", "migrate", "condition")
-	assert.Truef(t, got == "service_completed_successfully", "the agent starts when migrate is %v", got)
-	env := at(c, "services", "agent", "environment")
-	enough(t, "compose.yaml", duration(t, at(env, "AGENT_DRAIN_DELAY").(string)),
-		duration(t, at(c, "services", "agent", "stop_grace_period").(string)))
+	// From PostgreSQL 18 on, the image keeps its data below this folder.
+	volume := lookup[string](t, c, "services", "postgres", "volumes", 0)
+	assert.Equal(t, "postgres:/var/lib/postgresql", volume)
+	_, declared := lookup[map[string]any](t, c, "volumes")["postgres"]
+	assert.True(t, declared, "the volume postgres is not declared")
+	agent := lookup[map[string]any](t, c, "services", "agent")
+	assert.Equal(t, "service_completed_successfully", lookup[string](t, agent, "depends_on", "migrate", "condition"))
+	requireGracePeriod(t, "compose.yaml", duration(t, lookup[string](t, agent, "environment", "AGENT_DRAIN_DELAY")),
+		duration(t, lookup[string](t, agent, "stop_grace_period")))
 }
 
-func TestThePodsOfTheManifests(t *testing.T) {
-	for _, d := range documents(t, "k8s", read(t, "k8s/lanekeeper.yaml")) {
-		if d["kind"] != "Deployment" {
-			continue
-		}
-		pod := at(d, "spec", "template", "spec")
-		agent := at(pod, "containers", 0)
-		env := map[string]string{}
-		for _, e := range at(agent, "env").([]any) {
-			env[at(e, "name").(string)], _ = at(e, "value").(string)
-		}
-		replicas, _ := at(d, "spec", "replicas").(int)
-		assert.Truef(t, replicas >= 2, "%d replicas", replicas)
-		if port, _ := at(agent, "ports", 0, "containerPort").(int); env["AGENT_LISTEN"] != "0.0.0.0:"+strconv.Itoa(port) {
-			t.Errorf("it listens at %s, and the port is %d", env["AGENT_LISTEN"], port)
-		}
-		for probe, path := range map[string]string{
-			"startupProbe": "/healthz", "livenessProbe": "/healthz",
-			"readinessProbe": "/readyz",
-		} {
-			got := at(agent, probe, "httpGet", "path")
-			assert.Truef(t, got == path, "%s asks %v, want %s", probe, got, path)
-		}
-		grace, _ := at(pod, "terminationGracePeriodSeconds").(int)
-		enough(t, "k8s", duration(t, env["AGENT_DRAIN_DELAY"]), time.Duration(grace)*time.Second)
-		return
+func TestKubernetesDeployment(t *testing.T) {
+	all := slices.DeleteFunc(decodeYAML(t, "k8s", read(t, "k8s/lanekeeper.yaml")),
+		func(d map[string]any) bool { return d["kind"] != "Deployment" })
+	require.Equal(t, 1, len(all), "deployments")
+	spec := lookup[map[string]any](t, all[0], "spec")
+	replicas := lookup[int](t, spec, "replicas")
+	assert.Truef(t, replicas >= 2, "%d replicas", replicas)
+	pod := lookup[map[string]any](t, spec, "template", "spec")
+	agent := lookup[map[string]any](t, pod, "containers", 0)
+	env := map[string]string{}
+	for _, e := range lookup[[]any](t, agent, "env") {
+		entry, _ := e.(map[string]any)
+		env[lookup[string](t, entry, "name")], _ = entry["value"].(string) // a secret has no value
 	}
-	t.Error("there is no Deployment")
+	port := lookup[int](t, agent, "ports", 0, "containerPort")
+	assert.Equal(t, "0.0.0.0:"+strconv.Itoa(port), env["AGENT_LISTEN"])
+	for probe, path := range map[string]string{
+		"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz",
+	} {
+		assert.Equal(t, path, lookup[string](t, agent, probe, "httpGet", "path"), probe)
+	}
+	grace := lookup[int](t, pod, "terminationGracePeriodSeconds")
+	requireGracePeriod(t, "k8s", duration(t, env["AGENT_DRAIN_DELAY"]), time.Duration(grace)*time.Second)
 }
 
-// systemd, if installed, accepts the unit and rates it as hardened. The unit's times are long enough.
-func TestTheUnit(t *testing.T) {
+// systemd, if installed, accepts the unit, and rates its exposure at most 2.0 of 10. The unit's stop timeout covers the
+// shutdown.
+func TestSystemdUnit(t *testing.T) {
 	unit := read(t, "systemd/lanekeeper.service")
-	stop := regexp.MustCompile(`(?m)^TimeoutStopSec=(\S+)$`).FindStringSubmatch(unit)
+	stopTimeout := regexp.MustCompile(`(?m)^TimeoutStopSec=(\S+)$`).FindStringSubmatch(unit)
 	for _, line := range []string{"Type=notify", "ExecStart=/usr/bin/agent serve", "KillMode=mixed", "DynamicUser=yes"} {
-		assert.Truef(t, strings.Contains(unit, "\n"+line+"\n"), "the unit has not %s", line)
+		assert.Truef(t, strings.Contains(unit, "\n"+line+"\n"), "the unit lacks %s", line)
 	}
-	require.True(t, stop != nil, "the unit has no TimeoutStopSec")
-	enough(t, "lanekeeper.service", duration(t, fallback(t, "AGENT_DRAIN_DELAY")), duration(t, stop[1]))
+	require.True(t, stopTimeout != nil, "the unit has no TimeoutStopSec")
+	requireGracePeriod(t, "lanekeeper.service", duration(t, defaultOf(t, "AGENT_DRAIN_DELAY")),
+		duration(t, stopTimeout[1]))
 	analyze, err := exec.LookPath("systemd-analyze")
 	if err != nil {
 		t.Log("there is no systemd-analyze here")
@@ -221,20 +224,21 @@ func TestTheUnit(t *testing.T) {
 	}
 	out, err := exec.Command(analyze, "security", "--offline=true", "--threshold=20", path).CombinedOutput()
 	if err != nil && !strings.Contains(string(out), "unrecognized option") { // of systemd before 250
-		t.Errorf("systemd-analyze security finds more than 2.0 of exposure: %v\n%s", err, out)
+		t.Errorf("systemd-analyze security: the exposure is above 2.0: %v\n%s", err, out)
 	}
 }
 
-// The next heartbeat is up to half an hour away after the first start and after a pause. During a pause, work waits.
-func TestAlertsSpareAFreshOrPausedAgent(t *testing.T) {
+// Heartbeats run every 30 minutes, so the first one may come that late. No alert about waiting work fires during a
+// pause.
+func TestAlertsOfFreshOrPausedAgent(t *testing.T) {
 	rules := map[string]map[string]any{}
-	all := documents(t, "alerts.yaml", read(t, "monitoring/alerts.yaml"))
-	for _, rule := range at(all[0], "groups", 0, "rules").([]any) {
-		rules[at(rule, "alert").(string)] = rule.(map[string]any)
+	all := decodeYAML(t, "alerts.yaml", read(t, "monitoring/alerts.yaml"))
+	for _, rule := range lookup[[]any](t, all[0], "groups", 0, "rules") {
+		rules[lookup[string](t, rule, "alert")], _ = rule.(map[string]any)
 	}
 	for _, name := range []string{"AgentHeartbeatLate", "AgentQueueStuck"} {
-		assert.Contains(t, rules[name]["expr"].(string), "and max by (job) (agent_paused) == 0")
+		assert.Contains(t, lookup[string](t, rules[name], "expr"), "and max by (job) (agent_paused) == 0")
 	}
-	waits, ok := rules["AgentHeartbeatLate"]["for"].(string)
-	assert.Truef(t, ok && duration(t, waits) > 30*time.Minute, "AgentHeartbeatLate waits for %q", waits)
+	delay := duration(t, lookup[string](t, rules["AgentHeartbeatLate"], "for"))
+	assert.Truef(t, delay > 30*time.Minute, "AgentHeartbeatLate fires after %s", delay)
 }
