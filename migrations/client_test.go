@@ -80,6 +80,18 @@ func says(t *testing.T, conn *pgx.Conn, list []asked, args ...any) {
 	}
 }
 
+// A client cannot pass for another actor in the log.
+func TestTheClientCannotSetTheActor(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	conn := client(t, db.Config().ConnConfig)
+	pgtest.Exec(t, conn, `reset role; set session authorization `+migrations.ClientRole+
+		`; set lanekeeper.actor = '{"by": "root"}'`, pgx.QueryExecModeSimpleProtocol)
+	pgtest.Exec(t, conn, `select cancel_agent_execution(start_agent_execution('external'), 'admin', '')`)
+	assert.Equal(t, "sql", pgtest.Value[string](t, db,
+		`select coalesce(input ->> 'via', '') from agent_activity where skill_name = 'cancel_execution'`))
+}
+
 // The role sees only the contract: no table, no other function, no other schema.
 func TestTheClientCanDoNothingElse(t *testing.T) {
 	t.Parallel()

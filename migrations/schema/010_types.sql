@@ -67,10 +67,12 @@ comment on function lanekeeper.agent_uuid7_floor is
   'The smallest uuid that agent_uuid7 makes at or after a millisecond: turns a time into a bound on ids.';
 
 create or replace function lanekeeper.agent_actor() returns jsonb language sql stable parallel safe as $$
-  select coalesce(nullif(current_setting('lanekeeper.actor', true), ''), '{"via": "sql"}')::jsonb
+  select coalesce(case when pg_has_role(session_user, current_user, 'member')
+                         then nullif(current_setting('lanekeeper.actor', true), '') end, '{"via": "sql"}')::jsonb
 $$;
 comment on function lanekeeper.agent_actor is
-  'The actor of this transaction, as activity.SetActor set it: by, key_id, via and message. Default: {"via": "sql"}.';
+  'The actor of this transaction, as activity.SetActor set it: by, key_id, via and message. Default: {"via": "sql"}, '
+  'also for a session of agent_client, which could set any.';
 
 create or replace function lanekeeper.agent_decider(p_by text, p_via text, p_token_id text, p_message text) returns text
 language sql immutable parallel safe as $$
