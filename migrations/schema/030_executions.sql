@@ -1435,7 +1435,7 @@ end $$;
 comment on function lock_agent_execution is
   'Lock an execution for a worker outside. No row: unknown id. refused gives the reason for a missing lock_id: held '
   '(by holder, until expires_at), waiting, ended, or inside (not a run for workers outside). The same live owner gets '
-  'the same lock again, renewed.';
+  'the same lock again, renewed. LK003: the agent is paused.';
 
 create or replace function beat_agent_locks(p_lock_ids text[], p_id uuid default null)
 returns table (lock_id text, execution_id uuid, trace_id text, live boolean, expires_at timestamptz, status text,
@@ -1471,8 +1471,9 @@ begin
    order by a.n;
 end $$;
 comment on function beat_agent_locks is
-  'Renew locks; with p_id only those of one execution. live is false for a void lock. cancel_requested is true, once, '
-  'if the execution was cancelled: stop the work.';
+  'Renew locks; with p_id only those of one execution. live is false for a void lock. cancel_requested: stop the work. '
+  'It is true once after a cancel, which ends the lock, and as long as a cancel waits for a transaction that has '
+  'locked the run.';
 
 create or replace function agent_lock_claim(p_id uuid, p_lock_id text) returns bigint
 language sql stable security definer set search_path from current as $$

@@ -361,7 +361,9 @@ declare
     case kind when 'test' then coalesce(p_data -> 'testScore', p_data -> 'test_score', p_data -> 'score') end;
 begin
   if kind is null then
-    raise exception 'event % is not known', coalesce(quote_literal(p_event), 'null') using errcode = '22023';
+    raise exception 'event % is not known', coalesce(quote_literal(left(p_event, 60)), 'null') using errcode = '22023',
+      hint = 'MESSAGE_RECEIVED, AGENT_COMPLETED, DOCUMENT_UPLOADED, SIGNATURE_COMPLETED, TEST_COMPLETED, '
+             'EVENT_COMPLETED or APPROVAL_DECIDED. raise_agent_event records any other.';
   elsif p_key is null or p_key = '' then
     raise exception 'event % needs a key', p_event using errcode = '22023';
   end if;
@@ -750,8 +752,9 @@ begin
   return query select d.event_id, d.execution_id from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id) d;
 end $$;
 comment on function deliver_agent_event is
-  'Record an event and resume every execution that waits for it. Without a waiter the event is kept for the first '
-  'wait. The same p_id twice counts once. Rows: the event, with each execution that it resumed (null: none).';
+  'Record an event, such as EVENT_COMPLETED, and resume every execution that waits for its key. Without a waiter the '
+  'event is kept for the first wait. The same p_id twice counts once. Rows: the event, with each execution that it '
+  'resumed (null: none).';
 
 create or replace function raise_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_trace_id text)
 returns table (event_id uuid, execution_id uuid)
