@@ -121,7 +121,7 @@ func (s *server) sendDocument(w http.ResponseWriter, r request) error {
 	if err != nil {
 		return err
 	}
-	if err := documents.Send(w, d, content); err != nil {
+	if err := documents.WriteAttachment(w, d, content); err != nil {
 		s.log.DebugContext(r.Context(), "write response", "path", problem.Path(r.Request), "error", err)
 	}
 	return nil

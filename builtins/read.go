@@ -262,7 +262,7 @@ type piece struct {
 func documentRead(ctx context.Context, db postgres.DB, args documentArgs) (any, error) {
 	span, _ := trace.From(ctx)
 	if args.Document == "" {
-		list, err := documents.Readable(ctx, db, span.ExecutionID, maxLimit)
+		list, err := documents.ListReadable(ctx, db, span.ExecutionID, maxLimit)
 		if err != nil {
 			return nil, err
 		}

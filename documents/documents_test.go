@@ -192,8 +192,8 @@ func TestADocumentGoesWithItsThreadAndItsExecution(t *testing.T) {
 	}
 }
 
-// Pieces of any size join to the text. None cuts a character.
-func TestTextIsReadInPieces(t *testing.T) {
+// Chunks of any size join to the text. None cuts a character.
+func TestTextIsReadInChunks(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	text := strings.Repeat("año 日本 🙂 ", 50)

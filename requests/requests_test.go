@@ -345,7 +345,7 @@ func TestARunReadsTheDocumentsThatItMay(t *testing.T) {
 		}
 		assert.Equal(t, c.reads, sorted(reads), name)
 	}
-	list, err := documents.Readable(ctx, pool, child, 10)
+	list, err := documents.ListReadable(ctx, pool, child, 10)
 	assert.Truef(t, err == nil && len(list) == 2 && list[0].ID == papers["chat's"].ID,
 		"the list of a child: %+v, %v", list, err)
 }

@@ -347,7 +347,7 @@ func (c *Chat) sendFile(w http.ResponseWriter, r *http.Request, _ trace.ID) erro
 	if err != nil {
 		return fileError(err)
 	}
-	if err := documents.Send(w, d, content); err != nil {
+	if err := documents.WriteAttachment(w, d, content); err != nil {
 		c.Logger.DebugContext(r.Context(), "answer not sent", "error", err)
 	}
 	return nil

@@ -1,0 +1,88 @@
+package documents
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"mime"
+	"mime/multipart"
+	"net/http"
+	"net/url"
+)
+
+// FormOverhead bounds each field of a form other than the file. Callers bound the body by the file's limit plus
+// FormOverhead.
+const FormOverhead = 64 << 10
+
+// ErrForm reports a body without a file.
+var ErrForm = errors.New("the body has no file")
+
+// Form is an upload over HTTP: the file and the form's other fields.
+type Form struct {
+	Upload
+	Fields map[string]string
+}
+
+// ReadForm reads an upload: a form (multipart/form-data) with one part named file or, if raw is set, the bare body as
+// the file, without a name. It returns [ErrForm] or [ErrTooLarge].
+func ReadForm(r *http.Request, maxBytes int64, raw bool) (Form, error) {
+	mediaType, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
+	f := Form{Upload: Upload{ContentType: mediaType, MaxBytes: maxBytes}, Fields: map[string]string{}}
+	switch {
+	case err == nil && mediaType == "multipart/form-data" && params["boundary"] != "":
+		return f, f.readParts(multipart.NewReader(r.Body, params["boundary"]))
+	case raw && (err != nil || mediaType != "multipart/form-data"):
+		f.Content, err = readLimited(r.Body, maxBytes)
+		return f, err
+	}
+	return f, fmt.Errorf("%w: send multipart/form-data with a part named file, of at most %d bytes", ErrForm, maxBytes)
+}
+
+func (f *Form) readParts(form *multipart.Reader) error {
+	for found := false; ; {
+		part, err := form.NextPart()
+		switch {
+		case errors.Is(err, io.EOF) && found:
+			return nil
+		case errors.Is(err, io.EOF):
+			return fmt.Errorf("%w: the form has no part named file", ErrForm)
+		case err != nil:
+			return fmt.Errorf("%w: %w", ErrForm, err)
+		case part.FormName() == "file" && found:
+			return fmt.Errorf("%w: the form has two parts named file", ErrForm)
+		case part.FormName() == "file":
+			found = true
+			f.Name, f.ContentType = fileName(part), part.Header.Get("Content-Type")
+			if f.Content, err = readLimited(part, f.MaxBytes); err != nil {
+				return err
+			}
+			continue
+		}
+		value, err := readLimited(part, FormOverhead)
+		if err != nil {
+			return fmt.Errorf("%w: the field %.40q is too long", ErrForm, part.FormName())
+		}
+		f.Fields[part.FormName()] = string(value)
+	}
+}
+
+// fileName returns the file name of a part. Browsers escape its quotes as in a URL.
+func fileName(part *multipart.Part) string {
+	name := part.FileName()
+	if plain, err := url.PathUnescape(name); err == nil {
+		return plain
+	}
+	return name
+}
+
+// readLimited reads all content, or returns [ErrTooLarge] if it exceeds maxBytes.
+func readLimited(from io.Reader, maxBytes int64) ([]byte, error) {
+	content, err := io.ReadAll(io.LimitReader(from, maxBytes+1))
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("%w: %w", ErrForm, err)
+	case int64(len(content)) > maxBytes:
+		return nil, TooLarge(maxBytes)
+	}
+	return content, nil
+}
