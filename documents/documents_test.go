@@ -5,9 +5,13 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
+	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
 	"testing"
+	"testing/iotest"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -217,6 +221,54 @@ func TestTextIsReadInChunks(t *testing.T) {
 		_, err := documents.Read(t.Context(), pool, d.ID, 0, 10)
 		assert.Truef(t, errors.Is(err, documents.ErrBinary) && !d.IsText, "%q: %v", content, err)
 	}
+}
+
+// Browsers escape quotes and line breaks in a file name, and nothing else.
+func TestFormKeepsFileNames(t *testing.T) {
+	t.Parallel()
+	for sent, want := range map[string]string{
+		"a.txt":            "a.txt",
+		"say %22hi%22.txt": `say "hi".txt`,
+		"a%0D%0Ab.txt":     "a\r\nb.txt",
+		"100%25.txt":       "100%25.txt",
+		"50%2F50.txt":      "50%2F50.txt",
+	} {
+		body := formHead(`file"; filename="`+sent) + "x\r\n--b--\r\n"
+		form, err := documents.ReadForm(uploadRequest(strings.NewReader(body)), 10, false)
+		assert.Truef(t, err == nil && form.Name == want, "%s: %q, %v", sent, form.Name, err)
+	}
+}
+
+func TestFormFieldErrorsHaveTheirCause(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		value io.Reader
+		cause error
+		text  string
+	}{
+		"long field":   {strings.NewReader(strings.Repeat("x", documents.FormOverhead+1)), documents.ErrForm, "is too long"},
+		"aborted body": {iotest.ErrReader(io.ErrClosedPipe), io.ErrClosedPipe, io.ErrClosedPipe.Error()},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			body := io.MultiReader(strings.NewReader(formHead("purpose")), c.value, strings.NewReader("\r\n--b--\r\n"))
+			_, err := documents.ReadForm(uploadRequest(body), 10, false)
+			require.ErrorIs(t, err, documents.ErrForm)
+			require.ErrorIs(t, err, c.cause)
+			assert.ErrorContains(t, err, c.text)
+		})
+	}
+}
+
+// formHead returns the start of a form, up to the value of its first field.
+func formHead(field string) string {
+	return "--b\r\nContent-Disposition: form-data; name=\"" + field + "\"\r\n\r\n"
+}
+
+func uploadRequest(body io.Reader) *http.Request {
+	r := httptest.NewRequest(http.MethodPost, "/", body)
+	r.Header.Set("Content-Type", "multipart/form-data; boundary=b")
+	return r
 }
 
 func TestDocumentsAreListedNewestFirst(t *testing.T) {

@@ -7,7 +7,7 @@ import (
 	"mime"
 	"mime/multipart"
 	"net/http"
-	"net/url"
+	"strings"
 )
 
 // FormOverhead bounds each field of a form other than the file. Callers bound the body by the file's limit plus
@@ -59,21 +59,21 @@ func (f *Form) readParts(form *multipart.Reader) error {
 			continue
 		}
 		value, err := readLimited(part, FormOverhead)
-		if err != nil {
+		switch {
+		case errors.Is(err, ErrTooLarge): // the message of ErrTooLarge is about the document
 			return fmt.Errorf("%w: the field %.40q is too long", ErrForm, part.FormName())
+		case err != nil:
+			return err
 		}
 		f.Fields[part.FormName()] = string(value)
 	}
 }
 
-// fileName returns the file name of a part. Browsers escape its quotes as in a URL.
-func fileName(part *multipart.Part) string {
-	name := part.FileName()
-	if plain, err := url.PathUnescape(name); err == nil {
-		return plain
-	}
-	return name
-}
+// unescapeFileName replaces the three sequences that browsers write into the file names of forms. They leave "%" itself
+// as it is, so other sequences are part of the name.
+var unescapeFileName = strings.NewReplacer("%22", `"`, "%0D", "\r", "%0A", "\n")
+
+func fileName(part *multipart.Part) string { return unescapeFileName.Replace(part.FileName()) }
 
 // readLimited reads all content, or returns [ErrTooLarge] if it exceeds maxBytes.
 func readLimited(from io.Reader, maxBytes int64) ([]byte, error) {
