@@ -320,10 +320,13 @@ func TestNewRejectsInvalidConfig(t *testing.T) {
 		config models.Config
 		want   string
 	}{
-		"no scheme":     {models.Config{BaseURL: "localhost:11434/v1", Model: "m"}, "OPENAI_BASE_URL"},
-		"no host":       {models.Config{BaseURL: "http:///v1", Model: "m"}, "OPENAI_BASE_URL"},
-		"unparsable":    {models.Config{BaseURL: "http://[::1", Model: "m"}, "OPENAI_BASE_URL"},
-		"credentials":   {models.Config{BaseURL: "https://u:hunter2@host/v1", Model: "m"}, "OPENAI_API_KEY"},
+		"no scheme":   {models.Config{BaseURL: "localhost:11434/v1", Model: "m"}, "OPENAI_BASE_URL"},
+		"no host":     {models.Config{BaseURL: "http:///v1", Model: "m"}, "OPENAI_BASE_URL"},
+		"unparsable":  {models.Config{BaseURL: "http://[::1", Model: "m"}, "OPENAI_BASE_URL"},
+		"credentials": {models.Config{BaseURL: "https://u:hunter2@host/v1", Model: "m"}, "OPENAI_API_KEY"},
+		"other setting": {models.Config{
+			BaseURL: "https://u:hunter2@host/v1", Model: "m", Settings: models.Settings{APIKey: "OTHER_KEY"},
+		}, "move them to OTHER_KEY"},
 		"query":         {models.Config{BaseURL: "https://host/v1?key=hunter2", Model: "m"}, "query"},
 		"route":         {models.Config{BaseURL: "https://host/v1/chat/completions", Model: "m"}, "route"},
 		"no model":      {models.Config{}, "AGENT_MODEL"},

@@ -41,7 +41,7 @@ func (e *Error) Error() string {
 	if e.RetryAfter > 0 {
 		b.WriteString("; retry after " + e.RetryAfter.Round(time.Millisecond).String())
 	}
-	if todo := e.advice(); todo != "" {
+	if todo := e.operatorAdvice(); todo != "" {
 		b.WriteString(" (" + todo + ")")
 	}
 	return b.String()
@@ -50,8 +50,8 @@ func (e *Error) Error() string {
 // Unwrap returns the connection's error.
 func (e *Error) Unwrap() error { return e.cause }
 
-// advice returns an action for the operator.
-func (e *Error) advice() string {
+// operatorAdvice returns an action for the operator.
+func (e *Error) operatorAdvice() string {
 	switch {
 	case e.Advice != "":
 		return e.Advice

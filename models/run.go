@@ -57,7 +57,7 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 			failure.Advice = adviseResponses
 		}
 		wait, retry := r.client.config.Retry.wait(attempt, failure)
-		if _, silent := errors.AsType[*idleError](failure); silent && r.req.Fallback || !retry || !outlives(ctx, wait) {
+		if _, silent := errors.AsType[*idleError](failure); silent && r.req.Fallback || !retry || !deadlineAllows(ctx, wait) {
 			return answer{}, failure
 		}
 		r.client.config.Logger.WarnContext(ctx, "model call repeated", slog.String("model", r.req.Model),

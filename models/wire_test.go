@@ -172,12 +172,14 @@ func TestRetryDecision(t *testing.T) {
 		"will not pass":  {1, Error{}, false},
 		"last attempt":   {3, Error{Retryable: true}, false},
 		"short patience": {1, Error{Retryable: true, RetryAfter: 10 * time.Second}, true},
+		"tiny patience":  {2, Error{Retryable: true, RetryAfter: time.Millisecond}, true},
 		"long patience":  {1, Error{Retryable: true, RetryAfter: 11 * time.Second}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			wait, again := r.wait(test.attempt, &test.failure)
-			assert.Truef(t, again == test.again && (!again || wait >= test.failure.RetryAfter),
-				"wait = %s, %v, want %v", wait, again, test.again)
+			assert.Truef(t, again == test.again, "again = %v, want %v", again, test.again)
+			least := max(test.failure.RetryAfter, r.Base<<(test.attempt-1)/2)
+			assert.Truef(t, !again || wait >= least && wait <= r.MaxWait, "wait = %s, want %s to %s", wait, least, r.MaxWait)
 		})
 	}
 }

@@ -111,6 +111,9 @@ func FreeAnswers(cfg config.Config, list []agents.Agent) (names []string) {
 func NewIndex(cfg config.Config, log *slog.Logger) (*memory.Index, error) {
 	set := models.Config{
 		BaseURL: cfg.Embedding.BaseURL, APIKey: cfg.Embedding.Key.Reveal(), Model: cfg.Embedding.Model, Logger: log,
+		Settings: models.Settings{
+			BaseURL: "AGENT_EMBEDDING_BASE_URL", APIKey: "AGENT_EMBEDDING_KEY", Model: "AGENT_EMBEDDING_MODEL",
+		},
 	}
 	switch {
 	case set.Model == "":
@@ -122,7 +125,7 @@ func NewIndex(cfg config.Config, log *slog.Logger) (*memory.Index, error) {
 	}
 	client, err := models.New(set)
 	if err != nil {
-		return nil, settingError("AGENT_EMBEDDING_MODEL: %s", err)
+		return nil, settingError("embeddings: %s", err)
 	}
 	return memory.NewIndex(client, log), nil
 }
