@@ -74,12 +74,12 @@ func (c *cli) reportHealing(ctx context.Context, s *session, cfg config.Config, 
 		traces, err = c.readFaults(set)
 	default:
 		r.Source = "the set of this release"
-		traces, err = faults.Shipped()
+		traces, err = faults.Embedded()
 	}
 	if err != nil {
 		return err
 	}
-	traces = faults.Counting(traces)
+	traces = faults.CountedOnly(traces)
 	r.Traces = len(traces)
 	for _, rule := range []faults.Rule{faults.SelfHeal(policy), faults.ThreeInARow()} {
 		r.Rules = append(r.Rules, faults.Evaluate(rule, traces))

@@ -1,7 +1,9 @@
-// Package faults replays labelled traces of faults through the rule of self-heal and through "3 in a row".
+// Package faults replays labelled traces of faults through the rule of self-heal and through the baseline rule
+// [ThreeInARow].
 //
 // The set faults.jsonl is public; README.md describes how gen makes and labels it. A trace is a list of calls with a
-// label. The label decides whether the rule must disable the skill, after which call, and by which call at the latest.
+// label. The label says whether the rule must disable the skill, and the first and the last call after which that is
+// right.
 // [Replay] applies a rule after every call. In production self-heal applies it at each heartbeat, which is later.
 // [History] makes traces of the changes that self-heal and people made in a database.
 package faults
@@ -11,6 +13,7 @@ import (
 	"bytes"
 	_ "embed"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -21,35 +24,36 @@ import (
 )
 
 //go:embed faults.jsonl
-var shipped []byte
+var embedded []byte
 
-// Line is a line of a set. Skill, Caller, Result, Gap and Latency have one character for each call.
-type Line struct {
-	Name    string `json:"name"`
-	Shape   string `json:"shape"`
-	Seed    uint64 `json:"seed"`
-	HeldOut bool   `json:"held_out"`
-	Out     bool   `json:"out"`
-	From    int    `json:"from"`
-	By      int    `json:"by"`
-	Why     string `json:"why"`
-	Skill   string `json:"skill"` // s is the skill of the trace
-	Caller  string `json:"caller"`
-	Result  string `json:"result"`  // a key of classes
-	Gap     string `json:"gap"`     // minutes since the call before, a digit of base 62
-	Latency string `json:"latency"` // no rule reads it
+// encodedTrace is a trace as a line of the JSON Lines file. Skill, Caller, Result, Gap and Latency have one character
+// for each call.
+type encodedTrace struct {
+	Name        string `json:"name"`
+	Shape       string `json:"shape"`
+	Seed        uint64 `json:"seed"`
+	HeldOut     bool   `json:"held_out"`
+	MustDisable bool   `json:"out"`
+	FirstCall   int    `json:"from"`
+	LastCall    int    `json:"by"`
+	Why         string `json:"why"`
+	Skill       string `json:"skill"` // s is the skill of the trace
+	Caller      string `json:"caller"`
+	Result      string `json:"result"`  // a key of classes
+	Gap         string `json:"gap"`     // minutes since the call before, a digit of base 62; see trace
+	Latency     string `json:"latency"` // no rule reads it
 }
 
 // Trace is a labelled list of calls, of one skill and of others, oldest first.
 type Trace struct {
-	Name    string
-	Shape   string
-	HeldOut bool
-	Skill   string
-	Out     bool // the rule must disable the skill
-	From    int  // the number of the first call after which that is right, counted from 1
-	By      int  // the number of the last such call
-	Calls   []Call
+	Name        string
+	Shape       string
+	HeldOut     bool
+	Skill       string
+	MustDisable bool // the rule must disable the skill
+	FirstCall   int  // 1-based number of the first call after which disabling is right
+	LastCall    int  // number of the last such call
+	Calls       []Call
 }
 
 // Call is a call of a trace.
@@ -59,11 +63,11 @@ type Call struct {
 }
 
 const (
-	subject  = "s"
-	digits   = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-	maxLine  = 1 << 20
-	maxCalls = 10_000  // of a trace
-	maxSet   = 200_000 // calls of a set
+	subjectSkill = "s"
+	digits       = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+	maxLineBytes = 1 << 20
+	maxCalls     = 10_000  // of a trace
+	maxSet       = 200_000 // calls of a set
 )
 
 // classes are the error classes by their letter.
@@ -71,31 +75,32 @@ var classes = map[byte]string{
 	'.': "", 't': "timeout", 'h': "http_status", 'n': "network", 's': "sql", 'i': "invalid_params",
 }
 
-// notCounted are the classes of errors that lanekeeper.agent_class_counts leaves out.
+// notCounted are the classes of errors that lanekeeper.agent_class_counts leaves out. A test keeps both lists equal.
 var notCounted = []string{
 	"invalid_params", "unknown_tool", "denied", "stale", "cancelled", "interrupted", "stall", "disabled", "on_trial",
 	"yielded", "budget", "configuration",
 }
 
-// Shipped returns the set of this release.
-func Shipped() ([]Trace, error) { return Read(bytes.NewReader(shipped)) }
+// Embedded returns the set of this release.
+func Embedded() ([]Trace, error) { return Read(bytes.NewReader(embedded)) }
 
 // Read reads a set. An error names the line.
 func Read(r io.Reader) ([]Trace, error) {
 	var all []Trace
 	lines := bufio.NewScanner(r)
-	lines.Buffer(nil, maxLine)
+	lines.Buffer(nil, maxLineBytes)
 	calls := 0
 	for n := 1; lines.Scan(); n++ {
 		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
 			continue
 		}
-		var line Line
+		var line encodedTrace
 		decoder := json.NewDecoder(bytes.NewReader(lines.Bytes()))
 		decoder.DisallowUnknownFields()
 		err := decoder.Decode(&line)
 		if err != nil {
-			err = fmt.Errorf("must be a JSON object as in selfheal/faults/faults.jsonl: %s", strings.TrimPrefix(err.Error(), "json: "))
+			err = fmt.Errorf("must be a JSON object as in selfheal/faults/faults.jsonl: %s",
+				strings.TrimPrefix(err.Error(), "json: "))
 		} else {
 			err = line.check()
 		}
@@ -113,15 +118,15 @@ func Read(r io.Reader) ([]Trace, error) {
 	return all, nil
 }
 
-func (l Line) check() error {
+func (l encodedTrace) check() error {
 	n := len(l.Skill)
 	switch {
 	case n == 0 || n > maxCalls:
 		return fmt.Errorf("a trace must have 1 to %d calls; got %d", maxCalls, n)
 	case len(l.Caller) != n || len(l.Result) != n || len(l.Gap) != n:
-		return fmt.Errorf("skill, caller, result and gap must have one character for each call")
-	case l.Out && (l.From < 1 || l.By < l.From || l.By > n):
-		return fmt.Errorf("from and by must be numbers of calls, from 1 to %d, in this order", n)
+		return errors.New("skill, caller, result and gap must have one character for each call")
+	case l.MustDisable && (l.FirstCall < 1 || l.LastCall < l.FirstCall || l.LastCall > n):
+		return fmt.Errorf("from and by must satisfy 1 <= from <= by <= %d; got %d and %d", n, l.FirstCall, l.LastCall)
 	}
 	for i := range n {
 		if _, ok := classes[l.Result[i]]; !ok {
@@ -134,8 +139,12 @@ func (l Line) check() error {
 	return nil
 }
 
-func (l Line) trace() Trace {
-	t := Trace{Name: l.Name, Shape: l.Shape, HeldOut: l.HeldOut, Skill: subject, Out: l.Out, From: l.From, By: l.By}
+// trace decodes the calls. One second is added to each gap, so that no two calls have the same time.
+func (l encodedTrace) trace() Trace {
+	t := Trace{
+		Name: l.Name, Shape: l.Shape, HeldOut: l.HeldOut, Skill: subjectSkill,
+		MustDisable: l.MustDisable, FirstCall: l.FirstCall, LastCall: l.LastCall,
+	}
 	at := time.Unix(0, 0)
 	for i := range l.Skill {
 		at = at.Add(time.Duration(strings.IndexByte(digits, l.Gap[i]))*time.Minute + time.Second)
@@ -147,30 +156,30 @@ func (l Line) trace() Trace {
 	return t
 }
 
-// Counting removes the calls that do not count for the health of their skill; see the view agent_skill_calls. It
-// renumbers From and By: they name the same call, or the next call if Counting removed that one.
-func Counting(all []Trace) []Trace {
-	counting := make([]Trace, len(all))
+// CountedOnly removes the calls that do not count for the health of their skill; see the view agent_skill_calls. It
+// renumbers FirstCall and LastCall. If the call of one is removed, the number is that of the next call that counts.
+func CountedOnly(all []Trace) []Trace {
+	counted := make([]Trace, len(all))
 	for i, t := range all {
-		counting[i] = t.counting()
+		counted[i] = t.countedOnly()
 	}
-	return counting
+	return counted
 }
 
-func (t Trace) counting() Trace {
-	calls, from, by := []Call{}, t.From, t.By
+func (t Trace) countedOnly() Trace {
+	calls, first, last := []Call{}, t.FirstCall, t.LastCall
 	for i, c := range t.Calls {
 		if !slices.Contains(notCounted, c.Class) {
 			calls = append(calls, c)
 			continue
 		}
-		if i+1 < t.From {
-			from--
+		if i+1 < t.FirstCall {
+			first--
 		}
-		if i+1 < t.By {
-			by--
+		if i+1 < t.LastCall {
+			last--
 		}
 	}
-	t.Calls, t.From, t.By = calls, from, by
+	t.Calls, t.FirstCall, t.LastCall = calls, first, last
 	return t
 }

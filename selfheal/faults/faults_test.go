@@ -18,9 +18,9 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 // halves of the set.
 func TestTheRuleIsBetterThanThreeInARow(t *testing.T) {
 	t.Parallel()
-	all, err := faults.Shipped()
+	all, err := faults.Embedded()
 	require.NoError(t, err)
-	all = faults.Counting(all)
+	all = faults.CountedOnly(all)
 	require.Truef(t, len(all) >= 200, "the set has %d traces", len(all))
 	own, other := faults.Evaluate(faults.SelfHeal(selfheal.Default()), all), faults.Evaluate(faults.ThreeInARow(), all)
 	assert.Equal(t, 8, len(own.Shapes))
@@ -75,13 +75,13 @@ func TestTheClassesThatCountAreThoseOfTheDatabase(t *testing.T) {
 }
 
 // A call that does not count takes its label with it.
-func TestCountingLeavesOutMistakesOfTheModel(t *testing.T) {
+func TestCountedOnlyRemovesModelMistakes(t *testing.T) {
 	t.Parallel()
 	traces, err := faults.Read(strings.NewReader(line("...ttt", ".i.ttt")))
 	require.NoError(t, err)
-	got := faults.Counting(traces)[0]
-	assert.Truef(t, len(got.Calls) == 5 && got.From == 3 && got.By == 5 && got.Calls[2].Class == "timeout",
-		"%d calls, from %d by %d", len(got.Calls), got.From, got.By)
+	got := faults.CountedOnly(traces)[0]
+	assert.Truef(t, len(got.Calls) == 5 && got.FirstCall == 3 && got.LastCall == 5 && got.Calls[2].Class == "timeout",
+		"%d calls, from %d by %d", len(got.Calls), got.FirstCall, got.LastCall)
 }
 
 func TestReadNamesTheLine(t *testing.T) {
@@ -90,7 +90,7 @@ func TestReadNamesTheLine(t *testing.T) {
 		line() + "\n" + line("...ttt", "...tt"): "line 2 of the set: skill, caller, result and gap",
 		line("...ttt", "...ttz"):                `line 1 of the set: result 6 must be one of`,
 		line(`"gap": "1`, `"gap": "?`):          `gap 1 must be a digit`,
-		line(`"by": 6`, `"by": 7`):              "from and by must be numbers of calls",
+		line(`"by": 6`, `"by": 7`):              "from and by must satisfy",
 		line("ssssss", ""):                      "a trace must have 1 to 10000 calls",
 		`{"nme": 1}`:                            `unknown field "nme"`,
 	} {
@@ -110,10 +110,10 @@ func TestHistoryTakesLabelsFromWhatPeopleDid(t *testing.T) {
 		       lateral (select clock_timestamp() - interval '5 days' + n * interval '1 minute' as at) x`)
 	for act, ago := range map[string]string{
 		"heal_skill a": "118 hours", "enable_skill a": "110 hours", // enabled at once: a false alarm
-		"heal_skill b": "117 hours", "enable_skill b": "80 hours", // it stayed disabled
+		"heal_skill b": "117 hours", "enable_skill b": "80 hours", // enabled after the cool-down
 		"heal_skill c": "116 hours", "settle_trial c": "80 hours", // failed
-		"heal_skill d":    "115 hours", // open
-		"disable_skill e": "114 hours", // missed
+		"heal_skill d":    "115 hours", // undecided
+		"disable_skill e": "114 hours", // missed by the rule
 	} {
 		name, skill, _ := strings.Cut(act, " ")
 		pgtest.Exec(t, db, `
@@ -121,14 +121,14 @@ func TestHistoryTakesLabelsFromWhatPeopleDid(t *testing.T) {
 			select lanekeeper.agent_uuid7(at), 'op_x', 'note', $1, jsonb_build_object('skill', $2::text, 'success', false), at
 			  from (select clock_timestamp() - $3::interval as at) x`, name, skill, ago)
 	}
-	traces, unjudged, err := faults.History(t.Context(), db, selfheal.Default(), time.Now().Add(-30*24*time.Hour))
+	traces, undecided, err := faults.History(t.Context(), db, selfheal.Default(), time.Now().Add(-30*24*time.Hour))
 	require.NoError(t, err)
 	got := map[string]bool{}
 	for _, trace := range traces {
-		got[trace.Skill] = trace.Out
+		got[trace.Skill] = trace.MustDisable
 	}
 	assert.NoDiff(t, map[string]bool{"a": false, "b": true, "c": true, "e": true}, got)
-	assert.Equal(t, 1, unjudged)
+	assert.Equal(t, 1, undecided)
 	score := faults.Evaluate(faults.SelfHeal(selfheal.Default()), traces).All
 	assert.Truef(t, score.Detected == 3 && score.FalseAlarms == 1 && score.Faults == 3, "score %+v", score)
 }

@@ -1,5 +1,5 @@
--- Skills that self-heal or a person disabled since @since, and the events within the cool-down. fault: true, false, or
--- null while no person has judged.
+-- Incidents since @since in which self-heal or a person disabled a skill. verdict: true if disabling was right, false if
+-- a person enabled the skill within the cool-down, null if the next change, if any, does not decide it.
 with acts as (
   select a.skill_name as act, a.input ->> 'skill' as skill, a.created_at as at, a.input ->> 'success' as success,
          (a.output #>> '{evidence,since}')::timestamptz as since
@@ -13,7 +13,7 @@ ordered as (
 select h.skill, h.at, coalesce(h.since, h.at - @window::interval) as since,
        case when h.act = 'disable_skill' then true
             when h.next_act = 'enable_skill' then h.next_at >= h.at + @cooldown::interval
-            when h.next_act = 'disable_skill' or h.next_success = 'false' then true end as fault
+            when h.next_act = 'disable_skill' or h.next_success = 'false' then true end as verdict
   from ordered h
  where h.act = 'heal_skill' or h.act = 'disable_skill' and h.act_before is distinct from 'heal_skill'
- order by h.at desc limit @most
+ order by h.at desc limit @limit

@@ -45,8 +45,8 @@ func ThreeInARow() Rule {
 type Outcome struct {
 	Calls      int // of the skill, up to the end or the right alarm
 	FalseAlarm bool
-	Detected   bool // from From to By
-	Delay      int  // calls of the skill from From to the alarm, both included
+	Detected   bool // from FirstCall to LastCall
+	Delay      int  // calls of the skill from FirstCall to the alarm, both included
 }
 
 // replayed bounds the newest calls that a rule reads, about as in production.
@@ -64,7 +64,7 @@ func Replay(r Rule, t Trace) (o Outcome) {
 		own, number := c.Skill == t.Skill, i+1
 		if own {
 			o.Calls++
-			if t.Out && number >= t.From {
+			if t.MustDisable && number >= t.FirstCall {
 				o.Delay++
 			}
 		}
@@ -72,11 +72,11 @@ func Replay(r Rule, t Trace) (o Outcome) {
 		if !r.Alarms(t.Skill, since, known[:min(len(known), replayed)]) {
 			continue
 		}
-		if t.Out && number >= t.From {
-			o.Detected = number <= t.By
+		if t.MustDisable && number >= t.FirstCall {
+			o.Detected = number <= t.LastCall
 			return o
 		}
-		if o.FalseAlarm, since = true, c.At.Add(time.Microsecond); !t.Out {
+		if o.FalseAlarm, since = true, c.At.Add(time.Microsecond); !t.MustDisable {
 			return o
 		}
 	}
@@ -116,7 +116,7 @@ func rate(c, n int) Rate {
 func (s *Score) add(t Trace, o Outcome) {
 	s.Traces++
 	s.Calls += o.Calls
-	if t.Out {
+	if t.MustDisable {
 		s.Faults++
 	}
 	if o.FalseAlarm {
