@@ -229,6 +229,8 @@ func TestTimelinePages(t *testing.T) {
 		if pages == 0 {
 			wantTexts(t, server.URL+path, "Waits, for the 3rd time", "Wait ended by EVENT_COMPLETED", "Wait timed out",
 				`class="moment-failed"`)
+			assert.True(t, regexp.MustCompile(`since its first claim: (59 min|1 h)`).MatchString(body),
+				"the strip of a page does not count from the first claim")
 		}
 		_, list, _ := strings.Cut(body, `<ol class="moments">`)
 		list, _, _ = strings.Cut(list, "</ol>")
@@ -242,7 +244,7 @@ func TestTimelinePages(t *testing.T) {
 			assert.True(t, strings.Contains(body, "Created: pending"), "the first page does not show the start of the execution")
 		}
 	}
-	assert.Truef(t, seen["all"] == 90 && seen["claim"] == 1, "moments on all pages: %v", seen)
+	assert.Truef(t, seen["all"] == 90 && seen["claim"] == 1, "entries on all pages: %v", seen)
 	wantTexts(t, server.URL+"/executions/"+id+"?from="+url.QueryEscape("step 7"), `name="from" value="step 7"`)
 }
 

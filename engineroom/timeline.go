@@ -30,11 +30,11 @@ func parseStepCursor(text string) (*stepCursor, error) {
 		return nil, nil
 	}
 	at, step, found := strings.Cut(text, " ")
-	moment, err := time.Parse(time.RFC3339Nano, at)
+	t, err := time.Parse(time.RFC3339Nano, at)
 	if err != nil || !found {
 		return nil, invalidCursor()
 	}
-	return &stepCursor{moment, step}, nil
+	return &stepCursor{t, step}, nil
 }
 
 // recordedStep is a checkpoint.
@@ -49,12 +49,26 @@ type recordedStep struct {
 	CreatedAt time.Time
 }
 
-// moment is one line of the timeline.
-type moment struct {
+// entryKind is the kind of an entry. The page's style sheet knows it as the class moment-KIND.
+type entryKind string
+
+const (
+	kindBegin  entryKind = "begin"  // the execution was created
+	kindStatus entryKind = "status" // another change of status
+	kindStep   entryKind = "step"   // a recorded step
+	kindFailed entryKind = "failed" // a failed step, or a wait that timed out
+	kindWait   entryKind = "wait"   // a wait that an event ended
+	kindClaim  entryKind = "claim"  // a worker claimed the execution again
+	kindOpen   entryKind = "open"   // the execution waits
+	kindEnd    entryKind = "end"    // the execution ended
+)
+
+// timelineEntry is one line of the timeline.
+type timelineEntry struct {
 	ID     string // of its element
 	At     time.Time
-	Kind   string // begin, status, step, failed, wait, claim, open, end
-	Word   string
+	Kind   entryKind
+	Label  string
 	Step   string
 	Claim  int64
 	Copied bool // copied from the forked execution
@@ -64,13 +78,13 @@ type moment struct {
 
 // timeline is a page of an execution's history, oldest first.
 type timeline struct {
-	Moments         []moment
+	Entries         []timelineEntry
 	Strip           *strip
 	Earlier, Latest string // URLs of other pages
 	Steps           int
 }
 
-// executionTimeline reads a page of recorded steps, and merges the row's changes of status.
+// executionTimeline reads a page of recorded steps, and merges the execution's changes of status.
 func (room *Room) executionTimeline(ctx context.Context, req *pageRequest) (any, error) {
 	subject := req.Subject.(executionSubject)
 	x, err := room.readExecution(ctx, subject.ID)
@@ -81,35 +95,34 @@ func (room *Room) executionTimeline(ctx context.Context, req *pageRequest) (any,
 	if err != nil {
 		return nil, err
 	}
-	all, err := room.statusMoments(ctx, x)
+	all, err := room.statusEntries(ctx, x)
 	if err != nil {
 		return nil, err
 	}
 	if more {
 		first := steps[0].CreatedAt
-		all = slices.DeleteFunc(all, func(m moment) bool { return m.At.Before(first) })
+		all = slices.DeleteFunc(all, func(m timelineEntry) bool { return m.At.Before(first) })
 	}
 	if subject.before != nil {
-		all = slices.DeleteFunc(all, func(m moment) bool { return !m.At.Before(subject.before.At) })
+		all = slices.DeleteFunc(all, func(m timelineEntry) bool { return !m.At.Before(subject.before.At) })
 	}
-	t := timeline{Moments: append(all, stepMoments(x, steps)...), Steps: len(steps)}
-	slices.SortStableFunc(t.Moments, func(a, b moment) int { return a.At.Compare(b.At) })
+	t := timeline{Entries: append(all, stepEntries(x, steps)...), Steps: len(steps)}
+	slices.SortStableFunc(t.Entries, func(a, b timelineEntry) int { return a.At.Compare(b.At) })
 	if more {
-		place := steps[0].CreatedAt.UTC().Format(time.RFC3339Nano) + " " + steps[0].Step
-		t.Earlier = "/executions/" + x.ID + "?before=" + url.QueryEscape(place) + "#timeline"
-		if len(place) > maxFilterBytes {
-			t.Earlier = ""
+		cursor := steps[0].CreatedAt.UTC().Format(time.RFC3339Nano) + " " + steps[0].Step
+		if len(cursor) <= maxFilterBytes { // the page rejects a longer cursor, so a long step name has no link
+			t.Earlier = "/executions/" + x.ID + "?before=" + url.QueryEscape(cursor) + "#timeline"
 		}
 	}
 	if subject.before != nil {
 		t.Latest = "/executions/" + x.ID + "#timeline"
 	}
-	t.Strip = stripOf(x, t.Moments)
+	t.Strip = stripOf(x, t.Entries)
 	return t, nil
 }
 
-// recordedSteps reads the newest steps before a position, oldest first, and whether earlier steps exist. It reads
-// outputs for the page's steps only, and cuts them.
+// recordedSteps returns the newest steps before the cursor, oldest first. more reports whether earlier steps exist. It
+// reads outputs for the page's steps only, and cuts them. An output with the key timed_out counts as a wait's outcome.
 func (room *Room) recordedSteps(ctx context.Context, subject executionSubject) (list []recordedStep, more bool,
 	err error,
 ) {
@@ -145,31 +158,31 @@ func (room *Room) recordedSteps(ctx context.Context, subject executionSubject) (
 	return list, more, nil
 }
 
-// stepMoments returns the recorded steps, with a line at each new claim.
-func stepMoments(x executionRecord, steps []recordedStep) []moment {
-	all := make([]moment, 0, len(steps))
+// stepEntries returns the recorded steps, and inserts an entry where the claim changes.
+func stepEntries(x executionRecord, steps []recordedStep) []timelineEntry {
+	all := make([]timelineEntry, 0, len(steps))
 	var claim int64
 	for _, s := range steps {
-		m := moment{
-			ID: elementID("step", s.Step), At: s.CreatedAt, Kind: "step", Word: "Recorded", Step: s.Step, Claim: s.Claim,
+		m := timelineEntry{
+			ID: elementID("step", s.Step), At: s.CreatedAt, Kind: kindStep, Label: "Recorded", Step: s.Step, Claim: s.Claim,
 			Copied: x.ForkedFrom != nil && s.CreatedAt.Before(x.CreatedAt),
 			Output: shownJSON(s.Output, s.Bytes),
 		}
 		switch {
 		case s.Failed:
-			m.Kind, m.Word = "failed", "Failed"
+			m.Kind, m.Label = kindFailed, "Failed"
 		case s.Event != nil && s.TimedOut:
-			m.Kind, m.Word = "failed", "Wait timed out"
+			m.Kind, m.Label = kindFailed, "Wait timed out"
 		case s.Event != nil:
-			m.Kind, m.Word = "wait", "Wait ended by "+*s.Event
+			m.Kind, m.Label = kindWait, "Wait ended by "+*s.Event
 		}
 		if len(s.Step) <= maxFilterBytes {
 			m.Fork = "/executions/" + x.ID + "?from=" + url.QueryEscape(s.Step) + "#fork"
 		}
 		if claim != 0 && s.Claim != claim && !m.Copied {
-			all = append(all, moment{
-				ID: fmt.Sprintf("claim-%d", s.Claim), At: s.CreatedAt, Kind: "claim", Claim: s.Claim,
-				Word: fmt.Sprintf("Under claim %d from here on", s.Claim),
+			all = append(all, timelineEntry{
+				ID: fmt.Sprintf("claim-%d", s.Claim), At: s.CreatedAt, Kind: kindClaim, Claim: s.Claim,
+				Label: fmt.Sprintf("Under claim %d from here on", s.Claim),
 			})
 		}
 		claim = s.Claim
@@ -185,34 +198,32 @@ func elementID(kind, name string) string {
 	return fmt.Sprintf("%s-%x", kind, h.Sum64())
 }
 
-// statusMoments returns the stored changes of status. The execution's row has some times; an external worker's run has
-// all changes.
-func (room *Room) statusMoments(ctx context.Context, x executionRecord) ([]moment, error) {
-	all := []moment{{ID: "begun", At: x.CreatedAt, Kind: "begin", Word: "Created: pending"}}
+// statusEntries returns the stored changes of status. The row of an execution stores only some times. An external
+// worker's run stores every change, in agent_status_changes.
+func (room *Room) statusEntries(ctx context.Context, x executionRecord) ([]timelineEntry, error) {
 	if x.IsExternal {
-		changes, err := room.statusChanges(ctx, x.ID)
-		if err != nil {
-			return nil, err
-		}
-		return append(all[:0], changes...), nil
+		return room.statusChanges(ctx, x.ID)
 	}
+	all := []timelineEntry{{ID: "begun", At: x.CreatedAt, Kind: kindBegin, Label: "Created: pending"}}
 	if x.StartedAt != nil {
-		all = append(all, moment{ID: "claimed-first", At: *x.StartedAt, Kind: "status", Word: "First claimed: running"})
+		all = append(all, timelineEntry{
+			ID: "claimed-first", At: *x.StartedAt, Kind: kindStatus, Label: "First claimed: running",
+		})
 	}
 	if x.Status == "waiting" {
-		all = append(all, moment{
-			ID: "waits-now", At: x.UpdatedAt, Kind: "open",
-			Word: fmt.Sprintf("Waits, for the %s time", ordinal(x.WaitNumber)),
+		all = append(all, timelineEntry{
+			ID: "waits-now", At: x.UpdatedAt, Kind: kindOpen,
+			Label: fmt.Sprintf("Waits, for the %s time", ordinal(x.WaitNumber)),
 		})
 	}
 	if x.CompletedAt != nil {
-		all = append(all, moment{ID: "ended", At: *x.CompletedAt, Kind: "end", Word: "Ended: " + x.Status})
+		all = append(all, timelineEntry{ID: "ended", At: *x.CompletedAt, Kind: kindEnd, Label: "Ended: " + x.Status})
 	}
 	return all, nil
 }
 
-// statusChanges reads the newest stored changes of status.
-func (room *Room) statusChanges(ctx context.Context, id string) ([]moment, error) {
+// statusChanges reads the newest 200 stored changes of status.
+func (room *Room) statusChanges(ctx context.Context, id string) ([]timelineEntry, error) {
 	rows, err := room.Read.Query(ctx, `
 		select n, status, coalesce(waiting_for, ''), at from agent_status_changes where execution_id = @id
 		  order by n desc limit 200`,
@@ -220,17 +231,17 @@ func (room *Room) statusChanges(ctx context.Context, id string) ([]moment, error
 	if err != nil {
 		return nil, fmt.Errorf("read changes of status: %w", err)
 	}
-	var all []moment
+	var all []timelineEntry
 	var n int
 	var status, waitsFor string
 	var at time.Time
 	_, err = pgx.ForEachRow(rows, []any{&n, &status, &waitsFor, &at}, func() error {
-		m := moment{ID: fmt.Sprintf("change-%d", n), At: at, Kind: "status", Word: "Became " + status}
+		m := timelineEntry{ID: fmt.Sprintf("change-%d", n), At: at, Kind: kindStatus, Label: "Became " + status}
 		switch status {
 		case "waiting":
-			m.Kind, m.Word = "open", "Waits for "+waitsFor
+			m.Kind, m.Label = kindOpen, "Waits for "+waitsFor
 		case "completed", "failed", "timeout", "cancelled":
-			m.Kind, m.Word = "end", "Ended: "+status
+			m.Kind, m.Label = kindEnd, "Ended: "+status
 		}
 		all = append(all, m)
 		return nil
@@ -259,8 +270,8 @@ func ordinal(n int) string {
 // stripWidth is the strip's width in its own units.
 const stripWidth = 1000
 
-// strip draws the timeline: bars for the queue time and the time since the first claim, ticks for records. The list
-// below the strip has the same content.
+// strip draws a page of the timeline: bars for the queue time and the time since the first claim, ticks for entries.
+// The list below the strip has the same entries.
 type strip struct {
 	Label string
 	Bars  []stripBar
@@ -273,12 +284,12 @@ type stripBar struct {
 	Title               string
 }
 
-// stripOf draws an execution from its creation to its last record; nil without a duration. It omits a fork's copied
-// records.
-func stripOf(x executionRecord, moments []moment) *strip {
+// stripOf draws the entries of a page, from the first to the last; nil without a duration. It omits a fork's copied
+// steps. The time since the first claim counts from the claim, also if an earlier page shows it.
+func stripOf(x executionRecord, entries []timelineEntry) *strip {
 	from, to := time.Time{}, time.Time{}
-	var own []moment
-	for _, m := range moments {
+	var own []timelineEntry
+	for _, m := range entries {
 		if m.Copied || m.At.Before(x.CreatedAt) {
 			continue
 		}
@@ -311,27 +322,27 @@ func stripOf(x executionRecord, moments []moment) *strip {
 		bar(from, start, "bar-lane", "in the queue: "+human.Millis(start.Sub(from).Milliseconds()))
 	}
 	if x.StartedAt != nil {
-		bar(start, to, "bar-phase", "since its first claim: "+human.Millis(to.Sub(start).Milliseconds()))
+		bar(start, to, "bar-phase", "since its first claim: "+human.Millis(to.Sub(*x.StartedAt).Milliseconds()))
 	}
 	for _, m := range own {
 		s.Bars = append(s.Bars, stripBar{
 			X: min(place(m.At), stripWidth-4), Width: 4, Y: 4, Height: 24, Class: stripClass(m.Kind),
-			Title: cut(80, m.Word+" "+m.Step),
+			Title: cut(80, m.Label+" "+m.Step),
 		})
 	}
 	return s
 }
 
 // stripClass is the colour of a tick.
-func stripClass(kind string) string {
+func stripClass(kind entryKind) string {
 	switch kind {
-	case "failed":
+	case kindFailed:
 		return "bar-bad"
-	case "wait", "open":
+	case kindWait, kindOpen:
 		return "bar-wait"
-	case "claim":
+	case kindClaim:
 		return "bar-retry"
-	case "begin", "end", "status":
+	case kindBegin, kindEnd, kindStatus:
 		return "bar-accent"
 	}
 	return "bar-call"
