@@ -14,22 +14,22 @@ import (
 )
 
 const (
-	// maxSuggested bounds the suggestions of a filter.
+	// maxSuggested bounds the cached values of a filter.
 	maxSuggested = 300
 	// maxSuggestedCount bounds the count beside a suggestion.
 	maxSuggestedCount = 100
-	// suggestionTTL is the cache time of suggestions, so many viewers cost one read.
+	// suggestionTTL is the cache time of suggestions. Concurrent requests after it each read the values.
 	suggestionTTL = 15 * time.Second
-	// maxNamesLike bounds the names that contain a text.
+	// maxNamesLike bounds the values that a filter by a part of a name expands to. Further matches are ignored.
 	maxNamesLike = 20
-	// maxOptions bounds the suggestions of a filter on a page.
+	// maxOptions bounds the suggestions of a filter that a page contains.
 	maxOptions = 100
 )
 
 // suggestion is a value that a filter can have.
 type suggestion struct {
 	Value string
-	Count string // number of rows with the value; empty if no index counts them
+	Count string // number of rows with the value, or of recent calls of a skill; empty if no index counts them
 }
 
 // suggestions caches the values of filters for suggestionTTL.
@@ -44,8 +44,8 @@ type cachedSuggestions struct {
 }
 
 // distinctSQL lists the values of a column with one index lookup each (a loose index scan). It counts the rows of each
-// value up to a bound. Its arguments are the column, the table and the condition of an index that begins with the
-// column.
+// value up to a bound. Its arguments are the column, the table and the predicate of a partial index whose first
+// column it is.
 const distinctSQL = `
 	with recursive v (value) as (
 	  (select x.%[1]s from %[2]s x where %[3]s order by x.%[1]s limit 1)
@@ -58,7 +58,7 @@ const distinctSQL = `
 	            order by x.%[1]s limit @counted + 1) c) as count
 	  from (select * from v where v.value is not null limit @limit) v`
 
-// distinct has, by kind, the arguments of distinctSQL.
+// distinct maps a kind of filter to the arguments of distinctSQL.
 var distinct = map[string][3]string{
 	"flow":     {"flow", "agent_executions", "x.claimed_by is null"},
 	"owner":    {"owner", "agent_threads", "true"},
@@ -111,7 +111,10 @@ func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestio
 			select l.lane as value, '' as count from agent_locks l order by l.lane limit @limit`,
 			postgres.Strict{"limit": maxSuggested})
 	}
-	source := distinct[kind]
+	source, ok := distinct[kind]
+	if !ok {
+		return nil, fmt.Errorf("no suggestions of kind %q", kind)
+	}
 	type counted struct {
 		Value string
 		Count int64
@@ -127,8 +130,9 @@ func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestio
 	return list, err
 }
 
-// namesLike returns the names of a kind that contain a text, in upper or lower case. If a name equals the text,
-// namesLike returns only that name. Without a match it returns the text, which then finds nothing.
+// namesLike returns the names of a kind that contain a text, ignoring case. If a name equals the text, namesLike
+// returns only that name. It searches only the suggested names, and returns only the first maxNamesLike matches.
+// Without a match it returns the text, which can be the full name of a value that is not among the suggestions.
 func (room *Room) namesLike(ctx context.Context, kind, text string) ([]string, error) {
 	if text == "" {
 		return nil, nil
@@ -185,7 +189,7 @@ var filterWords = [][2]string{
 	{"sort", "Order"},
 }
 
-// Chips lists the set filters, except the named ones. Each link is the page without that filter.
+// Chips lists the set filters, except the named ones. Each chip links to the page without its filter.
 func (req *pageRequest) Chips(except ...string) []chip {
 	var list []chip
 	for _, w := range filterWords {
@@ -223,8 +227,8 @@ type filterForm struct {
 	Lists map[string][]suggestion // by the names of kinds
 }
 
-// filtersPart shows the filters of a page with suggestions of some kinds. No update replaces the part, so a viewer's
-// input stays.
+// filtersPart shows the filters of a page with suggestions of some kinds. The part has no refresh interval, so it keeps
+// what the viewer types.
 func (room *Room) filtersPart(path string, kinds ...string) part {
 	return part{name: "filters", load: func(ctx context.Context, req *pageRequest) (any, error) {
 		form := filterForm{pageRequest: req, Path: path, Lists: map[string][]suggestion{}}
