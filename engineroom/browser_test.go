@@ -11,6 +11,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -84,7 +85,7 @@ func (l *rowList) open(t *testing.T, look browser.Look) *browser.Page {
 func wantNoBrowserErrors(t *testing.T, p *browser.Page) {
 	t.Helper()
 	all := append(p.Problems(), p.Inaccessible()...)
-	assert.Truef(t, len(all) == 0, "the browser complains: %s", strings.Join(all, "\n"))
+	assert.Truef(t, len(all) == 0, "browser errors: %s", strings.Join(all, "\n"))
 }
 
 func TestUpdatesLeaveReaderInputAlone(t *testing.T) {
@@ -108,7 +109,7 @@ func TestUpdatesLeaveReaderInputAlone(t *testing.T) {
 		`!document.querySelector("#row-b .action").open && document.activeElement.localName === "summary"`)
 	l.set("c", "a")
 	p.Shows("There are 2 rows.")
-	p.Until("the focus is where the row was", `document.activeElement.id === "rows"`)
+	p.Until("the focus moves to the table", `document.activeElement.id === "rows"`)
 	p.Until("clocks count",
 		`/min|h/.test(document.querySelector("time.since").textContent) && document.querySelector("time.since").title !== ""`)
 	wantNoBrowserErrors(t, p)
@@ -156,7 +157,7 @@ func clickCopy(p *browser.Page, selector string) {
 	p.Eval(fmt.Sprintf(`window.said = ""; (b => new MutationObserver(() => { said += b.textContent; })
 		.observe(b, {childList: true}))(document.querySelector(%q))`, selector), nil)
 	p.Click(selector)
-	p.Until("the button shows the number of updates", `/Copied|Not copied|Press/.test(said)`)
+	p.Until("the button confirms the copy", `/Copied|Not copied|Press/.test(said)`)
 }
 
 func TestKeysAndThemes(t *testing.T) {
@@ -214,7 +215,7 @@ func TestRejectedFormKeepsInput(t *testing.T) {
 	const kept = `document.querySelector("#fork input[name=from]").value + " " + document.querySelector("#fork textarea").value`
 	p.Until("what was written stands there", kept+` === 'pay {"rows": 7'`)
 	p.Reload()
-	p.Until("it is asked for anew", `!document.querySelector(".flash-bad") && !(`+kept+`).includes("pay")`)
+	p.Until("the reloaded form is empty", `!document.querySelector(".flash-bad") && !(`+kept+`).includes("pay")`)
 	wantNoBrowserErrors(t, p)
 }
 
@@ -230,7 +231,7 @@ func TestPhoneNavigationMarksCurrentPage(t *testing.T) {
 		var visible bool
 		p.Eval(`(() => { const r = document.querySelector(".thumb `+where+`").getBoundingClientRect();
 			return r.left >= 0 && r.right <= innerWidth && r.bottom <= innerHeight && r.top > innerHeight - 80 && r.height >= 44 && scrollY === 0 })()`, &visible)
-		assert.Truef(t, visible, "%s: the action at the lower edge is not visible", path)
+		assert.Truef(t, visible, "%s: the link of the current page is not visible", path)
 	}
 	wantNoBrowserErrors(t, p)
 }
@@ -253,7 +254,7 @@ func TestLoginLink(t *testing.T) {
 	p := browser.Open(t, browser.Look{})
 	p.Go(strings.TrimSuffix(l.url, "/listed") + "/login?next=/listed")
 	wantNoBrowserErrors(t, p)
-	p.Expect("405") // no handler takes the form here
+	p.Expect("405") // the test server has no login route
 	p.Go(strings.TrimSuffix(l.url, "/listed") + "/login?next=/listed#token=secret")
 	p.Until("the token is out of the address", `!location.href.includes("secret")`)
 }
@@ -334,9 +335,9 @@ func quoteJSON(t *testing.T, text string) string {
 	return string(raw)
 }
 
-// displayModes are the browser settings in which every page must be readable.
+// displayModes are browser settings by name.
 var displayModes = map[string]browser.Look{
-	"light": {}, "dark": {Dark: true}, "light phone": {Width: 390, Height: 844},
+	"light": {}, "dark": {Dark: true},
 	"dark phone": {Width: 390, Height: 844, Dark: true},
 }
 
@@ -363,21 +364,21 @@ func pageAddresses(t *testing.T, pool *pgxpool.Pool, ids map[string]string) []st
 
 // checkPage opens a page in some display modes. It reports errors of the browser, pages wider than the window and, with
 // axe, accessibility problems.
-func checkPage(t *testing.T, p *browser.Page, address string, axe bool, ways ...string) {
+func checkPage(t *testing.T, p *browser.Page, address string, axe bool, modes ...string) {
 	t.Helper()
-	p.As(displayModes[ways[0]])
+	p.As(displayModes[modes[0]])
 	p.Go(address)
-	for _, way := range ways {
-		look := displayModes[way]
+	for _, mode := range modes {
+		look := displayModes[mode]
 		p.As(look)
 		if axe {
 			for _, fault := range p.Inaccessible() {
-				t.Errorf("%s, %s: %s", address, way, fault)
+				t.Errorf("%s, %s: %s", address, mode, fault)
 			}
 		}
 		var width int64
 		p.Eval(`document.documentElement.scrollWidth`, &width)
-		assert.Truef(t, look.Width <= 0 || width <= max(look.Width, 390), "%s, %s: the page is %d wide", address, way, width)
+		assert.Truef(t, look.Width <= 0 || width <= max(look.Width, 390), "%s, %s: the page is %d wide", address, mode, width)
 	}
 	for _, complaint := range p.Problems() {
 		t.Errorf("%s: %s", address, complaint)
@@ -397,12 +398,12 @@ func TestEveryPageIsFitForLightDarkAndPhone(t *testing.T) {
 		pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('agent', now() + interval '1 hour')`)
 	}
 	for i, address := range list {
-		ways := []string{"light", "dark phone"}
+		modes := []string{"light", "dark phone"}
 		if testing.Short() {
-			ways = ways[i%2 : i%2+1]
+			modes = modes[i%2 : i%2+1]
 		}
-		checkPage(t, p, server.URL+address, true, ways...)
-		for _, width := range []int64{390, 320} { // F12: no page is wider than a phone's window
+		checkPage(t, p, server.URL+address, true, modes...)
+		for _, width := range []int64{390, 320} { // no page is wider than a phone's window
 			p.As(browser.Look{Width: width, Height: 844})
 			var wide int64
 			p.Eval(`document.documentElement.scrollWidth`, &wide)
@@ -424,13 +425,13 @@ func takePictures(t *testing.T, p *browser.Page, base string, ids map[string]str
 	if dir == "" {
 		return
 	}
-	for _, shot := range []struct{ name, page, way string }{
+	for _, shot := range []struct{ name, page, mode string }{
 		{"overview", "/", "light"},
 		{"trace", "/traces/{id}", "light"},
 		{"approval", "/approvals/{id}", "dark"},
 		{"evals", "/evals/runs/{id}/cases/{case}", "light"},
 	} {
-		p.As(displayModes[shot.way])
+		p.As(displayModes[shot.mode])
 		p.Go(base + ids[shot.page])
 		p.Until("the page is live", `document.body.innerText.includes("Live")`)
 		p.Screenshot(filepath.Join(dir, shot.name+".png"), false)
@@ -459,8 +460,8 @@ func TestEveryPageEscapesHostileText(t *testing.T) {
 	}
 }
 
-// fillTextColumns writes a text into every column of free text or JSON, of every row, if the schema allows it. Columns
-// that pages search by keep their values.
+// fillTextColumns writes a text into every column of free text or JSON, of every row. It skips columns whose
+// constraints reject it, and columns that pages search by.
 func fillTextColumns(t *testing.T, pool *pgxpool.Pool, text string) {
 	t.Helper()
 	rows, err := pool.Query(t.Context(), `
@@ -521,10 +522,15 @@ func (f *fakeTurns) message(r *http.Request) (body string) {
 	return string(text)
 }
 
-func (f *fakeTurns) has(words ...string) bool {
+// requests returns a copy of the recorded requests.
+func (f *fakeTurns) requests() []string {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for _, a := range f.asked {
+	return slices.Clone(f.asked)
+}
+
+func (f *fakeTurns) has(words ...string) bool {
+	for _, a := range f.requests() {
 		all := true
 		for _, w := range words {
 			all = all && strings.Contains(a, w)
@@ -660,7 +666,7 @@ func TestOperateConsoleInBrowser(t *testing.T) {
 	p.Until("the address has the session", `location.search === "?session=`+aSession+
 		`" && document.activeElement.id === "message"`)
 
-	assert.Truef(t, f.has("POST /v1/operate", "hello", `"agent":"billing"`), "the chosen agent was not named: %q", f.asked)
+	assert.Truef(t, f.has("POST /v1/operate", "hello", `"agent":"billing"`), "the chosen agent was not named: %q", f.requests())
 	p.Until("the session keeps its agent", `document.getElementById("agent").disabled`)
 
 	// The page decides an approval in place.
@@ -674,7 +680,7 @@ func TestOperateConsoleInBrowser(t *testing.T) {
 	p.Shows("Dropped.")
 	p.Until("its turn has ended", `!document.getElementById("send").disabled`)
 	assert.Truef(t, f.has("POST /v1/approvals/a1", `"decision":"approve"`) &&
-		f.has("POST /v1/operate", `"session_id":"`+aSession+`"`, "approve"), "asked: %q", f.asked)
+		f.has("POST /v1/operate", `"session_id":"`+aSession+`"`, "approve"), "asked: %q", f.requests())
 
 	// The page names the holder of the lane, and the admin can wait for it.
 	p.Expect("409")
@@ -686,7 +692,7 @@ func TestOperateConsoleInBrowser(t *testing.T) {
 		new(int))
 	p.Until("it waited",
 		`[...document.querySelectorAll("#transcript > .bubble")].pop().textContent.startsWith("Done. Trace") && document.getElementById("send").disabled === false`)
-	assert.Truef(t, f.has("POST /v1/operate", "busy", `"wait":true`), "asked: %q", f.asked)
+	assert.Truef(t, f.has("POST /v1/operate", "busy", `"wait":true`), "asked: %q", f.requests())
 
 	// After its connection broke, the page finds the turn again and can stop it.
 	p.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING")
@@ -699,7 +705,7 @@ func TestOperateConsoleInBrowser(t *testing.T) {
 	p.Click("#stop")
 	p.Shows("The turn was cancelled: stopped")
 	assert.Truef(t, f.has("POST /v1/executions/018f0000-0000-7000-8000-000000000000/cancel", "stopped in the console"),
-		"asked: %q", f.asked)
+		"asked: %q", f.requests())
 
 	// The same holds for a turn without any event, and for one in progress when the page loads.
 	f.mu.Lock()
@@ -712,7 +718,7 @@ func TestOperateConsoleInBrowser(t *testing.T) {
 	p.Go(server.URL + "/operate?session=" + aSession)
 	p.Shows("It went on.")
 	problems := p.Problems()
-	assert.Truef(t, len(problems) == 0, "the browser complains:\n%s", strings.Join(problems, "\n"))
+	assert.Truef(t, len(problems) == 0, "browser errors:\n%s", strings.Join(problems, "\n"))
 }
 
 // A system's forced colours hide backgrounds, so a border shows the current item.
