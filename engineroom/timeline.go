@@ -11,7 +11,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -265,85 +264,4 @@ func ordinal(n int) string {
 		}
 	}
 	return fmt.Sprintf("%dth", n)
-}
-
-// stripWidth is the strip's width in its own units.
-const stripWidth = 1000
-
-// strip draws a page of the timeline: bars for the queue time and the time since the first claim, ticks for entries.
-// The list below the strip has the same entries.
-type strip struct {
-	Label string
-	Bars  []stripBar
-}
-
-// stripBar is a rectangle of the strip.
-type stripBar struct {
-	X, Width, Y, Height int
-	Class               string
-	Title               string
-}
-
-// stripOf draws the entries of a page, from the first to the last; nil without a duration. It omits a fork's copied
-// steps. The time since the first claim counts from the claim, also if an earlier page shows it.
-func stripOf(x executionRecord, entries []timelineEntry) *strip {
-	from, to := time.Time{}, time.Time{}
-	var own []timelineEntry
-	for _, m := range entries {
-		if m.Copied || m.At.Before(x.CreatedAt) {
-			continue
-		}
-		if from.IsZero() {
-			from = m.At
-		}
-		to = m.At
-		own = append(own, m)
-	}
-	span := to.Sub(from)
-	if span <= 0 {
-		return nil
-	}
-	place := func(t time.Time) int { return int(stripWidth * (float64(t.Sub(from)) / float64(span))) }
-	s := &strip{Label: fmt.Sprintf("%d events in %s, listed below", len(own), human.Millis(span.Milliseconds()))}
-	bar := func(a, b time.Time, class, title string) {
-		if b.After(a) {
-			s.Bars = append(s.Bars, stripBar{
-				X: place(a), Width: max(place(b)-place(a), 1), Y: 12, Height: 8,
-				Class: class, Title: title,
-			})
-		}
-	}
-	start := from
-	if x.StartedAt != nil && x.StartedAt.After(from) {
-		start = *x.StartedAt
-		if start.After(to) {
-			start = to
-		}
-		bar(from, start, "bar-lane", "in the queue: "+human.Millis(start.Sub(from).Milliseconds()))
-	}
-	if x.StartedAt != nil {
-		bar(start, to, "bar-phase", "since its first claim: "+human.Millis(to.Sub(*x.StartedAt).Milliseconds()))
-	}
-	for _, m := range own {
-		s.Bars = append(s.Bars, stripBar{
-			X: min(place(m.At), stripWidth-4), Width: 4, Y: 4, Height: 24, Class: stripClass(m.Kind),
-			Title: cut(80, m.Label+" "+m.Step),
-		})
-	}
-	return s
-}
-
-// stripClass is the colour of a tick.
-func stripClass(kind entryKind) string {
-	switch kind {
-	case kindFailed:
-		return "bar-bad"
-	case kindWait, kindOpen:
-		return "bar-wait"
-	case kindClaim:
-		return "bar-retry"
-	case kindBegin, kindEnd, kindStatus:
-		return "bar-accent"
-	}
-	return "bar-call"
 }
