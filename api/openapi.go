@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
 
-// openAPI serves the document of the table.
+// openAPI serves the OpenAPI document of the routes.
 func (s *server) openAPI(table []route) (http.Handler, error) {
 	encoded, err := encode(document(table))
 	if err != nil {
@@ -291,8 +291,8 @@ func content(kind string, schema object) object { return object{kind: object{"sc
 // object is a part of the document.
 type object = map[string]any
 
-// schemas derives JSON Schema 2020-12 from Go types as encoding/json writes them. Named structs become referenced
-// components.
+// schemas derives JSON Schema 2020-12 from the Go types of requests and responses. Those types have no MarshalJSON of
+// their own, and only slices tagged nullable may be nil. Named structs become referenced components.
 type schemas struct {
 	components object
 }
@@ -343,7 +343,7 @@ func (s *schemas) structure(t reflect.Type) object {
 		return s.fields(t)
 	}
 	if _, known := s.components[name]; !known {
-		s.components[name] = object{} // ends recursive types
+		s.components[name] = object{} // breaks the recursion of recursive types
 		s.components[name] = s.fields(t)
 	}
 	return object{"$ref": "#/components/schemas/" + name}
@@ -358,7 +358,7 @@ func (s *schemas) fields(t reflect.Type) object {
 			continue
 		}
 		properties[name] = s.schema(f.Type)
-		if f.Tag.Get("nullable") == "true" { // a slice with distinct nil and empty
+		if f.Tag.Get("nullable") == "true" { // a slice that may be null, not only empty
 			properties[name] = nullable(s.schema(f.Type))
 		}
 		if !strings.Contains(options, "omit") {
@@ -368,7 +368,7 @@ func (s *schemas) fields(t reflect.Type) object {
 	return object{"type": "object", "properties": properties, "required": required}
 }
 
-// componentName joins package and type, such as activity_Row; it is empty for types without a plain name.
+// componentName joins package and type, such as activity_Row; it is empty for unnamed and generic types.
 func componentName(t reflect.Type) string {
 	if t.Name() == "" || strings.ContainsRune(t.Name(), '[') {
 		return ""

@@ -67,7 +67,7 @@ func (c *cli) executionsListCommand() *cobra.Command {
 	return cmd
 }
 
-// listExecutions reads a redacted page and the cursor of the next.
+// listExecutions returns a page, redacted, and the cursor of the next page.
 func listExecutions(
 	ctx context.Context, s *session, f executions.Filter,
 ) (page []executions.Execution, next string, err error) {
@@ -130,7 +130,7 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 	}
 }
 
-// openWaits returns the open wait of an execution, if any.
+// openWaits returns the current wait of an execution, as a list of at most one.
 func openWaits(x executions.Execution) []executions.WaitingRow {
 	if x.Status != executions.Waiting || x.WaitingUntil == nil {
 		return []executions.WaitingRow{}
@@ -209,7 +209,8 @@ func (c *cli) executionsCancelCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "cancel ID", Short: "Cancel an execution now", Args: executionID,
 		Long: `Cancel an execution now: stop its running step and release its lanes. Cancelling an ended execution changes nothing.
-If another transaction locks the row, the cancel takes effect when it ends; the command names a possible blocker.`,
+If another transaction locks the row, the cancel takes effect when that transaction ends. The command names a session
+that may hold the lock.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.cancel(cmd.Context(), s, args[0], reason)
 		}),
@@ -265,14 +266,12 @@ one fails with an error. A process that runs agent serve runs the execution.`,
 				if err != nil {
 					return err
 				}
-				var got executions.Execution
-				input, output := map[string]any{"execution": f.ID, "from": f.From, "reason": reason}, map[string]any{}
-				_, err = recordChangeWith(cmd.Context(), s, "fork_execution", input, output,
-					func(tx pgx.Tx, _ string) (_ bool, err error) {
-						got, err = a.Engine.Fork(cmd.Context(), tx, f)
-						return forked(got, output), err
+				details := map[string]any{"execution": f.ID, "from": f.From, "reason": reason}
+				return c.fork(cmd.Context(), s, "fork_execution", f.ID, details,
+					func(ctx context.Context, tx pgx.Tx) (executions.Execution, string, error) {
+						x, err := a.Engine.Fork(ctx, tx, f)
+						return x, f.From, err
 					})
-				return c.printFork(got, f.From, forkHint(err, args[0]))
 			})(cmd, args)
 		},
 	}
@@ -294,28 +293,38 @@ A cancelled execution continues after its last checkpoint. The original stays un
 			if err != nil {
 				return err
 			}
-			var got executions.Execution
-			from := ""
-			input, output := map[string]any{"execution": args[0], "reason": reason}, map[string]any{}
-			_, err = recordChangeWith(cmd.Context(), s, "retry_execution", input, output,
-				func(tx pgx.Tx, _ string) (_ bool, err error) {
-					got, from, err = a.Engine.Retry(cmd.Context(), tx, args[0])
-					return forked(got, output), err
+			details := map[string]any{"execution": args[0], "reason": reason}
+			return c.fork(cmd.Context(), s, "retry_execution", args[0], details,
+				func(ctx context.Context, tx pgx.Tx) (executions.Execution, string, error) {
+					return a.Engine.Retry(ctx, tx, args[0])
 				})
-			return c.printFork(got, from, forkHint(err, args[0]))
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")
 	return cmd
 }
 
-// forked adds the new execution to the record of the change.
-func forked(x executions.Execution, output map[string]any) bool {
-	output["execution_id"], output["trace_id"] = x.ID, x.TraceID
-	return true
+// fork forks the execution with an id by fn, records the change with details, and prints the new execution. fn returns
+// it with the first step that it runs.
+func (c *cli) fork(
+	ctx context.Context, s *session, action, id string, details map[string]any,
+	fn func(ctx context.Context, tx pgx.Tx) (executions.Execution, string, error),
+) error {
+	var x executions.Execution
+	var from string
+	result := map[string]any{}
+	_, err := recordChangeWith(ctx, s, action, details, result, func(tx pgx.Tx, _ string) (_ bool, err error) {
+		x, from, err = fn(ctx, tx)
+		result["execution_id"], result["trace_id"] = x.ID, x.TraceID
+		return true, err
+	})
+	if err != nil {
+		return forkHint(err, id)
+	}
+	return c.printFork(x, from)
 }
 
-// forkHint adds a next step to the error of a rejected fork.
+// forkHint adds advice to the error of a rejected fork.
 func forkHint(err error, id string) error {
 	switch {
 	case errors.Is(err, executions.ErrNoStep):
@@ -326,10 +335,7 @@ func forkHint(err error, id string) error {
 	return notFoundHint(err)
 }
 
-func (c *cli) printFork(x executions.Execution, from string, err error) error {
-	if err != nil {
-		return err
-	}
+func (c *cli) printFork(x executions.Execution, from string) error {
 	return c.print(map[string]any{
 		"id": x.ID, "trace_id": x.TraceID, "status": x.Status, "forked_from": x.ForkedFrom, "from": from,
 	}, func(w io.Writer) {

@@ -248,22 +248,22 @@ func TestInvalidBodies(t *testing.T) {
 		chunked                     bool
 		want                        int
 	}{
-		"at the limit":                 {"small", `{"a":"` + strings.Repeat("x", 92) + `"}`, "application/json", false, 202},
-		"too large":                    {"small", big, "application/json", false, 413},
-		"too large, without a length":  {"small", big, "application/json", true, 413},
-		"chunked without a length":     {"small", `{"chunked":1}`, "application/json", true, 202},
-		"not JSON":                     {"small", `{"a":`, "application/json", false, 400},
-		"two values":                   {"small", `{} {}`, "application/json", false, 400},
-		"nothing":                      {"small", ``, "application/json", false, 400},
-		"not UTF-8":                    {"small", "{\"a\":\"\xff\"}", "application/json", false, 400},
-		"a form":                       {"small", `payload=%7B%7D`, "application/x-www-form-urlencoded", false, 400},
-		"JSON that says it is a form":  {"small", `{"form":1}`, "application/x-www-form-urlencoded", false, 202},
-		"unknown endpoint":             {"none", `{}`, "application/json", false, 404},
-		"disabled endpoint":            {"off", `{}`, "application/json", false, 404},
-		"an invalid name":              {"..%2f..", `{}`, "application/json", false, 404},
-		"a name with NUL":              {"a%00", `{}`, "application/json", false, 404},
-		"a name that is not UTF-8":     {"a%ff", `{}`, "application/json", false, 404},
-		"JSON with a character of NUL": {"small", `{"a":"\u0000"}`, "application/json", false, 202},
+		"at the limit":                  {"small", `{"a":"` + strings.Repeat("x", 92) + `"}`, "application/json", false, 202},
+		"too large":                     {"small", big, "application/json", false, 413},
+		"too large, without a length":   {"small", big, "application/json", true, 413},
+		"chunked without a length":      {"small", `{"chunked":1}`, "application/json", true, 202},
+		"not JSON":                      {"small", `{"a":`, "application/json", false, 400},
+		"two values":                    {"small", `{} {}`, "application/json", false, 400},
+		"nothing":                       {"small", ``, "application/json", false, 400},
+		"not UTF-8":                     {"small", "{\"a\":\"\xff\"}", "application/json", false, 400},
+		"a form":                        {"small", `payload=%7B%7D`, "application/x-www-form-urlencoded", false, 400},
+		"JSON with a form content type": {"small", `{"form":1}`, "application/x-www-form-urlencoded", false, 202},
+		"unknown endpoint":              {"none", `{}`, "application/json", false, 404},
+		"disabled endpoint":             {"off", `{}`, "application/json", false, 404},
+		"an invalid name":               {"..%2f..", `{}`, "application/json", false, 404},
+		"a name with NUL":               {"a%00", `{}`, "application/json", false, 404},
+		"a name that is not UTF-8":      {"a%ff", `{}`, "application/json", false, 404},
+		"JSON with \\u0000":             {"small", `{"a":"\u0000"}`, "application/json", false, 202},
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := signedHeaders(t, testSecret, "msg_"+strings.ReplaceAll(name, " ", "_"), time.Now(), []byte(c.body))
@@ -314,14 +314,14 @@ func TestConflictingBodyIsStored(t *testing.T) {
 	first := w.sendAccepted(t, "twice", "msg_1", `{"order": 7, "note": "a"}`)
 	for body, conflict := range map[string]bool{
 		`{"order": 7, "note": "a"}`: false,
-		`{"note":"a","order":7}`:    false, // encoded anew
+		`{"note":"a","order":7}`:    false, // the same value in another encoding
 		`{"order": 8, "note": "a"}`: true,
 	} {
 		got := w.send(t, "twice", "msg_1", body)
 		assert.Truef(t, got.status == http.StatusOK && got.TraceID == first.TraceID && got.Conflict == conflict,
 			"%s: answer %d %s", body, got.status, got.body)
 	}
-	for i := range 9 { // each twice
+	for i := range 9 { // 100 to 103 twice, 104 once
 		w.send(t, "twice", "msg_1", fmt.Sprintf(`{"order": %d}`, 100+i/2))
 	}
 	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
@@ -439,7 +439,7 @@ func TestStorageFailureIsNotAcknowledged(t *testing.T) {
 	w.sendAccepted(t, "lost", "msg_1", `{}`)
 }
 
-// The guard throttles weak bearer tokens from an address with many wrong ones. It does not throttle strong tokens.
+// After many wrong bearer tokens from an address, the guard throttles weak tokens from it, but no strong ones.
 func TestWrongTokensAreThrottled(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
@@ -475,7 +475,8 @@ func TestWrongTokensAreThrottled(t *testing.T) {
 	assert.Equal(t, http.StatusAccepted, got.status, "a strong token from there", got.body)
 }
 
-// TestConcurrentDuplicates sends every delivery twice, out of order, to two processes with failing automations.
+// TestConcurrentDuplicates sends every delivery twice, out of order, to a server. Two engines run the deliveries,
+// with automations that fail at first.
 func TestConcurrentDuplicates(t *testing.T) {
 	t.Parallel()
 	const deliveries, senders = 200, 16
