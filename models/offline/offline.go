@@ -120,6 +120,7 @@ func answerTo(req openai.ChatCompletionRequest, body []byte) chatwire.Answer {
 	}
 	limit := max(req.MaxTokens, req.MaxCompletionTokens) * bytesPerToken //nolint:staticcheck // clients send the old name too
 	if limit > 0 && len(answer.Text) > limit {
+		size -= len(answer.Text) - limit // the mark of the cut is not counted
 		answer.Text, answer.Finish = textcut.Text(answer.Text, limit), openai.FinishReasonLength
 	}
 	prompt, completion := tokens(len(body)), tokens(size)

@@ -336,7 +336,8 @@ func TestProtocol(t *testing.T) {
 			`{"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":{"type":"object","properties":{"text":{"type":"string"}},"required":["text"]}}},
 			"messages":[{"role":"user","content":"12 geese"}]}`, 200, `{\"text\":\"From what I was given: 12 geese`,
 		},
-		"short": {`{"max_tokens":2,"messages":[{"role":"user","content":"hi"}]}`, 200, `"finish_reason":"length"`},
+		"short, as counted": {`{"max_tokens":2,"messages":[{"role":"user","content":"hi"}]}`, 200, `"completion_tokens":2,`},
+		"short":             {`{"max_tokens":2,"messages":[{"role":"user","content":"hi"}]}`, 200, `"finish_reason":"length"`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			status, text := post(t, server.URL, test.body)
