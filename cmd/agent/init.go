@@ -368,7 +368,7 @@ func (c *cli) printNextSteps(o initOptions, begin initFiles, missing string) {
 	}
 	load := ""
 	if o.example != "" {
-		load = "psql -f shop.sql URL      # the shop's tables, once; URL is that of its database\n  "
+		load = "psql -f shop.sql URL         # the shop's tables, once; URL is that of its database\n  "
 	}
 	c.infof(`
 Next:
