@@ -109,7 +109,7 @@ type Client struct {
 func (c *Client) Open(ctx context.Context, name string) (skills.Database, error) {
 	d, err := Get(ctx, c.DB, name)
 	if errors.Is(err, ErrNotFound) {
-		return skills.Database{}, skills.Misconfigured(
+		return skills.Database{}, skills.NewConfigError(
 			"there is no database %q; a workspace declares one as kind: database", name)
 	}
 	if err != nil {
@@ -127,7 +127,7 @@ func (c *Client) Open(ctx context.Context, name string) (skills.Database, error)
 func (c *Client) Reach(ctx context.Context, d Database) (skills.Database, error) {
 	url := strings.TrimSpace(c.Getenv(d.URLEnv))
 	if url == "" {
-		return skills.Database{}, skills.Misconfigured("set %s, which has the URL of database %s", d.URLEnv, d.Name)
+		return skills.Database{}, skills.NewConfigError("set %s, which has the URL of database %s", d.URLEnv, d.Name)
 	}
 	pool, err := c.pool(ctx, url)
 	if err != nil {

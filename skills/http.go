@@ -60,20 +60,20 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 		return nil, classifyHTTPError(request, redactText, err)
 	}
 	defer func() { _ = response.Body.Close() }()
-	body, err := io.ReadAll(io.LimitReader(response.Body, maxResult+1))
+	body, err := io.ReadAll(io.LimitReader(response.Body, maxResultBytes+1))
 	if err != nil {
 		return nil, classifyHTTPError(request, redactText, err)
 	}
 	contentType := response.Header.Get("Content-Type")
-	if len(body) <= maxResult {
+	if len(body) <= maxResultBytes {
 		body = toUTF8(contentType, body)
 	}
 	if response.StatusCode >= 300 {
 		return nil, newCallError(ClassHTTPStatus, "%s answered %s: %s", requestTarget(request), response.Status,
 			excerpt(redactText(string(body))))
 	}
-	if len(body) > maxResult {
-		return nil, newCallError(ClassTooLarge, "%s answered with more than %d bytes", requestTarget(request), maxResult)
+	if len(body) > maxResultBytes {
+		return nil, newCallError(ClassTooLarge, "%s answered with more than %d bytes", requestTarget(request), maxResultBytes)
 	}
 	return decodeResponse(contentType, body, redactText)
 }
@@ -211,7 +211,7 @@ func (h httpHandler) resolveHeaders(
 	}
 	if len(missing) > 0 {
 		slices.Sort(missing)
-		return nil, nil, Misconfigured("set the environment variable %s, which the headers of this skill refer to",
+		return nil, nil, NewConfigError("set the environment variable %s, which the headers of this skill refer to",
 			strings.Join(slices.Compact(missing), " and "))
 	}
 	return headers, secrets, nil

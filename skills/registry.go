@@ -357,7 +357,7 @@ func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evide
 		   set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(),
 		       trial_at = null, evidence = @evidence, updated_at = clock_timestamp()
 		 where name = @name and (enabled or (disabled_by = 'self_heal' and @by <> 'self_heal'))`,
-		pgx.StrictNamedArgs{"name": name, "by": stripNUL(by), "reason": stripNUL(reason), "evidence": encoded})
+		pgx.StrictNamedArgs{"name": name, "by": replaceNUL(by), "reason": replaceNUL(reason), "evidence": encoded})
 	if err != nil {
 		return false, fmt.Errorf("disable skill %q: %w", name, err)
 	}
@@ -378,7 +378,7 @@ func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, 
 		update agent_skills
 		   set trial_at = null, disabled_at = clock_timestamp(), disabled_reason = @reason, updated_at = clock_timestamp()
 		 where name = @name and not enabled and trial_at is not null`,
-		pgx.StrictNamedArgs{"name": name, "reason": stripNUL(reason)})
+		pgx.StrictNamedArgs{"name": name, "reason": replaceNUL(reason)})
 	return postgres.Changed(tag, err, fmt.Sprintf("fail trial of skill %q", name))
 }
 

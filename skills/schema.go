@@ -160,7 +160,7 @@ func unstorable(path string, value any, found []Violation) []Violation {
 			found = append(found, Violation{Path: path, Message: "has a NUL character"})
 		}
 	case json.Number:
-		if _, ok := portableNumber(v).(json.Number); !ok {
+		if _, ok := float64Safe(v).(json.Number); !ok {
 			found = append(found, Violation{Path: path, Message: "is a number out of range"})
 		}
 	case []any:

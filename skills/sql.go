@@ -27,7 +27,7 @@ const (
 	defaultRows = 100
 	maxRows     = 1000
 
-	maxRowsSize = maxResult - 1024 // bytes of all rows
+	maxRowsSize = maxResultBytes - 1024 // bytes of all rows
 
 	rollbackTimeout = 5 * time.Second
 )
@@ -168,7 +168,7 @@ func (h sqlHandler) openDatabase(ctx context.Context, r *Registry) (Database, er
 	}
 	db, err := r.named(ctx, h.database)
 	if err == nil && h.writes && !db.Writes {
-		err = Misconfigured("database %s is read-only; declare access: write, or leave config.writes out", h.database)
+		err = NewConfigError("database %s is read-only; declare access: write, or leave config.writes out", h.database)
 	}
 	return db, err
 }

@@ -343,7 +343,7 @@ func newShopDatabase(t *testing.T, role string) (*skills.Registry, *pgxpool.Pool
 		case "read":
 			return skills.Database{Pool: db, Role: role}, nil
 		}
-		return skills.Database{}, skills.Misconfigured("set %s_URL", name)
+		return skills.Database{}, skills.NewConfigError("set %s_URL", name)
 	}})
 	return r, db
 }
