@@ -251,7 +251,7 @@ func databaseTable(w Workspace) kindApplier {
 	return kindTable[databases.Definition, databases.Database]{
 		kind: "database", documents: w.Databases, name: func(d databases.Definition) string { return d.Name },
 		get:      databases.Get,
-		put:      put(databases.Put),
+		put:      withTx(databases.Put),
 		notFound: databases.ErrNotFound, remove: databases.Remove,
 		declared: []string{"description", "url_env", "access", "role", "source"},
 	}
@@ -276,7 +276,7 @@ func webhookEndpoints(w Workspace) kindApplier {
 	return kindTable[webhooks.EndpointDefinition, webhooks.Endpoint]{
 		kind: "webhook", documents: w.Webhooks, name: func(d webhooks.EndpointDefinition) string { return d.Name },
 		get:      webhooks.GetEndpoint,
-		put:      put(webhooks.PutEndpoint),
+		put:      withTx(webhooks.PutEndpoint),
 		notFound: webhooks.ErrNotFound, remove: webhooks.RemoveEndpoints,
 		declared: []string{"description", "scheme", "secrets", "settings", "actions", "source"},
 	}
@@ -287,7 +287,7 @@ func webhookTargets(w Workspace) kindApplier {
 	return kindTable[webhooks.TargetDefinition, webhooks.Target]{
 		kind: "webhook_target", documents: w.Targets, name: func(d webhooks.TargetDefinition) string { return d.Name },
 		get:      webhooks.GetTarget,
-		put:      put(webhooks.PutTarget),
+		put:      withTx(webhooks.PutTarget),
 		notFound: webhooks.ErrNotFound, remove: webhooks.RemoveTargets,
 		declared: []string{"description", "url", "secrets", "events", "format", "max_failures", "source"},
 	}
@@ -303,7 +303,7 @@ func channelTable(w Workspace) kindApplier {
 	return kindTable[channels.Definition, channels.Channel]{
 		kind: "channel", documents: w.Channels, name: func(d channels.Definition) string { return d.Name },
 		get:      channels.Get,
-		put:      put(channels.Put),
+		put:      withTx(channels.Put),
 		notFound: channels.ErrNotFound, remove: channels.Remove,
 		declared: []string{"description", "type", "agent", "secrets", "settings", "pairing", "report_to", "source"},
 	}

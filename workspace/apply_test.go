@@ -52,7 +52,7 @@ steps: [first, second]
 `
 
 // pruneAll removes all that no file declares.
-var pruneAll = workspace.Options{Prune: workspace.All}
+var pruneAll = workspace.Options{Prune: workspace.PruneAll}
 
 func apply(t testing.TB, pool *pgxpool.Pool, w workspace.Workspace) workspace.Diff {
 	t.Helper()

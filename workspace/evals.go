@@ -45,7 +45,7 @@ func evalTable(w Workspace) kindApplier {
 	return kindTable[evals.Definition, evalRow]{
 		kind: "eval", documents: w.Evals, name: func(d evals.Definition) string { return d.Name },
 		get:      getEval,
-		put:      put(evals.Put),
+		put:      withTx(evals.Put),
 		notFound: evals.ErrNotFound, remove: evals.Remove,
 		declared: []string{"description", "agent", "surface", "trials", "budget", "gate", "cases", "version", "source"},
 	}
@@ -136,7 +136,7 @@ func refusedSuites(refused []evals.Refusal) []string {
 func CandidateOf(
 	ctx context.Context, db postgres.Beginner, w Workspace, o Options, in evals.Installation, s evals.Suite,
 ) (found evals.Subject, err error) {
-	w.Also = func(ctx context.Context, tx pgx.Tx) (err error) {
+	w.AfterApply = func(ctx context.Context, tx pgx.Tx) (err error) {
 		found, err = in.Subject(ctx, tx, s)
 		return err
 	}
@@ -149,7 +149,7 @@ func Candidates(
 	ctx context.Context, db postgres.Beginner, w Workspace, o Options, in evals.Installation,
 ) (map[string]evals.Subject, error) {
 	var found map[string]evals.Subject
-	w.Also = func(ctx context.Context, tx pgx.Tx) (err error) {
+	w.AfterApply = func(ctx context.Context, tx pgx.Tx) (err error) {
 		found, err = in.Subjects(ctx, tx)
 		return err
 	}

@@ -130,7 +130,7 @@ var installation = evals.Installation{
 func gatedApply(t testing.TB, pool *pgxpool.Pool, text string) (workspace.Diff, error) {
 	t.Helper()
 	return workspace.Apply(t.Context(), pool, load(t, "a.yaml", text), workspace.Options{
-		Prune: workspace.All, Gate: &workspace.Gate{Installation: installation},
+		Prune: workspace.PruneAll, Gate: &workspace.Gate{Installation: installation},
 	})
 }
 

@@ -39,7 +39,7 @@ func flowTable(w Workspace) kindApplier {
 	return kindTable[flows.Definition, flowRow]{
 		kind: "flow", documents: w.Flows, name: func(d flows.Definition) string { return d.Name },
 		get:      getFlow,
-		put:      put(flows.Put),
+		put:      withTx(flows.Put),
 		notFound: flows.ErrNotFound, remove: flows.Remove,
 		declared: []string{"description", "input", "variables", "channel", "target", "actions", "version", "source"},
 	}

@@ -68,10 +68,10 @@ func (w Workspace) reachDatabases(
 	all := make(map[string]reachedDatabase)
 	reach := func(d databases.Database, at Position, path string) {
 		got := reachedDatabase{Database: d}
-		if o.Reach != nil {
+		if o.OpenDatabase != nil {
 			limited, cancel := context.WithTimeout(ctx, checkLimit)
 			defer cancel()
-			if got.database, got.err = o.Reach(limited, d); got.err != nil && !skills.Unreachable(got.err) {
+			if got.database, got.err = o.OpenDatabase(limited, d); got.err != nil && !skills.Unreachable(got.err) {
 				problems.add(at, "%s: %s", path, got.err)
 				got.err = nil
 			}

@@ -126,7 +126,7 @@ func TestNamedDatabasesPrepareQueries(t *testing.T) {
 	reach := func(url string) workspace.Options {
 		c := &databases.Client{DB: pool, Getenv: func(string) string { return url }}
 		t.Cleanup(c.Close)
-		return workspace.Options{Reach: c.Reach}
+		return workspace.Options{OpenDatabase: c.Reach}
 	}
 	right := there.Config().ConnString()
 	wrong := func(old, replaced string) string { return strings.Replace(shop, old, replaced, 1) }

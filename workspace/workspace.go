@@ -60,8 +60,8 @@ type Workspace struct {
 	Channels    []Document[channels.Definition]
 	Evals       []Document[evals.Definition]
 
-	// Also, if set, runs in the transaction of [Apply], after all writes.
-	Also func(ctx context.Context, tx pgx.Tx) error
+	// AfterApply, if set, runs in the transaction of [Apply], after all writes.
+	AfterApply func(ctx context.Context, tx pgx.Tx) error
 
 	// The caller sets the names of flows in Go code. No flow of the workspace may have such a name.
 	GoFlows  []string // flows that workspace flows may start
@@ -251,7 +251,7 @@ func kindTables(w Workspace, o Options) []kindApplier {
 		kindTable[automations.Definition, automations.Automation]{
 			kind: "automation", documents: w.Automations, name: func(d automations.Definition) string { return d.Name },
 			get:      automations.Get,
-			put:      put(automations.Put),
+			put:      withTx(automations.Put),
 			notFound: automations.ErrNotFound, remove: automations.Remove,
 			declared: []string{
 				"description", "agent", "trigger", "cron", "timezone", "event", "condition", "signal", "skill_name",

@@ -143,7 +143,7 @@ func (c *cli) applyWorkspace(
 	if err != nil {
 		return none, err
 	}
-	files.GoFlows, files.Also = names, syncHeartbeats(s)
+	files.GoFlows, files.AfterApply = names, syncHeartbeats(s)
 	named := c.namedDatabases(s)
 	defer named.Close()
 	if err := c.checkSentWorkspace(ctx, s, files); err != nil {
@@ -221,14 +221,15 @@ func syncHeartbeats(s *session) func(ctx context.Context, tx pgx.Tx) error {
 func (c *cli) confirmRemovals(
 	ctx context.Context, s *session, files workspace.Workspace, opts applyOptions, named *databases.Client,
 ) (workspace.Options, error) {
-	keep := workspace.Options{Reach: named.Reach}
+	keep := workspace.Options{OpenDatabase: named.Reach}
 	if opts.prune {
-		return workspace.Options{Prune: workspace.All, Reach: named.Reach}, nil
+		return workspace.Options{Prune: workspace.PruneAll, OpenDatabase: named.Reach}, nil
 	}
 	if opts.dry || opts.watch || c.json || !terminal(c.in) || !terminal(c.err) {
 		return keep, nil
 	}
-	planned, err := workspace.Plan(ctx, s.Pool, files, workspace.Options{Prune: workspace.All, Reach: named.Reach})
+	prune := workspace.Options{Prune: workspace.PruneAll, OpenDatabase: named.Reach}
+	planned, err := workspace.Plan(ctx, s.Pool, files, prune)
 	if used, ok := errors.AsType[*workspace.InUseError](err); ok {
 		c.infof("nothing removed: %s", used)
 		return keep, nil
@@ -253,7 +254,7 @@ func (c *cli) confirmRemovals(
 			return seen.Kind == item.Kind && seen.Name == item.Name
 		})
 	}
-	return workspace.Options{Prune: agreed, Reach: named.Reach}, nil
+	return workspace.Options{Prune: agreed, OpenDatabase: named.Reach}, nil
 }
 
 // confirm asks a yes/no question on the terminal. Only y and yes confirm.

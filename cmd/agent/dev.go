@@ -172,7 +172,7 @@ func (c *cli) runDev(
 	if err != nil {
 		return err
 	}
-	files.GoFlows, files.Also = names, syncHeartbeats(s)
+	files.GoFlows, files.AfterApply = names, syncHeartbeats(s)
 	named := c.namedDatabases(s)
 	defer named.Close()
 	apply := applyOptions{dir: opts.dir, prune: opts.prune}

@@ -251,7 +251,7 @@ func (c *cli) readCandidate(
 		return files, options, err
 	}
 	if o.prune {
-		options.Prune = workspace.All
+		options.Prune = workspace.PruneAll
 	}
 	return files, options, c.checkSentWorkspace(ctx, s, files)
 }
