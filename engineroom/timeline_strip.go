@@ -84,6 +84,7 @@ func stripClass(kind entryKind) string {
 		return "bar-retry"
 	case kindBegin, kindEnd, kindStatus:
 		return "bar-accent"
+	case kindStep:
 	}
 	return "bar-call"
 }
