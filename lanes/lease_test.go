@@ -202,8 +202,8 @@ func TestReleaseIsRetriedAfterOutage(t *testing.T) {
 	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "not released")
 }
 
-// An acquire without a response must not keep the lane busy until its TTL. Nor must one that commits and then gets an
-// error, from a server that shuts down or a pooler that has lost it.
+// An acquire without a response must not keep the lane busy until its TTL. Nor must an acquire that commits and then
+// gets an error, from a server that shuts down or a pooler that has lost it.
 func TestLostResponseLeavesLaneFree(t *testing.T) {
 	t.Parallel()
 	for what, err := range map[string]error{

@@ -181,6 +181,9 @@ func (r *Reader) measure(ctx context.Context) state {
 	}
 	now := state{primaryAway: primaryErr != nil}
 	standby, err := r.askStandby(ctx)
+	if err != nil && primaryErr == nil {
+		r.cancelReads()
+	}
 	if err == nil && r.identity != "" && standby.Identity != r.identity {
 		err = fmt.Errorf("it is another database than DATABASE_URL; %w", ErrOther)
 	}
@@ -219,7 +222,6 @@ func (r *Reader) askStandby(ctx context.Context) (position, error) {
 	}
 	pos, err := readPosition(ctx, r.standby)
 	if err != nil {
-		r.cancelReads()
 		return position{}, fmt.Errorf("it does not answer: %w", err)
 	}
 	return pos, nil
