@@ -111,6 +111,12 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 		select coalesce(string_agg(p.proname, ', '), '') || count(*) from pg_proc p
 		 where p.pronamespace = 'public'::regnamespace
 		   and (not p.prosecdef or obj_description(p.oid, 'pg_proc') is null)`))
+	assert.Equal(t, "", pgtest.Value[string](t, db, `
+		select coalesce(string_agg(c.relname || '.' || a.attname, ', '), '') from pg_class c
+		  join pg_attribute a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
+		 where c.relnamespace = 'public'::regnamespace and col_description(c.oid, a.attnum) is null
+		   and (c.relkind = 'v' or c.relkind in ('r', 'p') and has_table_privilege('agent_client', c.oid, 'select'))`),
+		"columns without a comment")
 	n := pgtest.Value[int](t, db, `select count(*) from pg_proc where pronamespace = 'public'::regnamespace`)
 	assert.Truef(t, n <= 30, "the contract has %d functions, want at most 30", n)
 	for what, sql := range map[string]string{

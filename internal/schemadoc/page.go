@@ -19,7 +19,7 @@ agent_schema_code, record the applied migrations.
 
 The diagram has the key of each table, and the columns that name a row of another table. A solid line is a foreign key.
 A dotted line has none: the writer keeps the reference correct, and the row may outlive the row that it names. In the
-tables below, a type without *null* is never null.
+tables below, a type without *null* is never null. In a view, a column is null only where its meaning says so.
 `
 
 // Page is docs/schema.md.
@@ -83,7 +83,7 @@ func (n *Noun) write(b *strings.Builder) {
 		fmt.Fprintf(b, "- `%s` (%s): %s\n", t.Name, t.columnList(), t.Comment)
 	}
 	for _, v := range n.Views {
-		fmt.Fprintf(b, "\n### %s\n\n%s\n\nColumns: %s.\n", v.Name, v.Comment, v.columnList())
+		v.write(b)
 	}
 	if len(n.Calls) > 0 {
 		fmt.Fprintf(b, "\n### Functions of %s\n\n", strings.ToLower(n.Title))
@@ -140,7 +140,9 @@ func (r *Relation) write(b *strings.Builder) {
 	for _, c := range r.Columns {
 		r.row(b, c, values[c.Name])
 	}
-	b.WriteString("\n")
+	if len(r.Constraints)+len(r.Indexes) > 0 {
+		b.WriteString("\n")
+	}
 	r.keys(b)
 	if len(checks) > 0 {
 		fmt.Fprintf(b, "- Holds: %s.\n", strings.Join(checks, "; "))
@@ -161,7 +163,7 @@ func (r *Relation) write(b *strings.Builder) {
 // row writes the line of a column.
 func (r *Relation) row(b *strings.Builder, c Column, values []string) {
 	kind, preset := c.Type, ""
-	if c.Null {
+	if c.Null && r.Kind != "v" {
 		kind += ", *null*"
 	}
 	if c.Default != "" {

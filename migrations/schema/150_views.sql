@@ -17,6 +17,15 @@ create or replace view agent_objective_progress as
    group by o.id;
 comment on view agent_objective_progress is
   'Objectives with the progress of their round: the share of steps that are done.';
+comment on column agent_objective_progress.id is 'The objective.';
+comment on column agent_objective_progress.name is 'Its unique name.';
+comment on column agent_objective_progress.status is 'proposed, active, paused, completed, failed or rejected.';
+comment on column agent_objective_progress.round is 'The round of a recurring objective, from 1.';
+comment on column agent_objective_progress.total is 'Steps that are pending, done or failed, not skipped ones.';
+comment on column agent_objective_progress.done is 'Steps that are done.';
+comment on column agent_objective_progress.failed is 'Steps that failed.';
+comment on column agent_objective_progress.pending is 'Steps that are still to do.';
+comment on column agent_objective_progress.progress is 'done / total, from 0 to 1. 0 without steps.';
 
 create or replace view agent_locks_live as
   select l.lane, l.locked_by, l.execution_id,
@@ -32,7 +41,15 @@ create or replace view agent_locks_live as
     from agent_executions e join agent_workers w on w.id = e.claimed_by
    where e.claimed_by is not null and w.expires_at > clock_timestamp();
 comment on view agent_locks_live is
-  'Every lane that is held now, and every execution that runs now, with holder and time left (null: parked).';
+  'Every lane that is held now, and every execution that runs now, with holder and time left.';
+comment on column agent_locks_live.lane is 'The lane. For a running execution: execution:ID.';
+comment on column agent_locks_live.locked_by is 'The holder. For a running execution: the id of its worker.';
+comment on column agent_locks_live.execution_id is 'The execution that holds it. Null: another owner.';
+comment on column agent_locks_live.trace_id is 'The trace of the holder. Null: its name contains none.';
+comment on column agent_locks_live.fencing_token is 'The live token. For a running execution: its claim.';
+comment on column agent_locks_live.held_for is 'Time since it was acquired. Running execution: since its last update.';
+comment on column agent_locks_live.expires_in is 'Time until the lease ends without a renewal. Null: parked.';
+comment on column agent_locks_live.parked is 'A waiting execution keeps the lane.';
 
 create or replace view agent_executions_by_status as
   with live as (
@@ -42,12 +59,27 @@ create or replace view agent_executions_by_status as
     from unnest(array['pending', 'running', 'waiting']) s (status) left join live l on l.status = s.status;
 comment on view agent_executions_by_status is
   'How many executions are pending, running and waiting, and their mean age.';
+comment on column agent_executions_by_status.status is 'pending, running or waiting.';
+comment on column agent_executions_by_status.count is 'Executions with this status.';
+comment on column agent_executions_by_status.avg_age_seconds is 'Their mean time since creation, in seconds. 0: none.';
 
 create or replace view agent_executions_waiting as
   select e.id, e.trace_id, e.surface, e.agent, e.flow, e.waiting_for, e.waiting_key, e.waiting_until, e.waiting_data,
          clock_timestamp() - e.updated_at as waiting_time
     from agent_executions e where e.status = 'waiting' order by e.waiting_until;
 comment on view agent_executions_waiting is 'Waiting executions, by deadline, with the time waited so far.';
+comment on column agent_executions_waiting.id is 'The execution.';
+comment on column agent_executions_waiting.trace_id is 'Its trace.';
+comment on column agent_executions_waiting.surface is 'Its origin: heartbeat, operate, chat, webhook, flow or eval.';
+comment on column agent_executions_waiting.agent is 'The agent that acts in it.';
+comment on column agent_executions_waiting.flow is 'The flow that it runs.';
+comment on column agent_executions_waiting.waiting_for is
+  'response, agent, document, signature, test, event, delay, approval or lane.';
+comment on column agent_executions_waiting.waiting_key is
+  'The key, thread, execution, request, approval or lane of the wait. A delay needs none.';
+comment on column agent_executions_waiting.waiting_until is 'When the wait times out or, for a delay, ends.';
+comment on column agent_executions_waiting.waiting_data is 'Details of the wait. Null: none.';
+comment on column agent_executions_waiting.waiting_time is 'Time since the wait began.';
 
 create or replace view agent_executions_stuck as
   select e.id, e.trace_id, e.surface, e.agent, e.flow, e.waiting_for, e.waiting_key, e.waiting_until, e.updated_at
@@ -56,6 +88,15 @@ create or replace view agent_executions_stuck as
      and e.updated_at < clock_timestamp() - interval '1 hour';
 comment on view agent_executions_stuck is
   'Executions past the deadline of their wait that have not changed for an hour. There should be none.';
+comment on column agent_executions_stuck.id is 'The execution.';
+comment on column agent_executions_stuck.trace_id is 'Its trace.';
+comment on column agent_executions_stuck.surface is 'Its origin, as in agent_executions_waiting.';
+comment on column agent_executions_stuck.agent is 'The agent that acts in it.';
+comment on column agent_executions_stuck.flow is 'The flow that it runs.';
+comment on column agent_executions_stuck.waiting_for is 'The kind of wait, as in agent_executions_waiting.';
+comment on column agent_executions_stuck.waiting_key is 'As in agent_executions_waiting.';
+comment on column agent_executions_stuck.waiting_until is 'When the wait should have ended.';
+comment on column agent_executions_stuck.updated_at is 'When the wait began.';
 
 -- Spend ---------------------------------------------------------------------------------------------
 
@@ -76,9 +117,19 @@ create or replace view agent_spend as
            where u.kind = 'model') s
    group by 1, 2, 3, 4;
 comment on view agent_spend is
-  'Model calls, tokens and cost by the skill that the call led to (empty: none), surface, model and day (UTC). It '
-  'includes rows that retention has removed and rows that are not counted yet. unknown_* is the part that no '
-  'provider reported.';
+  'Model calls, tokens and cost by the skill that the call led to, surface, model and day (UTC). It includes rows that '
+  'retention has removed and rows that are not counted yet.';
+comment on column agent_spend.skill is 'The skill that the call led to. Empty: none.';
+comment on column agent_spend.surface is 'heartbeat, operate, chat, webhook, flow or eval.';
+comment on column agent_spend.model is 'The model.';
+comment on column agent_spend.day is 'The day, UTC.';
+comment on column agent_spend.calls is 'Model calls. One that led to several skills counts for the most frequent.';
+comment on column agent_spend.prompt_tokens is 'Tokens of the prompts: the share of this skill.';
+comment on column agent_spend.completion_tokens is 'Tokens of the answers: the share of this skill.';
+comment on column agent_spend.tokens is 'All tokens: the share of this skill.';
+comment on column agent_spend.cost_usd is 'US dollars: the share of this skill.';
+comment on column agent_spend.unknown_tokens is 'The part of tokens that no provider reported, at worst.';
+comment on column agent_spend.unknown_usd is 'The part of cost_usd that no provider reported, at worst.';
 
 create or replace view agent_skill_calls as
   select a.id, a.skill_name, a.status, a.error_class, a.error_message, a.duration_ms, a.trace_id, a.created_at,
@@ -89,6 +140,15 @@ create or replace view agent_skill_calls as
 comment on view agent_skill_calls is
   'Calls that count for the health of their skill. Refused, interrupted and misconfigured calls do not count, nor '
   'calls of an eval.';
+comment on column agent_skill_calls.id is 'The row of agent_activity.';
+comment on column agent_skill_calls.skill_name is 'The skill.';
+comment on column agent_skill_calls.status is 'success or error.';
+comment on column agent_skill_calls.error_class is 'The kind of error, such as timeout. Empty: none.';
+comment on column agent_skill_calls.error_message is 'The error. Null: none.';
+comment on column agent_skill_calls.duration_ms is 'The duration in milliseconds. Null: not measured.';
+comment on column agent_skill_calls.trace_id is 'The trace of the call.';
+comment on column agent_skill_calls.created_at is 'When the call began.';
+comment on column agent_skill_calls.thread_id is 'The thread of the call. Null: none.';
 
 create or replace view agent_skill_health as
   select s.name as skill, coalesce(f.calls, 0) as calls,
@@ -101,6 +161,16 @@ create or replace view agent_skill_health as
 comment on view agent_skill_health is
   'The last 7 days of each skill: calls, success rate, failures in a row, p50, p95 and state. With very many calls, '
   'p50 and p95 are within 2.5%, over whole days (UTC).';
+comment on column agent_skill_health.skill is 'The skill.';
+comment on column agent_skill_health.calls is 'Calls in the 7 days that count (agent_skill_calls).';
+comment on column agent_skill_health.success_rate is 'The share of calls that succeeded, from 0 to 1. Null: no calls.';
+comment on column agent_skill_health.streak is 'Failures in the 7 days since the last success or enabling.';
+comment on column agent_skill_health.p50_ms is 'Median duration in milliseconds. Null: no calls.';
+comment on column agent_skill_health.p95_ms is '95th percentile of the durations in milliseconds. Null: no calls.';
+comment on column agent_skill_health.state is 'enabled, disabled, or on trial: disabled, but one trial is offered.';
+comment on column agent_skill_health.disabled_by is 'self-heal or an admin. Empty: enabled.';
+comment on column agent_skill_health.disabled_reason is 'Why it was disabled. Empty: enabled.';
+comment on column agent_skill_health.disabled_at is 'When it was disabled. Null: enabled.';
 
 create or replace view agent_thread_locks as
   select substr(l.lane, 8) as thread_id, l.execution_id as active_execution_id, s.at as execution_locked_at,
@@ -113,9 +183,16 @@ create or replace view agent_thread_locks as
                                     else l.expires_at - make_interval(secs => l.ttl_seconds) end as at) s
     left join agent_threads t on t.id = substr(l.lane, 8)
    where l.lane like 'thread:%' and l.locked_by <> '';
-comment on view agent_thread_locks is
-  'The holder of each thread, since its last renewal. stale: its lease has ended, so the next caller gets the thread. '
-  'parked: a waiting execution holds it, without an end.';
+comment on view agent_thread_locks is 'The holder of each thread, since its last renewal.';
+comment on column agent_thread_locks.thread_id is 'The thread. Its lane is thread:ID.';
+comment on column agent_thread_locks.active_execution_id is 'The execution that holds it. Null: another owner.';
+comment on column agent_thread_locks.execution_locked_at is 'Last renewal of the lease. Parked: when it was acquired.';
+comment on column agent_thread_locks.lock_minutes is 'Whole minutes since execution_locked_at.';
+comment on column agent_thread_locks.participant_name is 'The participant of the thread. Empty: none.';
+comment on column agent_thread_locks.parked is 'A waiting execution holds it, without an end.';
+comment on column agent_thread_locks.stale is 'The lease has ended, so the next caller gets the thread.';
+comment on column agent_thread_locks.holder is 'The owner that holds it.';
+comment on column agent_thread_locks.queued is 'Messages that wait to join the thread.';
 
 create or replace view agent_budget_today as
   select x.scope, x.tokens, trim_scale(x.cost_usd) as cost_usd, x.reserved_tokens,
@@ -127,6 +204,15 @@ create or replace view agent_budget_today as
 comment on view agent_budget_today is
   'The spend of today (UTC), in total and by surface, with its unknown part and the reservations of model calls in '
   'flight.';
+comment on column agent_budget_today.scope is
+  'day:DATE for all; day:DATE:SURFACE for a surface, day:DATE:agent:NAME for an agent.';
+comment on column agent_budget_today.tokens is 'Tokens spent.';
+comment on column agent_budget_today.cost_usd is 'US dollars spent.';
+comment on column agent_budget_today.reserved_tokens is 'Tokens of calls in flight, at their worst case.';
+comment on column agent_budget_today.reserved_usd is 'US dollars of calls in flight, at their worst case.';
+comment on column agent_budget_today.unsettled is 'Calls whose usage no provider reported.';
+comment on column agent_budget_today.unknown_tokens is 'The part of tokens that no provider reported, at worst.';
+comment on column agent_budget_today.unknown_usd is 'The part of cost_usd that no provider reported, at worst.';
 
 create or replace view agent_activity_measured as
   select a.id, a.skill_name, a.created_at, a.status,
@@ -158,9 +244,33 @@ create or replace view agent_activity_measured as
                                or lanekeeper.agent_tokens(x.usage, 'total_tokens') > 0);
 comment on view agent_activity_measured is
   'The measures by which each row of the log is counted. Of evals only model calls count, and for no skill. A model '
-  'call that a budget refused before its request does not count. telling: the row counts for the health of its skill. '
-  'slowest: duration and trace id in one text; the slowest call has its maximum in collation "C". bucket: as in '
-  'agent_activity_durations.';
+  'call that a budget refused before its request does not count.';
+comment on column agent_activity_measured.id is 'The row of agent_activity.';
+comment on column agent_activity_measured.skill_name is 'As in agent_activity.';
+comment on column agent_activity_measured.created_at is 'When the action began.';
+comment on column agent_activity_measured.status is 'running, success, error, pending_approval, skipped or unknown.';
+comment on column agent_activity_measured.hour is 'The beginning of the hour (UTC) of created_at.';
+comment on column agent_activity_measured.kind is 'call, model, phase or note.';
+comment on column agent_activity_measured.skill is 'skill_name, or a model call''s purpose. A long text is shortened.';
+comment on column agent_activity_measured.surface is 'As in agent_activity. A long text is shortened.';
+comment on column agent_activity_measured.model is 'The model of a model call. Empty: none. A long text is shortened.';
+comment on column agent_activity_measured.telling is 'The row counts for the health of its skill.';
+comment on column agent_activity_measured.prompt_tokens is 'Tokens of the prompt. 0: none, or not reported.';
+comment on column agent_activity_measured.completion_tokens is 'Tokens of the answer. 0: none, or not reported.';
+comment on column agent_activity_measured.tokens is 'All tokens. 0: none, or not reported.';
+comment on column agent_activity_measured.cost_usd is 'US dollars of a model call; else 0.';
+comment on column agent_activity_measured.duration_ms is 'Milliseconds, 0 to 10^12. Null: in flight, or not measured.';
+comment on column agent_activity_measured.trace_id is 'The trace.';
+comment on column agent_activity_measured.led_to is
+  'How often the answer of a model calls each skill, {"fetch": 25}. {}: none, or an eval.';
+comment on column agent_activity_measured.unknown_tokens is 'The part of tokens that no provider reported.';
+comment on column agent_activity_measured.unknown_usd is 'The part of cost_usd that no provider reported.';
+comment on column agent_activity_measured.slowest is
+  '13 digits of duration_ms, then trace_id, for max() in collation "C". Null: not telling, or none.';
+comment on column agent_activity_measured.bucket is 'As in agent_activity_durations. Null: no duration.';
+comment on column agent_activity_measured.agent is 'The agent that acted, or admin.';
+comment on column agent_activity_measured.cached_tokens is 'The part of prompt_tokens that the provider had cached.';
+comment on column agent_activity_measured.thread_id is 'The thread. Null: none.';
 
 -- Whole months of activity -------------------------------------------------------------------------
 
@@ -172,9 +282,11 @@ create or replace view agent_activity_partitions as
     from pg_inherits i join pg_class c on c.oid = i.inhrelid join pg_namespace n on n.oid = c.relnamespace
    cross join lateral (select pg_get_expr(c.relpartbound, c.oid) as bounds) b
    where i.inhparent = 'agent_activity'::regclass;
-comment on view agent_activity_partitions is
-  'The partitions of the activity log with their ranges of ids. leaving: the partition is being detached and no longer '
-  'read.';
+comment on view agent_activity_partitions is 'The partitions of the activity log with their ranges of ids.';
+comment on column agent_activity_partitions.partition is 'The table, with its schema.';
+comment on column agent_activity_partitions.lower_id is 'The first id of its range. Null: no bound.';
+comment on column agent_activity_partitions.upper_id is 'The end of its range, exclusive. Null: no bound.';
+comment on column agent_activity_partitions.leaving is 'It is being detached and no longer read.';
 
 create or replace view agent_spend_by_purpose as
   select s.skill as purpose, s.surface, s.model, (s.start at time zone 'UTC')::date as day,
@@ -192,6 +304,17 @@ create or replace view agent_spend_by_purpose as
    group by 1, 2, 3, 4;
 comment on view agent_spend_by_purpose is
   'The sums of agent_spend by the purpose of the model call: a phase, a turn, an automation.';
+comment on column agent_spend_by_purpose.purpose is 'The phase, turn, skill or automation that called the model.';
+comment on column agent_spend_by_purpose.surface is 'heartbeat, operate, chat, webhook, flow or eval.';
+comment on column agent_spend_by_purpose.model is 'The model.';
+comment on column agent_spend_by_purpose.day is 'The day, UTC.';
+comment on column agent_spend_by_purpose.calls is 'Model calls.';
+comment on column agent_spend_by_purpose.prompt_tokens is 'Tokens of the prompts.';
+comment on column agent_spend_by_purpose.completion_tokens is 'Tokens of the answers.';
+comment on column agent_spend_by_purpose.tokens is 'All tokens.';
+comment on column agent_spend_by_purpose.cost_usd is 'US dollars.';
+comment on column agent_spend_by_purpose.unknown_tokens is 'The part of tokens that no provider reported, at worst.';
+comment on column agent_spend_by_purpose.unknown_usd is 'The part of cost_usd that no provider reported, at worst.';
 
 create or replace view agent_slowest_skills as
   select f.skill, f.calls, f.p50_ms, f.p95_ms, f.max_ms, f.slowest_trace_id
@@ -201,6 +324,12 @@ create or replace view agent_slowest_skills as
 comment on view agent_slowest_skills is
   'Durations of the calls of each skill in the last 7 days, the slowest first. With very many calls, p50 and p95 are '
   'within 2.5%, over whole days (UTC).';
+comment on column agent_slowest_skills.skill is 'The skill.';
+comment on column agent_slowest_skills.calls is 'Calls in the 7 days that count (agent_skill_calls).';
+comment on column agent_slowest_skills.p50_ms is 'Median duration in milliseconds.';
+comment on column agent_slowest_skills.p95_ms is '95th percentile of the durations in milliseconds.';
+comment on column agent_slowest_skills.max_ms is 'The longest duration in milliseconds.';
+comment on column agent_slowest_skills.slowest_trace_id is 'The trace of that call.';
 
 create or replace view agent_failing_skills as
   select f.skill, f.calls, f.failed as errors, f.failed::float8 / f.calls as rate, f.streak,
@@ -221,6 +350,18 @@ create or replace view agent_failing_skills as
 comment on view agent_failing_skills is
   'The skills that failed in the last 7 days, most failures first: the number of failures, the last error and the '
   'present state.';
+comment on column agent_failing_skills.skill is 'The skill.';
+comment on column agent_failing_skills.calls is 'Calls in the 7 days that count (agent_skill_calls).';
+comment on column agent_failing_skills.errors is 'The calls that failed.';
+comment on column agent_failing_skills.rate is 'errors / calls: above 0, at most 1.';
+comment on column agent_failing_skills.streak is 'Failures in the 7 days since the last success or enabling.';
+comment on column agent_failing_skills.p50_ms is 'Median duration in milliseconds. 0: unknown.';
+comment on column agent_failing_skills.p95_ms is '95th percentile of the durations in milliseconds. 0: unknown.';
+comment on column agent_failing_skills.last_error is 'The last error. Empty: none, or its row was removed.';
+comment on column agent_failing_skills.last_error_class is 'Its kind, such as timeout. Null: its row was removed.';
+comment on column agent_failing_skills.last_failed_at is 'When that call began. Null: its row was removed.';
+comment on column agent_failing_skills.last_trace_id is 'The trace of that call. Null: its row was removed.';
+comment on column agent_failing_skills.state is 'enabled, disabled or on trial, as in agent_skill_health.';
 
 -- offset 0 makes PostgreSQL look up each part row by row. A page reads only what it shows, in a log of any size.
 create or replace view agent_audit as
@@ -309,6 +450,34 @@ create or replace view agent_audit as
        where k.cause like 'principal %' order by p.n desc limit 1) b on true;
 comment on view agent_audit is
   'Every action in the log: actor, object, time, reason, on_behalf_of, result. Restrict it by a range of ids, a trace '
-  'or a skill (act), which have indexes. reason: an admin''s reason, the purpose of a model call, or the containing '
-  'action. cause_id: the model call that requested the action. origin: the cause of the run. token_id, via and '
-  'message: the API token, channel and button message of the action.';
+  'or a skill (act), which have indexes.';
+comment on column agent_audit.id is 'The row of agent_activity, in the order of time.';
+comment on column agent_audit.at is 'When the action began.';
+comment on column agent_audit.finished_at is 'When it ended. Null: in flight.';
+comment on column agent_audit.actor is 'The person or principal, admin, or the agent. sender: of a webhook.';
+comment on column agent_audit.kind is
+  'call: of a skill. model: of a model. phase: a part of a turn. note: something that happened.';
+comment on column agent_audit.act is 'The skill, or the name of the phase or note.';
+comment on column agent_audit.object is 'What it acted on, such as lane NAME. Empty: none, or a model call.';
+comment on column agent_audit.reason is
+  'An admin''s reason, a model call''s purpose, or the containing action. Empty: unknown.';
+comment on column agent_audit.origin is 'The cause of the run, for people. Empty: unknown.';
+comment on column agent_audit.on_behalf_of is 'admin, a principal, a participant or visitor, a sender, or the agent.';
+comment on column agent_audit.status is
+  'running, success, error, pending_approval, skipped, or unknown: it may have taken effect.';
+comment on column agent_audit.error_class is 'The kind of error, such as timeout. Empty: none.';
+comment on column agent_audit.error_message is 'The error. Empty: none.';
+comment on column agent_audit.model is 'The model of a model call. Empty: none.';
+comment on column agent_audit.tokens is 'Tokens of a model call; else 0.';
+comment on column agent_audit.cost_usd is 'US dollars of a model call; else 0.';
+comment on column agent_audit.duration_ms is 'The duration in milliseconds. Null: in flight, or not measured.';
+comment on column agent_audit.surface is 'heartbeat, operate, chat, webhook, flow or eval. Empty: none.';
+comment on column agent_audit.trace_id is 'The trace.';
+comment on column agent_audit.execution_id is 'The execution. Null: none.';
+comment on column agent_audit.parent_id is 'The action that contains this one. Null: none.';
+comment on column agent_audit.cause_id is 'The model call that requested the action. Null: none.';
+comment on column agent_audit.thread_id is 'The thread of the action or its execution. Empty: none.';
+comment on column agent_audit.lane is 'The lane that the action was about. Empty: none.';
+comment on column agent_audit.token_id is 'The id of the API token of an admin''s act. Empty: none.';
+comment on column agent_audit.via is 'The way of an admin''s act: http, page, cli, sql, slack and so on. Empty: none.';
+comment on column agent_audit.message is 'The provider''s id of the message with the button of the act. Empty: none.';
