@@ -200,8 +200,8 @@ func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, e
 	return done, nil
 }
 
-// completeCancels completes all requested cancels that are not blocked. Each cancel has its own transaction, so a
-// blocked cancel delays no other.
+// completeCancels completes the oldest 1,000 requested cancels, except blocked ones. Each cancel has its own
+// transaction, so a blocked cancel does not prevent the others.
 func (e *Engine) completeCancels(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `
 		select c.execution_id::text from agent_cancel_requests c order by c.requested_at limit 1000`)

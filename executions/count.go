@@ -28,8 +28,8 @@ var countSQL string
 // Count adds ended executions to agent_execution_counts and agent_execution_durations. One call reads at most about
 // 20,000 new executions and 20,000 that were open before. It reports whether more can be counted now. It writes nothing
 // if there is nothing to count or another process counts. A pass is one transaction and blocks no writer. Count finds
-// executions by id, so the completion of an execution needs no extra write. Count deletes hourly rows older than the
-// hour_counts period of agent_retention, and keeps daily rows.
+// executions by id, so the completion of an execution needs no extra write. A pass that counts also deletes up to 5,000
+// hourly rows of each table that are older than the hour_counts period of agent_retention. Daily rows stay.
 func Count(ctx context.Context, db postgres.Beginner) (more bool, err error) {
 	_, more, err = CountPass(ctx, db, countLimit, countLag)
 	return more, err

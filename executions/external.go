@@ -24,26 +24,6 @@ const External = "external"
 // IsExternal reports whether external workers run a flow.
 func IsExternal(flow string) bool { return flow == External || strings.HasPrefix(flow, External+":") }
 
-// reservedFlows are the flows that only the agent itself starts, sorted.
-var reservedFlows = []string{
-	"automation", "chat", "chat_relay", "chat_summary", "delegate", "eval", "heartbeat", "mcp.call", "operate",
-	"skill_call", "webhook",
-}
-
-// Reserved lists the flows that only the agent itself starts, sorted. An embedding program must not register them.
-func Reserved() []string { return slices.Clone(reservedFlows) }
-
-// IsReserved reports whether only the agent itself starts a flow.
-func IsReserved(flow string) bool { return slices.Contains(reservedFlows, ReservedName(flow)) }
-
-// ReservedName returns a flow without the id of an eval's trial: "eval" for "eval:1f0c".
-func ReservedName(flow string) string {
-	if strings.HasPrefix(flow, "eval:") {
-		return "eval"
-	}
-	return flow
-}
-
 // Errors of run locks. The functions return them wrapped in a *RunError.
 var (
 	// ErrHeld reports an execution that another worker's live lock holds.
@@ -129,12 +109,15 @@ func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duratio
 	return lock, nil
 }
 
+// maxLockTTL is above the limit of a day, so the function still rejects a larger ttl, and fits in its int.
+const maxLockTTL = 1 << 20 * time.Second
+
 // lockRun is LockRun in a transaction.
 func lockRun(ctx context.Context, tx pgx.Tx, id, owner string, ttl time.Duration) (lock RunLock, refusal, err error) {
 	var lockID, holder, reason *string
 	var expiresAt *time.Time
 	err = tx.QueryRow(ctx, `select lock_id, expires_at, holder, refused from lock_agent_execution(@id, @owner, @ttl)`,
-		postgres.Strict{"id": id, "owner": owner, "ttl": int(min(max(ttl, 0), 1<<20*time.Second).Seconds())}).
+		postgres.Strict{"id": id, "owner": owner, "ttl": int(min(max(ttl, 0), maxLockTTL).Seconds())}).
 		Scan(&lockID, &expiresAt, &holder, &reason)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return RunLock{}, nil, ErrNotFound
@@ -336,11 +319,20 @@ func executionAttrs(traceID, id string) []any {
 	return []any{slog.String("trace_id", traceID), slog.String("execution_id", id)}
 }
 
+// malformedCodes are the SQLSTATEs of an invalid argument.
+var malformedCodes = []string{
+	"22003", // numeric_value_out_of_range
+	"22021", // character_not_in_repertoire: not UTF-8, or with a NUL
+	"22023", // invalid_parameter_value: refused by the SQL function
+	"22P02", // invalid_text_representation: not a UUID or not JSON
+	"22P05", // untranslatable_character: U+0000 in JSON
+}
+
 // invalidArgument converts the database's error for an invalid argument to ErrMalformed. It returns other errors
 // unchanged.
 func invalidArgument(err error) error {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
-	if !ok || !slices.Contains([]string{"22023", "22P02", "22P05", "22003"}, pgErr.Code) {
+	if !ok || !slices.Contains(malformedCodes, pgErr.Code) {
 		return err
 	}
 	return &RunError{Err: ErrMalformed, Detail: postgres.RefusalText(pgErr)}
@@ -421,4 +413,21 @@ func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Sta
 		e.logReleased(ctx, id, claim, released, attrs...)
 		e.deliverCompletion(ctx, id)
 	}
+}
+
+// LockClaim returns the claim number of a live lock of an external worker. Errors: ErrNotFound, ErrVoid with the
+// reason.
+func (e *Engine) LockClaim(ctx context.Context, id, lockID string) (int64, error) {
+	var claim *int64
+	err := e.pool.QueryRow(ctx, `
+		select (select x.claim from agent_executions x
+		         where x.id = @id and x.claim = agent_lock_claim(@id, @lock))`,
+		postgres.Strict{"id": id, "lock": lockID}).Scan(&claim)
+	if err != nil {
+		return 0, fmt.Errorf("read lock of execution %s: %w", id, err)
+	}
+	if claim == nil {
+		return 0, e.rejectVoidLock(ctx, id, lockID, "message", "", nil)
+	}
+	return *claim, nil
 }

@@ -117,6 +117,7 @@ func TestLockRunRejectsInvalidRequests(t *testing.T) {
 		"no owner":      {id, "", time.Minute, executions.ErrMalformed},
 		"blank owner":   {id, "  ", time.Minute, executions.ErrMalformed},
 		"control":       {id, "a\nb", time.Minute, executions.ErrMalformed},
+		"NUL":           {id, "a\x00b", time.Minute, executions.ErrMalformed},
 		"long owner":    {id, strings.Repeat("x", 256), time.Minute, executions.ErrMalformed},
 		"no time":       {id, "w", 0, executions.ErrMalformed},
 		"negative time": {id, "w", -time.Minute, executions.ErrMalformed},

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -442,6 +443,43 @@ func TestRetryContinuesCancelledExecution(t *testing.T) {
 	require.NoError(t, err)
 	awaitStatus(t, pool, x.ID, executions.Completed)
 	assert.Equal(t, "", d.steps(x.ID))
+}
+
+// A stalled execution fails because of its worker, not because of its code.
+func TestRetryContinuesStalledExecution(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	var d stepLog
+	var works atomic.Bool
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		err := d.step(ctx, "a")
+		if err == nil {
+			_, err = executions.Step(ctx, "b", func(ctx context.Context) (bool, error) {
+				if !works.Load() {
+					<-ctx.Done()
+				}
+				return true, ctx.Err()
+			})
+		}
+		return executions.Result{}, err
+	}))
+	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Flow, ProgressSeconds: 60})
+	require.NoError(t, err)
+	id := postgres.Strict{"id": x.ID}
+	pgtest.Until(t, pool, 1, `select count(*)::int from agent_checkpoints where execution_id = @id`, id)
+	pgtest.Exec(t, pool, `
+		update agent_checkpoints set created_at = created_at - interval '61 seconds' where execution_id = @id`, id)
+	pgtest.Exec(t, pool, `update agent_executions set updated_at = updated_at - interval '61 seconds' where id = @id`, id)
+	sweep(t, pool)
+	got := awaitStatus(t, pool, x.ID, executions.Failed)
+	assert.Contains(t, postgres.Deref(got.ErrorMessage), "no progress")
+	assert.True(t, replay(t, p, x.ID).Equal, "the replay of the stalled execution differs")
+	works.Store(true)
+	forked, from, err := p.Retry(t.Context(), pool, x.ID)
+	require.NoError(t, err)
+	assert.Equal(t, "", from, "the retry repeats a recorded step")
+	awaitStatus(t, pool, forked.ID, executions.Completed)
+	assert.Equal(t, "", d.steps(forked.ID))
 }
 
 // An approval belongs to the original's call. A fork without that call requests another.

@@ -86,8 +86,8 @@ func CurrentPause(ctx context.Context, db postgres.DB) (Pause, error) {
 }
 
 // PauseAll pauses autonomous work in all processes until ResumeAll, and records an activity. After PauseAll returns, no
-// claim succeeds. Running executions stop before their next step: after a notification at once, otherwise within
-// SweepEvery. Of concurrent calls, one changes the state.
+// claim for an unattended surface succeeds. Running executions stop before their next step: after a notification at
+// once, otherwise within SweepEvery. Of concurrent calls, one changes the state.
 func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	change := PauseChange{Pause: Pause{Paused: true}}
 	b := &pgx.Batch{}

@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"math"
 	"reflect"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -155,9 +154,8 @@ func recordResult[T any](
 	} else {
 		err = r.flushAndRecord(ctx, s, effect, value, output, failure)
 	}
-	switch code := postgres.Code(err); {
-	// jsonb cannot store a number or a value of this size
-	case failure == nil && (strings.HasPrefix(code, "22") || strings.HasPrefix(code, "54")):
+	switch {
+	case failure == nil && unstorable(err): // such as a number that is too large for jsonb
 		return recordResult(ctx, r, s, effect, zero,
 			&StepError{Step: s.key, Class: "result", Message: "the result cannot be stored: " + err.Error()})
 	case err != nil:
@@ -362,47 +360,12 @@ func (e *Effect) outcome(value any) activity.Outcome {
 	return out
 }
 
-// recoverPanic calls the function of a step and returns a panic as an error.
-func recoverPanic[T any](
-	ctx context.Context, effect *Effect, fn func(context.Context, *Effect) (T, error),
-) (value T, err error) {
-	defer func() {
-		if p := recover(); p != nil {
-			err = &StepError{Class: "panic", Message: fmt.Sprintf("panic: %v", p)}
-		}
-	}()
-	value, err = fn(ctx, effect)
-	return value, probeError(err)
-}
-
-// probeError calls the methods of an error that the engine calls later without a recover. So a nil pointer of an error
-// type panics here, where the panic is recovered.
-func probeError(err error) error {
-	if err != nil {
-		_, _ = err.Error(), errors.Is(err, errProbe)
-		var classified interface{ ErrorClass() string }
-		if errors.As(err, &classified) {
-			_ = classified.ErrorClass()
-		}
+// recordRejected records a rejected write in the activity log, even if the context of the run has ended.
+func (r *run) recordRejected(ctx context.Context, entry activity.Entry, out activity.Outcome) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+	defer cancel()
+	r.e.log.ErrorContext(ctx, "stale write rejected", "step", entry.Step, "claim", r.exec.Claim)
+	if err := activity.Reject(ctx, r.e.pool, entry, out); err != nil {
+		r.e.log.ErrorContext(ctx, "stale write not recorded", "step", entry.Step, "error", err)
 	}
-	return err
-}
-
-// errProbe matches no error, so errors.Is visits the whole chain.
-var errProbe = errors.New("never")
-
-// asStepError converts an error to the form that is recorded.
-func asStepError(key string, err error) *StepError {
-	failure := &StepError{Step: key, Class: "error", Message: postgres.Text(err.Error())}
-	var classified interface{ ErrorClass() string }
-	if stepErr, ok := errors.AsType[*StepError](err); ok {
-		failure.Until = stepErr.Until
-	}
-	switch {
-	case errors.As(err, &classified):
-		failure.Class = postgres.Text(classified.ErrorClass())
-	case errors.Is(err, context.DeadlineExceeded):
-		failure.Class = "timeout"
-	}
-	return failure
 }

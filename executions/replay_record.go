@@ -51,13 +51,14 @@ func newReplayRecord(x Execution, checkpoints []Checkpoint, waitingStep *string,
 	return rec
 }
 
-// failedByWorkers reports whether an execution failed because it lost its workers, not because of its code.
+// failedByWorkers reports whether an execution failed because it lost its workers, not because of its code. The errors
+// are those of the SQL function lose_agent_claims.
 func failedByWorkers(x Execution) bool {
 	if x.Status != Failed || x.ErrorMessage == nil {
 		return false
 	}
 	m := *x.ErrorMessage
-	return m == "the worker's lease expired" || m == "no progress within progress_seconds" ||
+	return m == "the worker's lease expired" || strings.HasPrefix(m, "no progress within progress_seconds") ||
 		strings.HasPrefix(m, "given up after ") && strings.HasSuffix(m, " workers were lost without a checkpoint between")
 }
 
@@ -78,12 +79,6 @@ func (rec *replayRecord) isNested(step string) bool {
 		}
 	}
 	return false
-}
-
-// splitKey splits a step key after its last slash.
-func splitKey(key string) (scope, name string) {
-	i := strings.LastIndexByte(key, '/') + 1
-	return key[:i], key[i:]
 }
 
 // isLaneWait reports whether a checkpoint is of a wait for a lane. A replay that finds the lane free does not reach it.
@@ -242,12 +237,6 @@ func (rec *replayRecord) beyondRecord(r *run, key string) error {
 	rec.mu.Unlock()
 	r.stop(ErrParked)
 	return ErrParked
-}
-
-// gatePrefix returns the key prefix of waits in the gate of a step; see Gate.
-func gatePrefix(key string) string {
-	scope, name := splitKey(key)
-	return scope + "before " + name + "/"
 }
 
 // awaitProgress waits until progress is closed. It returns false after replayTimeout or the end of ctx.

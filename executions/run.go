@@ -220,9 +220,9 @@ func (r *run) loadState(ctx context.Context, needsRecovery bool) error {
 	return nil
 }
 
-// errClaimTooLow releases a claim so that the next claim gets a higher number. A claim looks for interrupted calls only
-// if its number is higher than the number of waits explains, as after a lost claim. But a wait of another branch
-// interrupts a call too.
+// errClaimTooLow releases a claim so that the next claim gets a higher number. Without lost claims, each wait raises
+// the number by two: the wait itself, and the claim after it. The SQL functions look for interrupted calls only above
+// that number. But a wait also interrupts the call of another branch, without a lost claim.
 var errClaimTooLow = errors.New("the claim's number hides an interrupted call")
 
 // load reads the checkpoints and interrupted calls of earlier claims in one round trip. With needsRecovery, load first
@@ -377,4 +377,24 @@ func (r *run) lastWait() (step string, out Outcome, ok bool) {
 		}
 	}
 	return "", Outcome{}, false
+}
+
+// Logger returns the logger of the engine that runs the execution of ctx. Outside executions it returns a logger that
+// discards its records.
+func Logger(ctx context.Context) *slog.Logger {
+	r, err := runFrom(ctx)
+	if err != nil {
+		return slog.New(slog.DiscardHandler)
+	}
+	return r.e.log
+}
+
+// Claim returns the id and claim number of the execution of ctx, for SQL functions that act for an execution. Outside
+// executions, it returns ErrNotInExecution.
+func Claim(ctx context.Context) (id string, claim int64, err error) {
+	r, err := runFrom(ctx)
+	if err != nil {
+		return "", 0, err
+	}
+	return r.exec.ID, r.exec.Claim, nil
 }

@@ -8,78 +8,14 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"maps"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
-
-// StepError is the recorded error of a step. The first run and every replay return the same values, so a flow may
-// branch on Class. It does not wrap the original error.
-type StepError struct {
-	Step    string `json:"-"`
-	Class   string `json:"class"`
-	Message string `json:"message"`
-	// Until is the time after which a retry may succeed; zero if unknown.
-	Until time.Time `json:"until,omitzero"`
-}
-
-// Error returns the message of the error that ended the step.
-func (e *StepError) Error() string { return e.Message }
-
-// ErrorClass returns a stable word for the kind of error.
-func (e *StepError) ErrorClass() string { return e.Class }
-
-// ClassUnknown is the class of a call with an unknown outcome.
-const ClassUnknown = "unknown"
-
-type scopeKey struct{}
-
-// Scope returns a context for a branch whose steps have their own keys. Each parallel branch needs a scope, because the
-// order of steps in different branches differs between runs. Scope replaces a slash in the name by an underscore.
-func Scope(ctx context.Context, name string) context.Context {
-	return withScope(ctx, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
-}
-
-// withScope sets the key prefix of the steps under ctx, including slashes.
-func withScope(ctx context.Context, prefix string) context.Context {
-	return context.WithValue(ctx, scopeKey{}, prefix)
-}
-
-// StepKey returns the key of the step that contains ctx. It is empty outside steps.
-func StepKey(ctx context.Context) string { return strings.TrimSuffix(scopeOf(ctx), "/") }
-
-type gateKey struct{}
-
-// Gate returns a context under which every step without a checkpoint calls gate first. gate may wait durably, so a run
-// can yield to another run between two steps. The step returns an error of gate.
-func Gate(ctx context.Context, gate func(ctx context.Context) error) context.Context {
-	return context.WithValue(ctx, gateKey{}, gate)
-}
-
-// passGate calls the gate of ctx, if any, in a scope of its own. The waits of a gate differ between runs, so they must
-// not share keys with other steps.
-func passGate(ctx context.Context, s stepSpec) error {
-	gate, _ := ctx.Value(gateKey{}).(func(ctx context.Context) error)
-	if gate == nil {
-		return nil
-	}
-	inner := withScope(Gate(ctx, nil), gatePrefix(s.key))
-	_, err := RetryTransient(inner, func(ctx context.Context) (struct{}, error) { return struct{}{}, gate(ctx) })
-	return err
-}
-
-func scopeOf(ctx context.Context) string {
-	s, _ := ctx.Value(scopeKey{}).(string)
-	return s
-}
 
 // Option configures a step.
 type Option func(*stepSpec)
@@ -253,9 +189,6 @@ func (r *run) endedExternally(ctx context.Context) bool {
 	return errors.Is(cause, lanes.ErrLost) || IsControl(cause) && !errors.Is(cause, context.Canceled)
 }
 
-// stepScope returns the context of the steps within a step.
-func stepScope(ctx context.Context, s stepSpec) context.Context { return withScope(ctx, s.key+"/") }
-
 // start returns the run of ctx and computes the key of the step. It returns an error if the run has stopped.
 func (s *stepSpec) start(ctx context.Context) (*run, error) {
 	r, err := runFrom(ctx)
@@ -306,33 +239,6 @@ func (r *run) lostLaneError() error {
 	return nil
 }
 
-// nextKey returns the key of a step: its name, and from the second occurrence on its number. The third step "a" and a
-// step named "a#3" get different keys. The caller holds r.mu.
-func (r *run) nextKey(base string) string {
-	if at := strings.LastIndexByte(base, '#'); at >= 0 && r.occurrences[base] == 0 {
-		if n, err := strconv.Atoi(base[at+1:]); err == nil && n > 1 && n <= r.occurrences[base[:at]] {
-			r.occurrences[base] = 1
-		}
-	}
-	for {
-		r.occurrences[base]++
-		n := r.occurrences[base]
-		if n == 1 {
-			return base
-		}
-		if key := base + "#" + strconv.Itoa(n); r.occurrences[key] == 0 {
-			return key
-		}
-	}
-}
-
-// resetKeys resets the occurrences of the inner steps of a step, so they get the same keys when the step is repeated.
-func (r *run) resetKeys(step string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	maps.DeleteFunc(r.occurrences, func(key string, _ int) bool { return strings.HasPrefix(key, step+"/") })
-}
-
 // Now returns the database's time as a step: every run of the execution gets the same time.
 func Now(ctx context.Context) (time.Time, error) {
 	return Step(ctx, "now", func(ctx context.Context) (time.Time, error) {
@@ -344,100 +250,4 @@ func Now(ctx context.Context) (time.Time, error) {
 		err = r.e.pool.QueryRow(ctx, `select clock_timestamp()`).Scan(&now)
 		return now.UTC(), err // a replay decodes UTC from JSON
 	})
-}
-
-// snapshotInterval is the number of iterations of a Loop between two snapshots.
-const snapshotInterval = 16
-
-// snapshot is the checkpoint of a Loop: its state before an iteration.
-type snapshot[S any] struct {
-	Next  int  `json:"next"`
-	State S    `json:"state"`
-	Done  bool `json:"done"`
-}
-
-// Loop calls body with the state of the previous call until body returns true, and returns the last state. Use it for
-// long loops: after every 16 iterations, a snapshot of the state replaces the checkpoints of their steps, so a claim
-// replays at most 16 iterations. Each iteration is a scope. S must survive a round trip through encoding/json and
-// contain everything that later iterations need.
-func Loop[S any](
-	ctx context.Context, name string, state S, body func(ctx context.Context, state S) (S, bool, error),
-) (S, error) {
-	s := stepSpec{name: name}
-	r, err := s.start(ctx)
-	if err != nil {
-		return state, err
-	}
-	current := snapshot[S]{State: state}
-	if err := r.replayLoop(ctx, s); err != nil {
-		return state, err
-	}
-	r.mu.Lock()
-	checkpoint, resumed := r.checkpoints[s.key]
-	r.mu.Unlock()
-	if resumed {
-		if err := json.Unmarshal(checkpoint.Output, &current); err != nil {
-			return state, r.failChanged(s.key, fmt.Errorf("loop %s: its checkpoint does not fit %T (%w): %w", s.key,
-				state, err, ErrChanged))
-		}
-	}
-	for !current.Done {
-		current.State, current.Done, err = body(withScope(ctx, fmt.Sprintf("%s@%d/", s.key, current.Next)), current.State)
-		if err != nil {
-			return current.State, err
-		}
-		current.Next++
-		if current.Done || current.Next%snapshotInterval == 0 {
-			stored, altered, err := r.snapshot(ctx, s, current)
-			if err == nil && altered { // continue with the state as a replay decodes it
-				current, err = decode[snapshot[S]](stored)
-			}
-			if err != nil {
-				return current.State, err
-			}
-		}
-	}
-	return current.State, nil
-}
-
-// snapshot replaces the checkpoints of the iterations by one checkpoint with the loop's state and a list of their
-// waits.
-func (r *run) snapshot(ctx context.Context, s stepSpec, state any) (output json.RawMessage, altered bool, err error) {
-	if r.replay != nil {
-		return nil, false, r.replay.beyondRecord(r, s.key)
-	}
-	if err := r.flushDeferred(ctx); err != nil { // a later checkpoint must not precede the snapshot
-		return nil, false, err
-	}
-	if output, altered, err = encode(state); err != nil {
-		return nil, false, fmt.Errorf("loop %s: encode state: %w", s.key, err)
-	}
-	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.e.opts.LeaseTTL)
-	defer cancel()
-	err = r.write(bounded, func(b *pgx.Batch) {
-		b.Queue(`
-			with replaced as (
-			  delete from agent_checkpoints
-			   where execution_id = @id and starts_with(step, @prefix) and substr(step, length(@prefix) + 1) ~ '^[0-9]+/'
-			  returning step, output, created_at, waited_for, waited_key, waited_since, waits),
-			waits as (
-			  select jsonb_agg(w.wait order by w.until) as all
-			    from (select r.created_at as until, jsonb_build_object('step', r.step, 'kind', r.waited_for, 'key', r.waited_key,
-			                   'since', r.waited_since, 'until', r.created_at, 'event_id', r.output ->> 'event_id',
-			                   'event', r.output ->> 'event', 'timed_out', r.output ->> 'timed_out') as wait
-			            from replaced r where r.waited_for is not null
-			          union all
-			          select (l ->> 'until')::timestamptz, l from replaced r, jsonb_array_elements(r.waits) l
-			          order by 1 limit 1000) w)
-			insert into agent_checkpoints as c (execution_id, step, claim, output, waits)
-			select @id, @step, @claim, @output, w.all from waits w
-			on conflict (execution_id, step) do update
-			   set claim = excluded.claim, output = excluded.output, created_at = clock_timestamp(),
-			       waits = case when excluded.waits is null or jsonb_array_length(c.waits) >= 1000 then c.waits
-			                    else jsonb_path_query_array(coalesce(c.waits, '[]') || excluded.waits, '$[0 to 999]') end`,
-			postgres.Strict{
-				"id": r.exec.ID, "step": s.key, "claim": r.exec.Claim, "output": output, "prefix": s.key + "@",
-			})
-	})
-	return output, altered, r.handleWriteError(ctx, s, err, activity.Outcome{Output: state})
 }

@@ -133,16 +133,10 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	if err := checkWaitAllowed(ctx, name); err != nil {
 		return Outcome{}, err
 	}
+	if err := w.resolve(); err != nil {
+		return Outcome{}, fmt.Errorf("wait %s: %w", name, err)
+	}
 	s := stepSpec{name: name}
-	defaultTimeout, maxTimeout := Limits(w.kind)
-	w.timeout = cmp.Or(w.timeout, defaultTimeout)
-	if w.timeout <= 0 || w.timeout > maxTimeout {
-		return Outcome{}, fmt.Errorf("wait %s: the timeout for %s must be more than 0 and at most %s, got %s", name, w.kind,
-			maxTimeout, w.timeout)
-	}
-	if w.kind != "delay" && w.key == "" {
-		return Outcome{}, fmt.Errorf("wait %s: a wait for %s needs a key", name, w.kind)
-	}
 	r, err := s.start(ctx)
 	if err != nil {
 		return Outcome{}, err
@@ -191,6 +185,19 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 		r.e.requestSweep() // a lane released before this commit notified no waiter
 	}
 	return Outcome{}, ErrParked
+}
+
+// resolve applies the default timeout and checks the wait.
+func (w *WaitFor) resolve() error {
+	defaultTimeout, maxTimeout := Limits(w.kind)
+	w.timeout = cmp.Or(w.timeout, defaultTimeout)
+	switch {
+	case w.timeout <= 0 || w.timeout > maxTimeout:
+		return fmt.Errorf("the timeout for %s must be more than 0 and at most %s, got %s", w.kind, maxTimeout, w.timeout)
+	case w.kind != "delay" && w.key == "":
+		return fmt.Errorf("a wait for %s needs a key", w.kind)
+	}
+	return nil
 }
 
 type noWaitsKey struct{}

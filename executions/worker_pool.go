@@ -2,14 +2,9 @@ package executions
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
-	"fmt"
-	"reflect"
 	"sync"
 	"time"
-
-	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
@@ -295,111 +290,54 @@ func (p *workerPool) notifyLoop(ctx context.Context) {
 	}
 }
 
-// claimedExecution is an execution that this process claimed, with its checkpoints.
-type claimedExecution struct {
-	Execution
-	needsRecovery bool // an earlier claim left lanes, open activities or interrupted calls
-	checkpoints   map[string]Checkpoint
-	interrupted   map[string]bool
-	onCompleted   func(row *Execution) // receives the final row if the run knows it without a query; may be nil
-	callerLeft    func() bool          // whether the caller left and the run must be cancelled; may be nil
+// slotTimeout bounds how long workers stay reserved for resumed executions. A statement that takes longer waits for a
+// lock, and other executions need the workers meanwhile.
+const slotTimeout = 100 * time.Millisecond
+
+// slots are workers that are reserved for executions which a statement claims.
+type slots struct {
+	e                       *Engine
+	background, interactive int // number of reserved workers
+
+	mu       sync.Mutex
+	released bool
+	unused   map[string]int
+	timer    *time.Timer
 }
 
-// claim claims up to n ready executions with their checkpoints, in one round trip and one transaction. missed reports
-// whether other ready executions were locked.
-func (p *workerPool) claim(
-	ctx context.Context, n int,
-) (worker string, claimed []claimedExecution, missed bool, err error) {
-	ctx, cancel := context.WithTimeout(ctx, p.e.opts.LeaseTTL)
-	defer cancel()
-	if worker, err = p.e.WorkerID(ctx); err != nil {
-		return "", nil, false, err
-	}
-	rows, err := p.e.pool.Query(ctx, `
-		select `+columns+`, `+checkpointColumns+`, missed
-		  from (select (t.execution).*, t.held, t.steps, t.claims, t.prints, t.failed, t.outputs, t.times, t.missed
-		          from lanekeeper.claim_agent_executions(@queue, @worker, @n, @skip) t) x
-		 order by priority, id`,
-		postgres.Strict{"worker": worker, "queue": p.queue, "n": n, "skip": p.skippedFlows()})
-	if err != nil {
-		return "", nil, false, err
-	}
-	defer rows.Close()
-	for rows.Next() {
-		x, ok, err := scanClaimed(rows, []any{&missed})
-		if err != nil {
-			return "", nil, false, err
-		}
-		if ok {
-			claimed = append(claimed, x)
-		}
-	}
-	return worker, claimed, missed, rows.Err()
+// reserveSlots reserves up to n free workers of each queue, for at most slotTimeout.
+func (e *Engine) reserveSlots(n int) *slots {
+	s := &slots{e: e, background: e.pools[Background].reserve(n), interactive: e.pools[Interactive].reserve(n)}
+	s.unused = map[string]int{Background: s.background, Interactive: s.interactive}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.timer = time.AfterFunc(slotTimeout, s.release)
+	return s
 }
 
-// checkpointColumns lists the columns after the execution's own: recovery flag, and checkpoints as arrays.
-const checkpointColumns = `held, steps, claims, prints, failed, outputs, times`
-
-// scanClaimed reads one claimed execution and the extra columns; false when the row has no execution.
-func scanClaimed(rows pgx.Rows, extra []any) (claimedExecution, bool, error) {
-	var x claimedExecution
-	if rows.RawValues()[0] == nil {
-		return x, false, rows.Scan(append(make([]any, numExecutionColumns+7), extra...)...)
+// start runs a claimed execution in one of the slots.
+func (s *slots) start(x claimedExecution, worker string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	pool := s.e.pools[x.Queue]
+	if s.released { // the pool may exceed its size for a while
+		pool.startUnreserved(pool.runContext(), x, worker)
+		return
 	}
-	var steps, prints []string
-	var claims []int64
-	var failed []bool
-	var outputs []json.RawMessage
-	var times []time.Time
-	dest := append(x.scanTargets(), &x.needsRecovery, &steps, &claims, &prints, &failed, &outputs, &times)
-	if err := rows.Scan(append(dest, extra...)...); err != nil {
-		return x, false, err
-	}
-	x.checkpoints, x.interrupted = make(map[string]Checkpoint, len(steps)), map[string]bool{}
-	for i, step := range steps {
-		x.checkpoints[step] = Checkpoint{step, claims[i], prints[i], failed[i], outputs[i], times[i]}
-	}
-	return x, true, nil
+	s.unused[x.Queue]--
+	pool.startReserved(pool.runContext(), x, worker)
 }
 
-// numExecutionColumns is the number of columns of an Execution.
-var numExecutionColumns = reflect.TypeFor[Execution]().NumField()
-
-// scanTargets returns pointers to the fields, in the order of columns.
-func (x *Execution) scanTargets() []any {
-	v := reflect.ValueOf(x).Elem()
-	dest := make([]any, v.NumField(), v.NumField()+16)
-	for i := range dest {
-		dest[i] = v.Field(i).Addr().Interface()
+// release frees the unused slots.
+func (s *slots) release() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.timer.Stop()
+	if s.released {
+		return
 	}
-	return dest
-}
-
-// Admission limits how many executions of a flow or surface run at once, over all processes. All other executions stay
-// in the queue, by priority and age. A cancel ends them there. The next execution uses a free slot at once. A waiting
-// execution holds no slot.
-//
-// Admission counts but never delays two kinds of runs. RunSync and InsertClaimed insert claimed executions because a
-// caller waits, as for a chat turn. External workers lock executions themselves.
-type Admission struct {
-	Kind    string `json:"kind"` // flow or surface
-	Name    string `json:"name"`
-	Running int    `json:"running"` // 0 stops them
-}
-
-// SetLimits replaces all limits, for all processes. Running executions continue.
-func (e *Engine) SetLimits(ctx context.Context, limits []Admission) error {
-	if limits == nil {
-		limits = []Admission{}
+	s.released = true
+	for queue, n := range s.unused {
+		s.e.pools[queue].release(n)
 	}
-	text, err := json.Marshal(limits)
-	if err != nil {
-		return fmt.Errorf("encode limits: %w", err)
-	}
-	if _, err := e.pool.Exec(ctx, `select set_agent_limits(@limits)`,
-		postgres.Strict{"limits": json.RawMessage(text)}); err != nil {
-		return fmt.Errorf("set limits of executions: %w", err)
-	}
-	e.Poll()
-	return nil
 }
