@@ -33,8 +33,8 @@ type Options struct {
 
 // Observer receives the lane events of this process. Its methods must return at once.
 type Observer interface {
-	// LaneWaited reports the duration of AcquireWait, and whether it got the lane.
-	LaneWaited(lane string, took time.Duration, got bool)
+	// LaneWaited reports the duration of AcquireWait, and whether it acquired the lane.
+	LaneWaited(lane string, took time.Duration, acquired bool)
 	// LaneLost reports a lease that was lost before its release.
 	LaneLost(lane string)
 }

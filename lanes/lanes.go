@@ -13,9 +13,9 @@
 //     waiter in its own transaction, and notifies the waiter at the commit. The handed-over lease lasts at most 10
 //     seconds until [Keeper.Run] renews it, so the lease of a dead waiter expires soon. A waiter that gives up releases
 //     the lane.
-//   - A lost lane cancels the context of its lease with cause [ErrLost]. That happens at the latest when the lease
-//     expires by the local monotonic clock, counted from before the statement. So the context ends no later than the
-//     database's lease, even without a connection.
+//   - A lost lane cancels the context of its lease with cause [ErrLost], except the lane of a thread. That happens at
+//     the latest when the lease expires by the local monotonic clock, counted from before the statement. So the context
+//     ends no later than the database's lease, even without a connection.
 //   - An open transaction of another client delays a renewal, an acquire, a release or a break for about a second at
 //     most. Then the error is a *BlockedError, which names the transaction.
 //   - A break notifies the holder. Without notifications the holder finds the break at its next renewal.
@@ -39,22 +39,14 @@
 package lanes
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"regexp"
-	"strconv"
 	"strings"
 	"time"
-	"unicode"
-	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/oklog/ulid/v2"
-	"golang.org/x/text/unicode/norm"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 var (
@@ -123,88 +115,6 @@ func asBlocked(err error) error {
 		return &BlockedError{Reason: pgErr.Message, Hint: pgErr.Hint, cause: pgErr}
 	}
 	return err
-}
-
-// maxNameLength is the maximum number of characters in a name.
-const maxNameLength = 255
-
-// invisible are characters that a reader does not see, or that change how others look. agent_lock_check has the same
-// table.
-var invisible = &unicode.RangeTable{
-	R16: []unicode.Range16{
-		{0x80, 0xa0, 1},
-		{0xad, 0xad, 1},
-		{0x34f, 0x34f, 1},
-		{0x61c, 0x61c, 1},
-		{0x115f, 0x1160, 1},
-		{0x1680, 0x1680, 1},
-		{0x17b4, 0x17b5, 1},
-		{0x180b, 0x180f, 1},
-		{0x2000, 0x200f, 1},
-		{0x2028, 0x202f, 1},
-		{0x205f, 0x206f, 1},
-		{0x2800, 0x2800, 1},
-		{0x3000, 0x3000, 1},
-		{0x3164, 0x3164, 1},
-		{0xfe00, 0xfe0f, 1},
-		{0xfeff, 0xfeff, 1},
-		{0xffa0, 0xffa0, 1},
-		{0xfff0, 0xfffb, 1},
-	},
-	R32:         []unicode.Range32{{0x1d173, 0x1d17a, 1}, {0xe0000, 0xe0fff, 1}},
-	LatinOffset: 2,
-}
-
-// ValidName reports whether a name is valid for a lane or an owner. It must have 1 to 255 characters, not only spaces,
-// and must not look like another name. So it may not contain invisible characters, characters that change the text
-// direction, or blanks other than the space. Accents must be composed (Unicode normal form C). The database rejects
-// invalid names with 22023.
-func ValidName(name string) bool {
-	if n := utf8.RuneCountInString(name); n < 1 || n > maxNameLength || !utf8.ValidString(name) ||
-		strings.Trim(name, " ") == "" {
-		return false
-	}
-	for _, r := range name {
-		if unicode.IsControl(r) || unicode.Is(invisible, r) {
-			return false
-		}
-	}
-	return norm.NFC.IsNormalString(name)
-}
-
-// Owner is one claim of one run: the holder of a lane. The zero value owns nothing. ClaimOwner makes the owner of an
-// execution. Acquire and AcquireWait make a new owner for each call.
-type Owner struct {
-	name  string
-	claim bool // the owner is an execution; its end releases its lanes in SQL
-}
-
-var executionID = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
-
-// ClaimOwner returns the owner for one claim of an execution. For an invalid id or claim it returns the zero Owner,
-// which every function rejects with ErrInvalid.
-func ClaimOwner(execution string, claim int64) Owner {
-	if claim <= 0 || !executionID.MatchString(execution) {
-		return Owner{}
-	}
-	return Owner{name: execution + "#" + strconv.FormatInt(claim, 10), claim: true}
-}
-
-// String returns the owner as in agent_locks.locked_by.
-func (o Owner) String() string { return o.name }
-
-// runOwner returns a new unique owner for work outside executions. It starts with the trace ID of ctx for the live
-// view, and ends with the ID of the process for the sweep.
-func runOwner(ctx context.Context, process string) Owner {
-	name := "run"
-	if id, ok := trace.From(ctx); ok {
-		name = string(id.TraceID)
-	}
-	name += "/" + ulid.Make().String()
-	if process != "" {
-		name += "@" + process
-	}
-	return Owner{name: name}
 }
 
 // policy has the lease settings of a lane.

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -187,4 +188,21 @@ func (h *hold) lossError() error {
 		return nil
 	}
 	return ErrLost
+}
+
+// Break releases a lane without its holder, and makes the holder's token invalid. It records an activity with the
+// reason in the holder's trace, and notifies the holder (see [Keeper.Run]). Break waits about a second for a fenced
+// write. Then it returns a *BlockedError and changes nothing. It returns false for a free lane, and ErrInvalid without
+// a reason.
+func Break(ctx context.Context, db postgres.DB, lane, reason string) (bool, error) {
+	var broken bool
+	err := db.QueryRow(ctx, `select break_agent_lock(@lane, @reason)`,
+		postgres.Strict{"lane": lane, "reason": reason}).Scan(&broken)
+	if isInvalid(err) {
+		return false, invalidError("break", lane, err)
+	}
+	if err != nil {
+		return false, fmt.Errorf("break %s: %w", lane, asBlocked(err))
+	}
+	return broken, nil
 }
