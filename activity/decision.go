@@ -42,10 +42,12 @@ func Decisions(ctx context.Context, db postgres.DB, ids []string) (map[string]De
 		  from agent_activity a
 		  join agent_approvals p on p.id = lanekeeper.agent_uuid(
 		         coalesce(a.output ->> 'approval_id', a.output -> 'output' ->> 'approval_id')) -- of a call, of a run
-		 cross join lateral (select case when p.status = 'rejected' then 'rejected' when p.decided_at is not null
-		         then 'approved' when p.status = 'expired' or p.expires_at <= clock_timestamp() then 'expired' end as status) s
+		 cross join lateral (
+		       select case when p.status = 'rejected' then 'rejected'
+		                   when p.decided_at is not null then 'approved'
+		                   when p.status = 'expired' or p.expires_at <= clock_timestamp() then 'expired' end as status) s
 		 where a.id = any (@ids::text[]::uuid[]) and s.status is not null`,
-		perQuery, postgres.Strict{"ids": ids})
+		customPlan, postgres.Strict{"ids": ids})
 	if err != nil {
 		return nil, err
 	}

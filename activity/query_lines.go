@@ -47,14 +47,15 @@ type Listing struct {
 	Partial bool
 }
 
-// Conditions with an index, and conditions checked row by row.
+// indexed has the conditions that an index serves, narrowed those that are checked row by row.
 const (
 	indexed = `
 		       (@trace_ids::text[] is null or a.trace_id = any (@trace_ids))
 		   and (@skill::text = '' or a.skill_name = @skill)
 		   and (@open::text[] is null or a.id = any (@open::text[]::uuid[]))
 		   and (@since::timestamptz is null or (a.id >= lanekeeper.agent_uuid7_floor(@since) and a.created_at >= @since))
-		   and (@until::timestamptz is null or (a.id < lanekeeper.agent_uuid7_floor(@until + interval '1 ms') and a.created_at < @until))
+		   and (@until::timestamptz is null
+		        or (a.id < lanekeeper.agent_uuid7_floor(@until + interval '1 ms') and a.created_at < @until))
 		   and (@before::text is null or a.id < @before::text::uuid)`
 	narrowed = `
 		       (@surface::text = '' or a.surface = @surface)
@@ -90,7 +91,7 @@ func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 		         order by a.id desc limit @window::int) a
 		 where`+narrowed+`
 		 order by a.id desc limit @limit::int + 1`,
-		perQuery, args)
+		customPlan, args)
 	if err != nil {
 		return Listing{}, err
 	}
@@ -104,9 +105,9 @@ func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 	return f.shortPage(ctx, db, lines, args)
 }
 
-// shortPage handles a short page: nothing is left, or the window is exhausted.
+// shortPage returns a page with fewer lines than requested. It has a cursor if the window was exhausted.
 func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, args postgres.Strict) (Listing, error) {
-	if f.Surface == "" && f.Status == "" && f.Lane == "" && f.Agent == "" && len(f.Kinds) == 0 &&
+	if f.Surface == "" && f.Status == "" && f.Lane == "" && f.Agent == "" && len(f.Kinds) == 0 && !f.NoEvals &&
 		f.SkillLike+f.LaneLike+f.AgentLike == "" {
 		return Listing{Lines: lines}, nil // the page has every scanned row
 	}
@@ -114,10 +115,9 @@ func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, arg
 		select a.id::text
 		  from agent_activity a where`+indexed+`
 		 order by a.id desc offset @window::int - 1 limit 1`,
-		perQuery, postgres.Strict{
+		customPlan, postgres.Strict{
 			"trace_ids": args["trace_ids"], "skill": args["skill"], "open": args["open"], "since": args["since"],
-			"until":  args["until"],
-			"before": args["before"], "window": args["window"],
+			"until": args["until"], "before": args["before"], "window": args["window"],
 		})
 	if err != nil {
 		return Listing{}, err

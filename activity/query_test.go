@@ -126,7 +126,8 @@ func TestRecentFilters(t *testing.T) {
 		  to (lanekeeper.agent_uuid7_floor(date_trunc('month',
 		    clock_timestamp() at time zone 'UTC') at time zone 'UTC' - interval '1 month'))`)
 	op := string(trace.New(trace.Operate))
-	a := put(t, db, act{ago: 40 * 24 * time.Hour, skill: "old"})
+	old := string(trace.New(trace.Flow))
+	a := put(t, db, act{ago: 40 * 24 * time.Hour, skill: "old", trace: old})
 	b := put(t, db, act{ago: 3 * time.Hour, status: "error", lane: "heartbeat"})
 	c := put(t, db, act{ago: 2 * time.Hour, kind: "model", trace: op, surface: "operate"})
 	d := put(t, db, act{ago: time.Hour, status: "running", kind: "note"})
@@ -149,6 +150,7 @@ func TestRecentFilters(t *testing.T) {
 		"kinds, 30 d":   {activity.Filter{Kinds: []activity.Kind{"call", "note"}}, []string{d, b}},
 		"trace":         {activity.Filter{TraceID: op}, []string{c}},
 		"trace in hex":  {activity.Filter{TraceID: trace.ID(op).OTel()}, []string{c}},
+		"old trace":     {activity.Filter{TraceIDs: []string{old}, Kinds: []activity.Kind{"call"}}, []string{a}},
 		"since":         {activity.Filter{Since: now.Add(-150 * time.Minute)}, []string{d, c}},
 		"until":         {activity.Filter{Until: now.Add(-150 * time.Minute)}, []string{b, a}},
 		"before 1970":   {activity.Filter{Since: time.Unix(-1e9, 0)}, []string{d, c, b, a}},
@@ -267,6 +269,11 @@ func TestLinesReadBoundedWindows(t *testing.T) {
 		require.Truef(t, !seen[id] && (i <= 0 || id <= ids[i-1]), "%s comes twice or out of order", id)
 		seen[id] = true
 	}
+	pgtest.Exec(t, db, `update agent_activity set surface = 'eval'
+		where id in (select id from agent_activity order by id desc limit $1)`, activity.Window)
+	ids, _, partial = walk(t, db, activity.Filter{NoEvals: true, Limit: 500})
+	assert.Equal(t, 24_000-activity.Window, len(ids), "rows beside evals")
+	assert.Equal(t, 1, partial)
 }
 
 func TestLinesAndDetailsAreTruncatedInDatabase(t *testing.T) {

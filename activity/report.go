@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strconv"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -217,24 +216,9 @@ func readPage[T any](
 	}
 	size := pageSize(f.Limit)
 	args["offset"], args["limit"] = offset, size
-	list, err := postgres.Rows[T](ctx, db, verb, sql, perQuery, args)
+	list, err := postgres.Rows[T](ctx, db, verb, sql, customPlan, args)
 	if err != nil || len(list) <= size {
 		return list, "", err
 	}
 	return list[:size], offsetCursor(offset + size), nil
-}
-
-func offsetCursor(n int) string { return ToCursor(fmt.Sprintf("%032x", n)) }
-
-// offsetOf decodes a cursor; 0 for the first page.
-func offsetOf(c string) (int, error) {
-	hidden, err := FromCursor(c)
-	if err != nil || hidden == nil {
-		return 0, err
-	}
-	n, err := strconv.ParseUint(hidden.(string), 16, 31)
-	if err != nil {
-		return 0, fmt.Errorf("read cursor %.60q: %w", c, ErrCursor)
-	}
-	return int(n), nil
 }
