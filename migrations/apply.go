@@ -16,25 +16,25 @@ import (
 )
 
 const (
-	// lockPatience is the time that a file waits in the queue for a lock, in PostgreSQL's words. It is less than the
+	// lockTimeout is the time that a file waits in the queue for a lock, in PostgreSQL's words. It is less than the
 	// default deadlock_timeout of a second: in a deadlock with a serving process the file usually gives up.
-	lockPatience = "400ms"
+	lockTimeout = "400ms"
 	// lockTries bounds the tries for a lock: they take some minutes.
 	lockTries = 150
-	// unhurried disables this server's statement and transaction timeouts, for the transaction or the session. A large
+	// noTimeouts disables this server's statement and transaction timeouts, for the transaction or the session. A large
 	// table needs longer; a timeout would stop the migration at the same place each time.
-	unhurried = `
+	noTimeouts = `
 		select set_config(s.name, '0', $1) from pg_settings s
 		 where s.name in ('statement_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout')`
-	// letPass is the pause between two tries; queued statements run meanwhile.
-	letPass = time.Second
-	// askEvery is the poll interval of a process that waits for the migration of another one.
-	askEvery = 200 * time.Millisecond
-	// steadyPath is the search path that functions of the contract keep (set search_path from current). No object of a
-	// caller, such as a temporary table, hides the tables.
-	steadyPath = `select set_config('search_path', quote_ident(current_schema()) || ', pg_temp', true)`
-	// outside is the first line of a file that runs statement by statement.
-	outside = "-- outside a transaction\n"
+	// retryPause is the pause between two tries; queued statements run meanwhile.
+	retryPause = time.Second
+	// lockPollInterval is the poll interval of a process that waits for the migration of another one.
+	lockPollInterval = 200 * time.Millisecond
+	// fixedSearchPath is the search path that functions of the contract keep (set search_path from current). No object of
+	// a caller, such as a temporary table, hides the tables.
+	fixedSearchPath = `select set_config('search_path', quote_ident(current_schema()) || ', pg_temp', true)`
+	// outsideMark is the first line of a file that runs statement by statement, outside a transaction.
+	outsideMark = "-- outside a transaction\n"
 )
 
 // step is the unit that is applied and recorded together: the baseline, the bridge, a change, changed code, or the last
@@ -44,22 +44,22 @@ type step struct {
 	version int    // 0: code alone
 	hash    string
 	sql     string
-	code    []noun
+	code    []schemaFile
 	names   []string // Up's result
 }
 
 // outside reports whether the step's statements run one by one.
-func (s step) outside() bool { return strings.HasPrefix(s.sql, outside) }
+func (s step) outside() bool { return strings.HasPrefix(s.sql, outsideMark) }
 
 // apply runs one step and records it.
 func (s step) apply(ctx context.Context, pool *pgxpool.Pool) error {
-	try := s.inTransaction
+	try := s.runInTransaction
 	if s.outside() {
-		try = s.oneByOne
+		try = s.runStatements
 	}
 	err := try(ctx, pool)
 	for i := 1; i < lockTries && postgres.IsCode(err, "55P03", "40P01"); i++ { // no lock in time, or a deadlock
-		if !sleep.For(ctx, letPass) {
+		if !sleep.For(ctx, retryPause) {
 			return fmt.Errorf("apply %s: %w", s.what, errors.Join(ctx.Err(), err))
 		}
 		err = try(ctx, pool)
@@ -69,26 +69,26 @@ func (s step) apply(ctx context.Context, pool *pgxpool.Pool) error {
 		return fmt.Errorf("apply %s: other transactions hold locks that it needs (%w); end transactions that are open for long "+
 			"(select pid, xact_start, query from pg_stat_activity order by xact_start) and migrate again", s.what, err)
 	case postgres.IsCode(err, "42P06", "42P07", "42710"): // a schema, table or other object with a name of this file
-		return fmt.Errorf("apply %s: the database has something of another program (%w); %s", s.what, err, ownDatabase)
+		return fmt.Errorf("apply %s: the database has an object of another program (%w); %s", s.what, err, ownDatabase)
 	case err != nil:
 		return fmt.Errorf("apply %s: %w", s.what, err)
 	}
 	return nil
 }
 
-// inTransaction applies the whole file or nothing.
-func (s step) inTransaction(ctx context.Context, pool *pgxpool.Pool) error {
+// runInTransaction applies the whole file or nothing.
+func (s step) runInTransaction(ctx context.Context, pool *pgxpool.Pool) error {
 	return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, `set local lock_timeout = '`+lockPatience+`'`); err != nil {
+		if _, err := tx.Exec(ctx, `set local lock_timeout = '`+lockTimeout+`'`); err != nil {
 			return err
 		}
-		if _, err := tx.Exec(ctx, unhurried, true); err != nil {
+		if _, err := tx.Exec(ctx, noTimeouts, true); err != nil {
 			return err
 		}
 		if _, err := tx.Exec(ctx, `set local plpgsql.extra_errors = 'none'`); err != nil { // they turn warnings into errors
 			return err
 		}
-		if _, err := tx.Exec(ctx, steadyPath); err != nil {
+		if _, err := tx.Exec(ctx, fixedSearchPath); err != nil {
 			return err
 		}
 		// A partitioned table must not name the tablespace of the database itself.
@@ -145,16 +145,16 @@ func (s step) record(ctx context.Context, db postgres.DB) error {
 	return err
 }
 
-// oneByOne applies a file of repeatable statements: `create index concurrently if not exists` and `drop index
+// runStatements applies a file of repeatable statements: `create index concurrently if not exists` and `drop index
 // concurrently if exists`.
-func (s step) oneByOne(ctx context.Context, pool *pgxpool.Pool) error {
-	for _, name := range s.builds() {
-		if err := dropUnfinished(ctx, pool, name); err != nil {
+func (s step) runStatements(ctx context.Context, pool *pgxpool.Pool) error {
+	for _, name := range s.indexNames() {
+		if err := dropInvalidIndex(ctx, pool, name); err != nil {
 			return err
 		}
 	}
-	err := alongside(ctx, pool, func(conn *pgxpool.Conn) error {
-		for statement := range strings.SplitSeq(strings.TrimPrefix(s.sql, outside), ";\n") {
+	err := withSession(ctx, pool, func(conn *pgxpool.Conn) error {
+		for statement := range strings.SplitSeq(strings.TrimPrefix(s.sql, outsideMark), ";\n") {
 			if strings.TrimSpace(statement) == "" {
 				continue
 			}
@@ -170,9 +170,9 @@ func (s step) oneByOne(ctx context.Context, pool *pgxpool.Pool) error {
 	return s.record(ctx, pool)
 }
 
-// alongside gives fn a session without time limits and closes it afterwards. A pooler's session is shared, so its
-// limits stay.
-func alongside(ctx context.Context, pool *pgxpool.Pool, fn func(conn *pgxpool.Conn) error) error {
+// withSession calls fn with a session without time limits, and closes the session afterwards. Behind a pooler, the
+// limits stay, because clients share the session.
+func withSession(ctx context.Context, pool *pgxpool.Pool, fn func(conn *pgxpool.Conn) error) error {
 	conn, err := pool.Acquire(ctx)
 	if err != nil {
 		return err
@@ -182,27 +182,28 @@ func alongside(ctx context.Context, pool *pgxpool.Pool, fn func(conn *pgxpool.Co
 		return fn(conn)
 	}
 	defer func() { _ = conn.Conn().Close(context.WithoutCancel(ctx)) }()
-	if _, err := conn.Exec(ctx, unhurried, false); err != nil {
+	if _, err := conn.Exec(ctx, noTimeouts, false); err != nil {
 		return err
 	}
 	return fn(conn)
 }
 
-var built = regexp.MustCompile(`(?i)create\s+(?:unique\s+)?index\s+concurrently\s+if\s+not\s+exists\s+([a-z0-9_]+)`)
+var indexBuild = regexp.MustCompile(`(?i)create\s+(?:unique\s+)?index\s+concurrently\s+if\s+not\s+exists\s+([a-z0-9_]+)`)
 
 // builds names the indexes that a file builds concurrently.
-func (s step) builds() []string {
+func (s step) indexNames() []string {
 	var names []string
-	for _, match := range built.FindAllStringSubmatch(s.sql, -1) {
+	for _, match := range indexBuild.FindAllStringSubmatch(s.sql, -1) {
 		names = append(names, match[1])
 	}
 	return names
 }
 
-// dropUnfinished removes an index whose build was interrupted: the server never uses it, and a later build would take
-// it for a complete one. The server may still build it for a dead process; dropUnfinished waits for that.
-func dropUnfinished(ctx context.Context, pool *pgxpool.Pool, index string) error {
-	table, err := unfinished(ctx, pool, index)
+// dropInvalidIndex drops an index whose build was interrupted. The server never uses such an index, and `create index
+// if not exists` would take it for a complete one. The server may still build it for a dead process: the lock of the
+// table waits for that.
+func dropInvalidIndex(ctx context.Context, pool *pgxpool.Pool, index string) error {
+	table, err := invalidIndexTable(ctx, pool, index)
 	if err != nil || table == "" {
 		return err
 	}
@@ -213,7 +214,7 @@ func dropUnfinished(ctx context.Context, pool *pgxpool.Pool, index string) error
 	if err != nil {
 		return err
 	}
-	if table, err = unfinished(ctx, pool, index); err != nil || table == "" {
+	if table, err = invalidIndexTable(ctx, pool, index); err != nil || table == "" {
 		return err
 	}
 	_, err = pool.Exec(ctx, `drop index concurrently if exists `+index, pgx.QueryExecModeSimpleProtocol)
@@ -221,7 +222,7 @@ func dropUnfinished(ctx context.Context, pool *pgxpool.Pool, index string) error
 }
 
 // unfinished returns the quoted table of an incomplete index; empty if there is no such index.
-func unfinished(ctx context.Context, pool *pgxpool.Pool, index string) (table string, err error) {
+func invalidIndexTable(ctx context.Context, pool *pgxpool.Pool, index string) (table string, err error) {
 	err = pool.QueryRow(ctx, `
 		select coalesce((select indrelid::regclass::text from pg_index where indexrelid = to_regclass($1) and not indisvalid),
 		                '')`,

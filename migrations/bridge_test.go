@@ -21,8 +21,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// before returns a new database of a former version, with running and waiting executions, from a dump of pg_dump.
-func before(t *testing.T, version string) *pgxpool.Pool {
+// restoreVersion returns a new database of a former version, with running and waiting executions, from a dump of
+// pg_dump.
+func restoreVersion(t *testing.T, version string) *pgxpool.Pool {
 	t.Helper()
 	packed, err := os.ReadFile("testdata/" + version + ".sql.gz")
 	require.NoError(t, err)
@@ -39,8 +40,8 @@ func before(t *testing.T, version string) *pgxpool.Pool {
 	return db
 }
 
-// shape lists the objects of a schema in the server's own form, without data of one database alone.
-func shape(t *testing.T, db *pgxpool.Pool) []string {
+// listObjects lists the objects of a schema in the server's own form, without data of one database alone.
+func listObjects(t *testing.T, db *pgxpool.Pool) []string {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
 		select 'column ' || c.relname || '.' || a.attname || ' ' || format_type(a.atttypid,
@@ -73,8 +74,8 @@ func shape(t *testing.T, db *pgxpool.Pool) []string {
 	return all
 }
 
-// counted counts the rows of each table. New tables and those of migrations do not count.
-func counted(t *testing.T, db *pgxpool.Pool, tables []string) string {
+// countRows counts the rows of each table. New tables and those of migrations do not count.
+func countRows(t *testing.T, db *pgxpool.Pool, tables []string) string {
 	t.Helper()
 	var all []string
 	for _, name := range tables {
@@ -88,28 +89,28 @@ func counted(t *testing.T, db *pgxpool.Pool, tables []string) string {
 var renamed = strings.NewReplacer("agent_untold_ends", "agent_unpublished_completions")
 
 // Up turns a former schema into that of a new database, and keeps its rows.
-func TestABridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
+func TestBridgeBuildsSchemaOfNewDatabase(t *testing.T) {
 	t.Parallel()
 	for version, filled := range map[string]string{
 		"0118": "agent_retention agent_retention_passes", "0269": "",
 	} {
 		t.Run(version, func(t *testing.T) {
 			t.Parallel()
-			db := before(t, version)
+			db := restoreVersion(t, version)
 			tables := slices.DeleteFunc(pgtest.Column[string](t, db, `
 				select c.oid::regclass::text from pg_class c where c.relnamespace = 'public'::regnamespace
 				   and c.relkind in ('r', 'p') and not c.relispartition
 				   and c.relname not in ('agent_migrations', 'agent_schema_code', 'agent_logouts') order by 1`),
 				func(name string) bool { return slices.Contains(strings.Fields(filled), name) })
-			rows := counted(t, db, tables)
+			rows := countRows(t, db, tables)
 			applied, err := migrations.Up(t.Context(), db)
 			require.Truef(t, err == nil && applied[0] == "bridge", "applied %v: %v", applied, err)
 			assert.NoError(t, migrations.Check(t.Context(), db))
-			assert.NoDiff(t, shape(t, pgtest.DB(t)), shape(t, db))
+			assert.NoDiff(t, listObjects(t, pgtest.DB(t)), listObjects(t, db))
 			for i, name := range tables {
 				tables[i] = renamed.Replace(name)
 			}
-			assert.NoDiff(t, rows, counted(t, db, tables))
+			assert.NoDiff(t, rows, countRows(t, db, tables))
 			n := pgtest.Value[int](t, db, `select count(*) from agent_executions where status = 'running' and claim > 1000000`)
 			assert.True(t, n != 0, "the claims of the former version hold")
 			again, err := migrations.Up(t.Context(), db)
@@ -119,7 +120,7 @@ func TestABridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
 }
 
 // Up rejects schemas from before the bridge, and writes nothing.
-func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
+func TestSchemaWithoutBridgeIsRejected(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		change string
@@ -131,7 +132,7 @@ func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			db := before(t, "0118")
+			db := restoreVersion(t, "0118")
 			pgtest.Exec(t, db, c.change)
 			applied, err := migrations.Up(t.Context(), db)
 			assert.Truef(t, errors.Is(err, c.want) && len(applied) == 0, "applied %v: %v", applied, err)
@@ -144,10 +145,10 @@ var defines = regexp.MustCompile(
 	`(?im)^create (?:or replace )?(function|procedure|view|trigger|table|type) ([a-z0-9_.]+)`)
 
 // No body is duplicated: one place defines each function, view and table.
-func TestNothingIsDefinedTwice(t *testing.T) {
+func TestSchemaFilesDefineObjectsOnce(t *testing.T) {
 	t.Parallel()
 	where := map[string]string{}
-	for path, file := range next(t, nil) {
+	for path, file := range withChanges(t, nil) {
 		if !strings.HasPrefix(path, "schema/") {
 			continue
 		}
@@ -163,10 +164,10 @@ func TestNothingIsDefinedTwice(t *testing.T) {
 
 // The code can be applied again, and with checked bodies. A new database gets it unchecked, because functions call
 // later ones.
-func TestTheBodiesOfAllCodeAreValid(t *testing.T) {
+func TestFunctionBodiesAreValid(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	for path, file := range next(t, nil) {
+	for path, file := range withChanges(t, nil) {
 		if strings.HasPrefix(path, "schema/") {
 			_, code, _ := strings.Cut(string(file.Data), "\n-- Code\n")
 			_, err := db.Exec(t.Context(), code, pgx.QueryExecModeSimpleProtocol)

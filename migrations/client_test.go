@@ -16,8 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// client opens a connection as the role of other programs.
-func client(t *testing.T, config *pgx.ConnConfig) *pgx.Conn {
+// connectClient opens a connection as the role of other programs.
+func connectClient(t *testing.T, config *pgx.ConnConfig) *pgx.Conn {
 	t.Helper()
 	conn, err := pgx.ConnectConfig(t.Context(), config.Copy())
 	require.NoError(t, err)
@@ -27,10 +27,10 @@ func client(t *testing.T, config *pgx.ConnConfig) *pgx.Conn {
 }
 
 // A worker in any language needs only the role: it runs a whole execution with a wait.
-func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
+func TestContractSufficesForExternalWorker(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	conn := client(t, db.Config().ConnConfig)
+	conn := connectClient(t, db.Config().ConnConfig)
 	id := pgtest.Value[string](t, conn, `select start_agent_execution('external:sum', '{"start": 10}', 'the key')::text`)
 	assert.Equal(t, id, pgtest.Value[string](t, conn,
 		`select start_agent_execution('external:sum', '{}', 'the key', '')::text`))
@@ -38,7 +38,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 	pgtest.Exec(t, conn, `create temp table agent_executions (id uuid); create temp table agent_workers (id uuid)`)
 	lock := `select lock_id from lock_agent_execution($1::text::uuid, 'worker 1')`
 	first := pgtest.Value[string](t, conn, lock, id)
-	says(t, conn, []asked{
+	assertResults(t, conn, []query{
 		{
 			`select (r.input ->> 'start') || ' ' || r.checkpoints::text from read_agent_execution($1::text::uuid, $2) r`,
 			"10 {}",
@@ -56,7 +56,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 	_, err := conn.Exec(t.Context(), `select unlock_agent_execution($1::text::uuid, $2, 'waiting', p_kind => 'agent',
 		p_key => '018f0000-0000-7000-8000-000000000000')`, id, second)
 	assert.Truef(t, postgres.IsCode(err, "P0002"), "a wait for no execution: %v", err)
-	says(t, conn, []asked{
+	assertResults(t, conn, []query{
 		{
 			`select r.checkpoints -> 'wait event 1' -> 'data' ->> 'amount' from read_agent_execution($1::text::uuid, $2) r`,
 			"3",
@@ -69,22 +69,22 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "read under a void lock: %v", err)
 }
 
-// asked is a query and its result.
-type asked struct{ ask, want string }
+// query is a query and its result.
+type query struct{ sql, want string }
 
-// says compares the results of queries.
-func says(t *testing.T, conn *pgx.Conn, list []asked, args ...any) {
+// assertResults compares the results of queries.
+func assertResults(t *testing.T, conn *pgx.Conn, list []query, args ...any) {
 	t.Helper()
 	for _, q := range list {
-		assert.Equal(t, q.want, pgtest.Value[string](t, conn, q.ask, args...), q.ask)
+		assert.Equal(t, q.want, pgtest.Value[string](t, conn, q.sql, args...), q.sql)
 	}
 }
 
 // A client cannot pass for another actor in the log.
-func TestTheClientCannotSetTheActor(t *testing.T) {
+func TestClientCannotSetActor(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	conn := client(t, db.Config().ConnConfig)
+	conn := connectClient(t, db.Config().ConnConfig)
 	pgtest.Exec(t, conn, `reset role; set session authorization `+migrations.ClientRole+
 		`; set lanekeeper.actor = '{"by": "root"}'`, pgx.QueryExecModeSimpleProtocol)
 	pgtest.Exec(t, conn, `select cancel_agent_execution(start_agent_execution('external'), 'admin', '')`)
@@ -93,10 +93,10 @@ func TestTheClientCannotSetTheActor(t *testing.T) {
 }
 
 // The role sees only the contract: no table, no other function, no other schema.
-func TestTheClientCanDoNothingElse(t *testing.T) {
+func TestClientHasNoOtherPrivileges(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	conn := client(t, db.Config().ConnConfig)
+	conn := connectClient(t, db.Config().ConnConfig)
 	got := pgtest.Value[string](t, conn, `
 		select coalesce(string_agg(c.relname || ' ' || p.privilege, ', '), '') from pg_class c
 		 cross join unnest(array['select', 'insert', 'update', 'delete', 'truncate', 'references', 'trigger']) p (privilege)
@@ -145,7 +145,7 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 
 // After a restore without privileges, every role may call every function, and the client may read no view. A migration
 // repairs both.
-func TestPrivilegesThatARestoreLeftOutAreGivenAgain(t *testing.T) {
+func TestMissingPrivilegesAreGrantedAgain(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `grant execute on all functions in schema public, lanekeeper to public`)
@@ -158,8 +158,8 @@ func TestPrivilegesThatARestoreLeftOutAreGivenAgain(t *testing.T) {
 	assert.True(t, pgtest.Value[bool](t, db, `select has_table_privilege('agent_client', 'agent_locks_live', 'select')`))
 }
 
-// along opens pools on a new database, after some statements of its owner. The sessions of db have a search path.
-func along(t *testing.T, path, before string) (db *pgxpool.Pool, owner *pgxpool.Pool) {
+// newDatabase opens pools on a new database, after some statements of its owner. The sessions of db have a search path.
+func newDatabase(t *testing.T, path, before string) (db *pgxpool.Pool, owner *pgxpool.Pool) {
 	t.Helper()
 	at := pgtest.EmptyURL(t)
 	open := func(at string) *pgxpool.Pool {
@@ -181,7 +181,7 @@ const written = `
 	  where n.nspname not in ('pg_catalog', 'information_schema', 'pg_toast')`
 
 // Up rejects a search path in which it cannot create the schema, before it writes anything.
-func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
+func TestInvalidSchemaIsRejectedBeforeWrites(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ path, before, says string }{
 		"none":     {"nowhere", `select 1`, "no schema of the search path is there"},
@@ -193,7 +193,7 @@ func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			db, owner := along(t, c.path, c.before)
+			db, owner := newDatabase(t, c.path, c.before)
 			there := pgtest.Value[int](t, owner, written)
 			_, err := migrations.Up(t.Context(), db)
 			assert.Truef(t, err != nil && strings.Contains(err.Error(), c.says), "got %v, want %q", err, c.says)
@@ -205,9 +205,9 @@ func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 	}
 }
 
-func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
+func TestOtherSchemaIsMigrated(t *testing.T) {
 	t.Parallel()
-	db, owner := along(t, "nowhere, mine",
+	db, owner := newDatabase(t, "nowhere, mine",
 		`create schema mine; create schema another; create table another.agent_locks (id int)`)
 	pgtest.Exec(t, owner, `do $$ begin
 		execute format('alter database %I set default_tablespace = pg_default', current_database()); end $$`)
@@ -222,9 +222,9 @@ func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
 }
 
 // A user without the right to create tables gets an error with the remedy.
-func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
+func TestErrorNamesMissingCreatePrivilege(t *testing.T) {
 	t.Parallel()
-	db, _ := along(t, "public", `revoke create on schema public from public`)
+	db, _ := newDatabase(t, "public", `revoke create on schema public from public`)
 	weak := db.Config()
 	weak.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 	pool, err := pgxpool.NewWithConfig(t.Context(), weak)
@@ -237,9 +237,9 @@ func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 
 // Up rejects a user other than the owner at once, not after the last month of the log. A member of the owner's
 // role may act as the owner.
-func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
+func TestErrorNamesMissingOwnership(t *testing.T) {
 	t.Parallel()
-	db, owner := along(t, "public", `select 1`)
+	db, owner := newDatabase(t, "public", `select 1`)
 	_, err := migrations.Up(t.Context(), db)
 	require.NoError(t, err)
 	assert.NoError(t, migrations.Rights(t.Context(), db), "the owner")
@@ -264,7 +264,7 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	pgtest.Exec(t, owner, `grant select, insert, update, delete on all tables in schema public to `+other)
 	pgtest.Exec(t, owner, `grant all on schema public, river to `+other)
 	pgtest.Exec(t, owner, `grant create on database `+pgx.Identifier{database}.Sanitize()+` to `+other)
-	_, err = migrations.UpWith(t.Context(), as(), next(t, map[string]string{"9001_more.sql": `create table more (id int)`}))
+	_, err = migrations.UpWith(t.Context(), as(), withChanges(t, map[string]string{"9001_more.sql": `create table more (id int)`}))
 	assert.ErrorContains(t, err, "migrate as that user")
 	err = migrations.Rights(t.Context(), as())
 	require.Truef(t, err != nil && strings.Contains(err.Error(), `belong to "`+user+`"`), "another: %v", err)
@@ -274,14 +274,14 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	}
 	assert.NoError(t, migrations.Rights(t.Context(), as()), "a member that did as it was told")
 	assert.ErrorContains(t, migrations.Rights(t.Context(),
-		opened(t, db.Config().ConnString(), "default_transaction_read_only", "on")), "nothing can be written")
+		openWith(t, db.Config().ConnString(), "default_transaction_read_only", "on")), "nothing can be written")
 }
 
 // Hidden rows, for example of a pause, and disabled triggers are errors. Otherwise the agent would continue, and do
 // forbidden work.
-func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
+func TestChangedTablesAreReported(t *testing.T) {
 	t.Parallel()
-	db, owner := along(t, "public", `select 1`)
+	db, owner := newDatabase(t, "public", `select 1`)
 	_, err := migrations.Up(t.Context(), db)
 	require.NoError(t, err)
 	// row-level security does not hold for a superuser
@@ -295,7 +295,7 @@ func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 	})
 	pgtest.Exec(t, owner, `alter table agent_activity owner to `+plain)
 	pgtest.Exec(t, owner, `alter table agent_pauses owner to `+plain)
-	as := opened(t, owner.Config().ConnString(), "role", plain)
+	as := openWith(t, owner.Config().ConnString(), "role", plain)
 	rights := func(stage string) {
 		t.Helper()
 		err := migrations.Rights(t.Context(), as)
@@ -313,7 +313,7 @@ func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 	rights("alter table agent_executions enable trigger user")
 	pgtest.Exec(t, owner, `alter table agent_executions enable trigger user`)
 	rights("")
-	replica := opened(t, db.Config().ConnString(), "session_replication_role", "replica")
+	replica := openWith(t, db.Config().ConnString(), "session_replication_role", "replica")
 	pgtest.Exec(t, owner, `alter table agent_activity owner to current_user`)
 	assert.ErrorContains(t, migrations.Rights(t.Context(), replica), "session_replication_role is replica")
 }

@@ -20,8 +20,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// claimed returns an execution under the first claim of a live worker.
-func claimed(t *testing.T, db *pgxpool.Pool) string {
+// insertClaimed returns an execution under the first claim of a live worker.
+func insertClaimed(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
 	id := insertExecution(t, db)
 	pgtest.Exec(t, db, `
@@ -30,16 +30,16 @@ func claimed(t *testing.T, db *pgxpool.Pool) string {
 	return id
 }
 
-// inFlight opens a transaction that writes for the first claim of an execution.
-func inFlight(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
+// beginWrite opens a transaction that writes for the first claim of an execution.
+func beginWrite(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
 	t.Helper()
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `insert into agent_checkpoints (execution_id, step, claim) values ($1::uuid, 'in flight', 1)`, id)
 	return tx
 }
 
-// blocked waits until n statements with the text wait for a lock.
-func blocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
+// awaitBlocked waits until n statements with the text wait for a lock.
+func awaitBlocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
 	t.Helper()
 	pgtest.Until(t, db, n, `select count(*) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text)
@@ -47,10 +47,10 @@ func blocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
 
 // A statement that takes away a claim waits for a running write under it. The write may need a stronger lock of the
 // row, as for a message in a thread lent by a parent. It does not wait for the waiting statement.
-func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
+func TestTakeoverDoesNotBlockWrites(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	given := claimed(t, db)
+	given := insertClaimed(t, db)
 	over := pgtest.Value[string](t, db, `insert into agent_executions (trace_id, surface, flow)
 		values ('fl_1', 'flow', 'external') returning id::text`)
 	pgtest.Exec(t, db, `select lock_agent_execution($1::uuid, 'somebody')`, over)
@@ -58,7 +58,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 		given: `select lanekeeper.release_agent_claim($1::uuid, 1)`,
 		over:  `select lock_agent_execution($1::uuid, 'somebody else')`,
 	} {
-		tx := inFlight(t, db, id)
+		tx := beginWrite(t, db, id)
 		if id == over {
 			pgtest.Exec(t, db, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1::uuid`, id)
 		}
@@ -67,7 +67,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 			_, err := db.Exec(t.Context(), take, id)
 			took <- err
 		}()
-		blocked(t, db, 1, take)
+		awaitBlocked(t, db, 1, take)
 		pgtest.Exec(t, tx, `select from agent_executions where id = $1::uuid for no key update`, id)
 		assert.NoError(t, tx.Commit(t.Context()), take, "the write")
 		assert.NoError(t, <-took, take)
@@ -77,11 +77,11 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 
 const park = `select lanekeeper.wait_agent_execution($1::uuid, 1, $2, 'event', $2, '1 hour', null)`
 
-func TestTwoParksOfOneClaimDoNotDeadlock(t *testing.T) {
+func TestConcurrentWaitsOfClaimDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	id := claimed(t, db)
-	tx := inFlight(t, db, id)
+	id := insertClaimed(t, db)
+	tx := beginWrite(t, db, id)
 	codes := make(chan string, 2)
 	for _, step := range []string{"one", "two"} {
 		go func() {
@@ -89,33 +89,33 @@ func TestTwoParksOfOneClaimDoNotDeadlock(t *testing.T) {
 			codes <- postgres.Code(err)
 		}()
 	}
-	blocked(t, db, 2, "wait_agent_execution")
+	awaitBlocked(t, db, 2, "wait_agent_execution")
 	require.NoError(t, tx.Commit(t.Context()))
 	assert.Equal(t, "LK001", <-codes+<-codes)
 }
 
-func TestAnEndWaitsForWritesUnderWayAndNoneComesAfterIt(t *testing.T) {
+func TestCompletionWaitsForWritesAndRejectsLaterOnes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	id := claimed(t, db)
-	tx := inFlight(t, db, id)
+	id := insertClaimed(t, db)
+	tx := beginWrite(t, db, id)
 	ended := make(chan error, 1)
 	go func() {
 		_, err := db.Exec(t.Context(), `select lanekeeper.complete_agent_execution($1::uuid, 1, 'completed', '', null, null,
 			null)`, id)
 		ended <- err
 	}()
-	blocked(t, db, 1, "complete_agent_execution")
+	awaitBlocked(t, db, 1, "complete_agent_execution")
 	require.NoError(t, tx.Commit(t.Context()))
 	require.NoError(t, <-ended)
 	assert.True(t, !pgtest.Value[bool](t, db, `select bool_or(c.created_at > x.completed_at) from agent_checkpoints c
 		join agent_executions x on x.id = c.execution_id`), "a checkpoint is younger than the end of its execution")
 }
 
-func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
+func TestInvalidEndsAndWaitsChangeNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	id := claimed(t, db)
+	id := insertClaimed(t, db)
 	for name, query := range map[string]string{
 		"end as waiting":     `select lanekeeper.complete_agent_execution($1::uuid, 1, 'waiting', '', null, null, null)`,
 		"end as running":     `select lanekeeper.complete_agent_execution($1::uuid, 1, 'running', '', null, null, null)`,
@@ -163,17 +163,17 @@ func TestOnlyARunningExecutionIsClaimed(t *testing.T) {
 	}
 }
 
-func TestNoWaitIsForEver(t *testing.T) {
+func TestWaitsAreBounded(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	id := claimed(t, db)
+	id := insertClaimed(t, db)
 	pgtest.Exec(t, db, `update agent_executions set status = 'waiting' where id = $1::uuid`, id)
 	if !pgtest.Value[bool](t, db, `select waiting_until < clock_timestamp() + interval '8 days' from agent_executions`) {
 		t.Error("an execution waits without a deadline")
 	}
 }
 
-func TestPartitionsAreMadeBesideAReader(t *testing.T) {
+func TestPartitionsAreCreatedBesideReader(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	tx := pgtest.Begin(t, db)
@@ -186,14 +186,14 @@ func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 		values (lanekeeper.agent_uuid7(clock_timestamp() + interval '5 months'), 'fl_x', 'x')`)
 }
 
-func TestAFloorIsNotAboveItsTime(t *testing.T) {
+func TestUUIDFloorIsNotAboveItsTime(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	assert.True(t, pgtest.Value[bool](t, db, `select lanekeeper.agent_uuid7_floor(t) <= lanekeeper.agent_uuid7(t)
 		from (select timestamptz '2026-01-01 00:00:00.0016' t) x`), "the floor of a time is above an id made at that time")
 }
 
-func TestADayOfSpendIsFoundByIndex(t *testing.T) {
+func TestDayOfSpendUsesIndex(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	tx := pgtest.Begin(t, db)
@@ -203,10 +203,10 @@ func TestADayOfSpendIsFoundByIndex(t *testing.T) {
 	assert.Truef(t, !strings.Contains(text, "Seq Scan"), "the plan reads whole partitions:\n%s", text)
 }
 
-func TestAnActivityOfAnOldClaimIsRefused(t *testing.T) {
+func TestActivityOfOldClaimIsRejected(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	id := claimed(t, db)
+	id := insertClaimed(t, db)
 	const insert = `insert into agent_activity (trace_id, execution_id, claim, skill_name)
 		values ('fl_x', $1::uuid, $2, 's')`
 	pgtest.Exec(t, db, insert, id, 1)
@@ -215,10 +215,10 @@ func TestAnActivityOfAnOldClaimIsRefused(t *testing.T) {
 	}
 }
 
-func TestTheClaimThatParkedALaneCannotGiveItAway(t *testing.T) {
+func TestWaitingClaimCannotReleaseLane(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	id := claimed(t, db)
+	id := insertClaimed(t, db)
 	pgtest.Exec(t, db, `select acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
 	pgtest.Exec(t, db, park, id, "wait")
 	assert.True(t, !pgtest.Value[bool](t, db, `select release_agent_lock('thread:1', $1 || '#1')`, id) &&
@@ -226,10 +226,10 @@ func TestTheClaimThatParkedALaneCannotGiveItAway(t *testing.T) {
 		"a claim that is over released the lane that its execution keeps while it waits")
 }
 
-func TestTheClaimThatParkedALaneMayNotWriteUnderItsToken(t *testing.T) {
+func TestWaitingClaimCannotFenceLane(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	id := claimed(t, db)
+	id := insertClaimed(t, db)
 	token := pgtest.Value[int64](t, db, `select fencing_token from acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
 	pgtest.Exec(t, db, park, id, "wait")
 	if _, err := db.Exec(t.Context(), `select fence_agent_lock('thread:1', $1)`, token); !postgres.IsCode(err, "LK001") {
@@ -277,8 +277,9 @@ func TestThePageShowsWhatAChangeAddsAndAsksForItsComments(t *testing.T) {
 		`agent_executions ||--o{ agent_webhook_moods : "execution_id"`)
 }
 
-// bare returns a transaction, never committed, of a session in a time zone. The activity log has no partitions in it.
-func bare(t *testing.T, zone string) pgx.Tx {
+// beginWithoutPartitions returns a transaction, never committed, of a session in a time zone. The activity log has no
+// partitions in it.
+func beginWithoutPartitions(t *testing.T, zone string) pgx.Tx {
 	t.Helper()
 	tx := pgtest.Begin(t, pgtest.DB(t))
 	pgtest.Exec(t, tx, `select set_config('TimeZone', $1, true)`, zone)
@@ -298,10 +299,10 @@ const (
 )
 
 // The months of the log are months of UTC, for any time zone of the server.
-func TestMonthsAreThoseOfUTC(t *testing.T) {
+func TestMonthsAreUTC(t *testing.T) {
 	t.Parallel()
 	for _, zone := range []string{"America/New_York", "Europe/Berlin", "Pacific/Auckland"} {
-		tx := bare(t, zone)
+		tx := beginWithoutPartitions(t, zone)
 		for month := range 14 {
 			at := time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC)
 			_, err := migrations.EnsureMonths(t.Context(), tx, &at, 3)

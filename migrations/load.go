@@ -1,7 +1,6 @@
 package migrations
 
 import (
-	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -11,11 +10,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"time"
-
-	"github.com/jackc/pgx/v5"
-
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // codeMark divides a file of schema/. The tables above it are created once. The code below it is applied again when it
@@ -23,17 +17,17 @@ import (
 const codeMark = "\n-- Code\n"
 
 var (
-	// comments are the statements above the mark that are applied again, too.
-	comments = regexp.MustCompile(`(?ms)^comment on .*?';\n`)
-	// remarks are lines for readers. They may change after a release, so the baseline's hash leaves them out.
-	remarks = regexp.MustCompile(`(?m)^\s*--.*\n`)
+	// commentStatements are the statements above the mark that are applied again, too.
+	commentStatements = regexp.MustCompile(`(?ms)^comment on .*?';\n`)
+	// commentLines are comments for readers. They may change after a release, so the baseline's hash leaves them out.
+	commentLines = regexp.MustCompile(`(?m)^\s*--.*\n`)
 )
 
-// noun is one file of schema/.
-type noun struct {
+// schemaFile is one file of schema/.
+type schemaFile struct {
 	name   string // 030_executions
-	tables string // without comments and remarks
-	code   string // and comments
+	tables string // without comment statements and comment lines
+	code   string // with the comment statements
 }
 
 // change is one file of changes/.
@@ -44,27 +38,28 @@ type change struct {
 	hash    string
 }
 
-// text is the schema of one version of the program.
-type text struct {
-	nouns   []noun
+// release is the schema of one version of the program.
+type release struct {
+	files   []schemaFile
 	changes []change
 	bridges map[int]string // by the version from which they lead
 }
 
-// embedded is the text of this binary.
-var embedded = sync.OnceValues(func() (text, error) { return load(files) })
+// embedded is the release of this binary.
+var embedded = sync.OnceValues(func() (release, error) { return load(files) })
 
-func load(version fs.FS) (text, error) {
-	var t text
+// load reads the files of a release.
+func load(version fs.FS) (release, error) {
+	var r release
 	err := each(version, "schema/*.sql", func(name, sql string) error {
 		tables, code, _ := strings.Cut(sql, codeMark)
-		about := strings.Join(comments.FindAllString(tables, -1), "")
-		tables = remarks.ReplaceAllString(comments.ReplaceAllString(tables, ""), "")
-		t.nouns = append(t.nouns, noun{strings.TrimSuffix(name, ".sql"), tables, about + code})
+		about := strings.Join(commentStatements.FindAllString(tables, -1), "")
+		tables = commentLines.ReplaceAllString(commentStatements.ReplaceAllString(tables, ""), "")
+		r.files = append(r.files, schemaFile{strings.TrimSuffix(name, ".sql"), tables, about + code})
 		return nil
 	})
 	if err != nil {
-		return t, err
+		return r, err
 	}
 	err = each(version, "changes/*.sql", func(name, sql string) error {
 		digits, _, _ := strings.Cut(name, "_")
@@ -72,16 +67,16 @@ func load(version fs.FS) (text, error) {
 		if err != nil || number <= baseline {
 			return fmt.Errorf("change %s has no number above %d", name, baseline)
 		}
-		t.changes = append(t.changes, change{number, name, sql, digest(sql)})
+		r.changes = append(r.changes, change{number, name, sql, digest(sql)})
 		return nil
 	})
 	if err != nil {
-		return t, err
+		return r, err
 	}
-	t.bridges = map[int]string{}
-	return t, each(version, "bridges/*.sql", func(name, sql string) error {
+	r.bridges = map[int]string{}
+	return r, each(version, "bridges/*.sql", func(name, sql string) error {
 		former, err := strconv.Atoi(strings.TrimSuffix(name, ".sql"))
-		t.bridges[former] = sql
+		r.bridges[former] = sql
 		return err
 	})
 }
@@ -109,97 +104,32 @@ func digest(text string) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// tables is the text of the baseline.
-func (t text) tables() string {
+// tables returns the SQL of the baseline.
+func (r release) tables() string {
 	var all strings.Builder
-	for _, n := range t.nouns {
+	for _, n := range r.files {
 		all.WriteString(n.tables)
 	}
 	return all.String()
 }
 
-// version is the number of the newest change, or of the baseline.
-func (t text) version() int {
-	if len(t.changes) == 0 {
+// version returns the number of the newest change, or of the baseline.
+func (r release) version() int {
+	if len(r.changes) == 0 {
 		return baseline
 	}
-	return t.changes[len(t.changes)-1].version
+	return r.changes[len(r.changes)-1].version
 }
 
-// hash identifies the text. It excludes remarks and the bridge.
-func (t text) hash() string {
+// hash identifies the SQL of the release. It excludes comment lines of the baseline, and the bridges.
+func (r release) hash() string {
 	var all strings.Builder
-	all.WriteString(t.tables())
-	for _, n := range t.nouns {
+	all.WriteString(r.tables())
+	for _, n := range r.files {
 		all.WriteString(n.code)
 	}
-	for _, c := range t.changes {
+	for _, c := range r.changes {
 		all.WriteString(c.hash)
 	}
 	return digest(all.String())
-}
-
-// MonthsAhead is the number of monthly partitions of the activity log that exist ahead of time.
-const MonthsAhead = 3
-
-// EnsureMonths creates the missing monthly partitions of the activity log, from the month before a moment to some
-// months after it, and returns their number. Without a moment it uses the database's clock. Months begin and end in
-// UTC. It finds gaps by the ranges of the partitions, not by their names. Concurrent calls are safe.
-func EnsureMonths(ctx context.Context, db postgres.Beginner, at *time.Time, ahead int) (made int, err error) {
-	err = pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('activity partitions', 0))`); err != nil {
-			return err
-		}
-		rows, err := tx.Query(ctx, `
-			select to_char(m.month, '"agent_activity_"YYYY_MM') as name, s.id::text as lower, least(m.upper_id, (
-			         select p.lower_id from agent_activity_partitions p where p.lower_id > s.id
-			           order by p.lower_id limit 1))::text as upper
-			  from (select t.month, lanekeeper.agent_uuid7_floor(t.month at time zone 'UTC') as lower_id,
-			               lanekeeper.agent_uuid7_floor((t.month + interval '1 month') at time zone 'UTC') as upper_id
-			          from date_trunc('month', coalesce(@at::timestamptz, clock_timestamp()) at time zone 'UTC') this,
-			               generate_series(this - interval '1 month', this + make_interval(months => @ahead),
-			                 interval '1 month') t (month)) m
-			 cross join lateral (
-			   select m.lower_id
-			   union
-			   select p.upper_id from agent_activity_partitions p where p.upper_id > m.lower_id
-			     and p.upper_id < m.upper_id) s (id)
-			 where not exists (select from agent_activity_partitions p where p.lower_id <= s.id and s.id < p.upper_id)
-			 order by s.id`, postgres.Strict{"at": at, "ahead": ahead})
-		if err != nil {
-			return err
-		}
-		missing, err := pgx.CollectRows(rows, pgx.RowToStructByName[month])
-		for _, m := range missing {
-			if err := m.attach(ctx, tx); err != nil {
-				return err
-			}
-		}
-		made = len(missing)
-		return err
-	})
-	if err != nil {
-		return 0, fmt.Errorf("make partitions of the activity log: %w", err)
-	}
-	return made, nil
-}
-
-// month is a partition to create, with its range of ids.
-type month struct{ Name, Lower, Upper string }
-
-// attach creates the table under the first free name, then attaches it. The clause `partition of` would wait for every
-// reader of the log and block every writer.
-func (m month) attach(ctx context.Context, tx pgx.Tx) error {
-	var name string
-	err := tx.QueryRow(ctx, `
-		select n.name from generate_series(1, 1000) i, lateral (select @name || case when i > 1 then '_' || i
-		  else '' end as name) n
-		 where to_regclass(n.name) is null order by i limit 1`, postgres.Strict{"name": m.Name}).Scan(&name)
-	if err != nil {
-		return err
-	}
-	_, err = tx.Exec(ctx, fmt.Sprintf(`
-		create table %[1]s (like agent_activity including all) with (fillfactor = 80);
-		alter table agent_activity attach partition %[1]s for values from ('%[2]s') to ('%[3]s')`, name, m.Lower, m.Upper))
-	return err
 }

@@ -1,10 +1,11 @@
-// Package migrations owns the schema: the text in schema/, the changes after it, and River's own migrations beside
-// them in the schema "river".
+// Package migrations owns the schema: the text in schema/, the changes after it, and River's own migrations beside them
+// in the schema "river".
 //
-// schema/ has a file for each noun, in reading order. A file opens with the promises of the noun. Its tables follow:
-// they are the baseline, and are created once. Below the line "-- Code" are functions, views and triggers. They and all
-// comments are repeatable: each has one body in one place, and the code of a file is applied again when it has changed.
-// A change of a table is a numbered file of changes/. It is applied once and never edited after its release.
+// schema/ has a file for each schemaFile, in reading order. A file opens with the promises of the schemaFile. Its
+// tables follow: they are the baseline, and are created once. Below the line "-- Code" are functions, views and
+// triggers. They and all comments are repeatable: each has one body in one place, and the code of a file is applied
+// again when it has changed. A change of a table is a numbered file of changes/. It is applied once and never edited
+// after its release.
 //
 // Up brings a database to this binary's version. Any number of processes may call it at once: one migrates, the others
 // wait and find nothing to do. The lock is a transaction-level advisory lock, held by a connection that does nothing
@@ -76,7 +77,7 @@ func Up(ctx context.Context, pool *pgxpool.Pool) ([]string, error) { return UpWi
 
 // UpWith is Up with the files of another version, as its binary would apply them: for the tests of upgrades.
 func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, error) {
-	t, err := load(version)
+	r, err := load(version)
 	if err != nil {
 		return nil, err
 	}
@@ -89,13 +90,13 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 		return nil, fmt.Errorf("migrate: %w", err)
 	}
 	defer func() { _ = lock.Rollback(context.WithoutCancel(ctx)) }()
-	if err := alone(ctx, lock); err != nil {
+	if err := acquireLock(ctx, lock); err != nil {
 		return nil, err
 	}
-	if err := refusePlace(ctx, pool); err != nil {
+	if err := rejectSchema(ctx, pool); err != nil {
 		return nil, err
 	}
-	if err := refuseStrangers(ctx, pool, t); err != nil {
+	if err := rejectForeignObjects(ctx, pool, r); err != nil {
 		return nil, err
 	}
 	_, err = pool.Exec(ctx, `
@@ -108,17 +109,17 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 	if err != nil {
 		return nil, explainDenied(ctx, pool, fmt.Errorf("prepare migrations: %w", err))
 	}
-	return t.migrate(ctx, pool)
+	return r.migrate(ctx, pool)
 }
 
 // migrate applies the missing steps.
-func (t text) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, error) {
-	todo, err := t.missing(ctx, pool)
+func (r release) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, error) {
+	todo, err := r.pendingSteps(ctx, pool)
 	if err != nil {
 		return nil, explainDenied(ctx, pool, err)
 	}
 	if len(todo) > 0 {
-		if err := refuseOther(ctx, pool); err != nil {
+		if err := rejectOtherOwner(ctx, pool); err != nil {
 			return nil, err
 		}
 	}
@@ -135,18 +136,18 @@ func (t text) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, error)
 	if _, err := EnsureMonths(ctx, pool, nil, MonthsAhead); err != nil {
 		return applied, err
 	}
-	admitted, err := clientAdmitted(ctx, pool)
+	admitted, err := clientHasRights(ctx, pool)
 	if err == nil && (!admitted || len(todo) > 0) {
-		err = t.admitClient(ctx, pool)
+		err = r.createClient(ctx, pool)
 	}
 	return applied, err
 }
 
-// alone acquires the lock under which one process migrates. A session that waits in a queue holds a snapshot, which
-// would block a concurrent index build. So alone polls with a try-lock, by the simple protocol, which keeps no portal
-// with a snapshot. The session is idle in its transaction while migrations run, so its time limits are disabled.
-func alone(ctx context.Context, lock pgx.Tx) error {
-	if _, err := lock.Exec(ctx, unhurried, true); err != nil {
+// acquireLock acquires the lock under which one process migrates. A session that waits in a queue holds a snapshot,
+// which would block a concurrent index build. So alone polls with a try-lock, by the simple protocol, which keeps no
+// portal with a snapshot. The session is idle in its transaction while migrations run, so its time limits are disabled.
+func acquireLock(ctx context.Context, lock pgx.Tx) error {
+	if _, err := lock.Exec(ctx, noTimeouts, true); err != nil {
 		return fmt.Errorf("lock migrations: %w", err)
 	}
 	for {
@@ -159,7 +160,7 @@ func alone(ctx context.Context, lock pgx.Tx) error {
 		if mine {
 			return nil
 		}
-		if !sleep.For(ctx, askEvery) {
+		if !sleep.For(ctx, lockPollInterval) {
 			return fmt.Errorf("wait for another process that migrates: %w", ctx.Err())
 		}
 	}
@@ -168,7 +169,7 @@ func alone(ctx context.Context, lock pgx.Tx) error {
 // Check returns nil if the database has exactly this binary's schema, and ErrOutdated if it lacks migrations. For
 // another version's schema it returns ErrOld, ErrNewer or ErrChanged. It writes nothing.
 func Check(ctx context.Context, pool *pgxpool.Pool) error {
-	t, err := embedded()
+	r, err := embedded()
 	if err != nil {
 		return err
 	}
@@ -179,7 +180,7 @@ func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	if !exists {
 		return ErrOutdated
 	}
-	todo, err := t.missing(ctx, pool)
+	todo, err := r.pendingSteps(ctx, pool)
 	if err != nil {
 		return explainDenied(ctx, pool, err)
 	}
@@ -191,20 +192,20 @@ func Check(ctx context.Context, pool *pgxpool.Pool) error {
 
 // Version is the number of this binary's schema.
 func Version() int {
-	t, err := embedded()
+	r, err := embedded()
 	if err != nil {
 		return 0
 	}
-	return t.version()
+	return r.version()
 }
 
 // Hash names this binary's schema: equal hashes mean equal text.
 func Hash() string {
-	t, err := embedded()
+	r, err := embedded()
 	if err != nil {
 		return ""
 	}
-	return t.hash()[:16]
+	return r.hash()[:16]
 }
 
 func upRiver(ctx context.Context, pool *pgxpool.Pool) error {

@@ -20,7 +20,7 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-func TestManyProcessesMigrateAtOnce(t *testing.T) {
+func TestConcurrentProcessesMigrateOnce(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
 	var mu sync.Mutex
@@ -42,15 +42,15 @@ func TestManyProcessesMigrateAtOnce(t *testing.T) {
 		})
 	}
 	starting.Wait()
-	if applied["baseline"] != 1 || len(applied) != 1+len(changes(t)) {
-		t.Errorf("applied %v, want the baseline and %d changes", applied, len(changes(t)))
+	if applied["baseline"] != 1 || len(applied) != 1+len(changeFiles(t)) {
+		t.Errorf("applied %v, want the baseline and %d changes", applied, len(changeFiles(t)))
 	}
 	for name, n := range applied {
 		assert.Equal(t, 1, n, name)
 	}
 }
 
-func TestOnlyThisVersionsSchemaIsAccepted(t *testing.T) {
+func TestCheckAcceptsOnlyThisVersion(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		change string
@@ -71,14 +71,14 @@ func TestOnlyThisVersionsSchemaIsAccepted(t *testing.T) {
 	}
 }
 
-func TestASchemaThatMissesCodeIsOutdated(t *testing.T) {
+func TestSchemaWithMissingCodeIsOutdated(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `delete from agent_schema_code where name = (select max(name) from agent_schema_code)`)
 	assert.ErrorIs(t, migrations.Check(t.Context(), db), migrations.ErrOutdated)
 }
 
-func TestCheckOfAnEmptyDatabaseWritesNothing(t *testing.T) {
+func TestCheckOfEmptyDatabaseWritesNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
 	assert.ErrorIs(t, migrations.Check(t.Context(), db), migrations.ErrOutdated)
@@ -86,7 +86,7 @@ func TestCheckOfAnEmptyDatabaseWritesNothing(t *testing.T) {
 }
 
 // Up writes nothing to the database of another program.
-func TestADatabaseOfAnotherProgramIsToldFromOneOfItsOwn(t *testing.T) {
+func TestDatabaseOfOtherProgramIsRejected(t *testing.T) {
 	t.Parallel()
 	for name, theirs := range map[string]string{
 		"a table":    `create table agent_activity (id int)`,
@@ -111,7 +111,7 @@ func TestADatabaseOfAnotherProgramIsToldFromOneOfItsOwn(t *testing.T) {
 }
 
 // A dump of the schema alone has the tables without a version.
-func TestTablesWithoutTheirVersionAreRefused(t *testing.T) {
+func TestTablesWithoutVersionAreRejected(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `delete from agent_migrations`)
@@ -178,7 +178,7 @@ func TestUUID7(t *testing.T) {
 	assert.True(t, !strings.Contains(plan, "agent_uuid7_floor"), "the planner does not inline agent_uuid7_floor:", plan)
 }
 
-func TestTraceIDsMadeInSQLAreTraceIDs(t *testing.T) {
+func TestTraceIDsOfSQLAreValid(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	seen := make(map[trace.ID]bool)
@@ -211,7 +211,7 @@ var legal = map[string]struct {
 	"cancelled": {path: []string{"cancelled"}},
 }
 
-func TestStatesOfAnExecution(t *testing.T) {
+func TestExecutionTransitions(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for _, from := range statuses {
@@ -248,7 +248,7 @@ func insertExecution(t *testing.T, db *pgxpool.Pool) string {
 		returning id::text`)
 }
 
-func TestTheEndOfAnExecution(t *testing.T) {
+func TestEndOfExecution(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for end, result := range map[string]string{
@@ -268,7 +268,7 @@ func TestTheEndOfAnExecution(t *testing.T) {
 }
 
 // PostgreSQL reads a body only when it runs. Without this test, a caller would find the call of a missing function.
-func TestNoFunctionCallsOneThatIsGone(t *testing.T) {
+func TestFunctionsCallExistingFunctions(t *testing.T) {
 	t.Parallel()
 	gone := pgtest.Column[string](t, pgtest.DB(t), `
 		select distinct p.proname || ' calls ' || m[1] from pg_proc p

@@ -15,10 +15,10 @@ import (
 // quoted is a name that has another meaning without quotes; a file omits them.
 var quoted = regexp.MustCompile(`[A-Z."\s]`)
 
-// refusePlace returns an error, before anything is written, in two cases. The first existing schema of the search path
+// rejectSchema returns an error, before anything is written, in two cases. The first existing schema of the search path
 // does not admit the tables. Or the tables are in another schema. One with the role's own name, created later, precedes
 // public: a second agent would begin in it, on the first one's queue.
-func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
+func rejectSchema(ctx context.Context, pool *pgxpool.Pool) error {
 	var schema, user, database, elsewhere string
 	var mayTable, maySchema bool
 	err := pool.QueryRow(ctx, `
@@ -45,7 +45,7 @@ func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 		return fmt.Errorf("the schema %s has a name that needs quotes; rename it, or name another in the search path: of "+
 			"small letters, digits and _", name(schema))
 	case !mayTable || !maySchema:
-		if err := refuseOther(ctx, pool); err != nil {
+		if err := rejectOtherOwner(ctx, pool); err != nil {
 			return err
 		}
 		return fmt.Errorf("%s may not create tables in the schema %s, or schemas in the database; make it the owner: alter "+
@@ -55,37 +55,9 @@ func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 	return nil
 }
 
-// Rights returns an error with the remedy if the user of pool lacks a right for serving, now or later. It cannot write,
-// or another role owns the tables. A serving process creates new months of the activity log. A user without that right
-// would fail only when the last month has passed. Months that a member of the owner creates belong to the member, and
-// the owner's next migration would be refused. The tables' rows must not be hidden from the user, nor their triggers
-// disabled. The schema must exist.
-func Rights(ctx context.Context, pool *pgxpool.Pool) error {
-	var owner, user, database string
-	var readOnly bool
-	err := pool.QueryRow(ctx, `
-		select pg_get_userbyid(c.relowner), current_user, current_database(),
-		       current_setting('transaction_read_only')::boolean
-		  from pg_class c where c.oid = to_regclass('agent_activity')`).Scan(&owner, &user, &database, &readOnly)
-	name := func(s string) string { return pgx.Identifier{s}.Sanitize() }
-	switch {
-	case err != nil:
-		return fmt.Errorf("read the owner of the tables: %w", err)
-	case readOnly:
-		return errors.New("nothing can be written: it is a standby, or default_transaction_read_only is on; name the " +
-			"primary in DATABASE_URL, or set that to off")
-	case owner != user:
-		return fmt.Errorf("the tables belong to %[1]s, and %[2]s cannot make the log's next months for it; name %[1]s in "+
-			"DATABASE_URL, or run: "+
-			"grant %[1]s to %[2]s; alter role %[2]s in database %[3]s set role to %[1]s", name(owner),
-			name(user), name(database))
-	}
-	return untouched(ctx, pool)
-}
-
-// refuseOther returns an error if the tables belong to another role than the migrating one. New objects would belong to
-// the migrating role, and the owner could not use them.
-func refuseOther(ctx context.Context, pool *pgxpool.Pool) error {
+// rejectOtherOwner returns an error if the tables belong to another role than the migrating one. New objects would
+// belong to the migrating role, and the owner could not use them.
+func rejectOtherOwner(ctx context.Context, pool *pgxpool.Pool) error {
 	var owner, user string
 	err := pool.QueryRow(ctx, `
 		select pg_get_userbyid(c.relowner), current_user from pg_class c where c.oid = to_regclass('agent_migrations')`).
@@ -99,106 +71,53 @@ func refuseOther(ctx context.Context, pool *pgxpool.Pool) error {
 	return err
 }
 
-// explainDenied adds the error of [Rights] to an error of a user who may not read the tables.
-func explainDenied(ctx context.Context, pool *pgxpool.Pool, err error) error {
-	if !postgres.IsCode(err, "42501") {
-		return err
+var created = regexp.MustCompile(
+	`(?im)^create\s+(?:or\s+replace\s+)?(?:table|view|function|domain|type)\s+(?:if\s+not\s+exists\s+)?([a-z0-9_]+)\b[^.]`)
+
+// rejectForeignObjects returns an error, before anything is written, if a database without migrations has a table,
+// view, function or type with a name of the files, or a foreign schema of such a name.
+func rejectForeignObjects(ctx context.Context, pool *pgxpool.Pool, r release) error {
+	var names []string
+	for _, n := range r.files {
+		for _, match := range created.FindAllStringSubmatch(n.tables+n.code, -1) {
+			names = append(names, match[1])
+		}
 	}
-	if rights := Rights(ctx, pool); rights != nil {
-		return fmt.Errorf("%w; %w", err, rights)
+	var met string
+	err := pool.QueryRow(ctx, `
+		with here as (select n.oid from pg_namespace n where n.nspname = current_schema())
+		select coalesce(min(x.name), '')
+		  from (select 'relation ' || c.relname from pg_class c join here on here.oid = c.relnamespace
+		         where c.relname = any (@names)
+		        union all
+		        select 'function ' || p.proname from pg_proc p join here on here.oid = p.pronamespace
+		         where p.proname = any (@names)
+		        union all
+		        select 'type ' || y.typname from pg_type y join here on here.oid = y.typnamespace
+		         where y.typname = any (@names) and y.typrelid = 0
+		        union all
+		        select 'schema ' || n.nspname from pg_namespace n
+		         where n.nspname = 'lanekeeper' or n.nspname = 'river' and not has_schema_privilege(n.oid, 'create')) x (name)
+		 where to_regclass('agent_migrations') is null`,
+		postgres.Strict{"names": names}).Scan(&met)
+	if err != nil {
+		return fmt.Errorf("look for another program's tables: %w", err)
+	}
+	if met != "" {
+		return fmt.Errorf("the database has the %s of another program; %s", met, ownDatabase)
+	}
+	return nil
+}
+
+// rejectLostVersions returns an error if the tables exist without the record of their version.
+func rejectLostVersions(ctx context.Context, pool *pgxpool.Pool) error {
+	var there bool
+	err := pool.QueryRow(ctx, `select to_regclass('agent_executions') is not null`).Scan(&there)
+	if err == nil && there {
+		err = errors.New("the tables are there, and agent_migrations is empty: they were restored without their rows; restore " +
+			"the whole dump, or migrate an empty database")
 	}
 	return err
 }
 
-// untouched returns an error if the tables have lost something that the program relies on. Row-level security that
-// applies to the user hides rows silently, for example that of a pause. Without the triggers nothing ends, and stale
-// claims are accepted.
-func untouched(ctx context.Context, pool *pgxpool.Pool) error {
-	var hidden, silent, role string
-	err := pool.QueryRow(ctx, `
-		with ours as (select c.oid from pg_class c
-		               where c.relnamespace in (to_regnamespace('river'), (select a.relnamespace from pg_class a
-		                 where a.oid = to_regclass('agent_activity')))
-		                 and c.relkind in ('r', 'p') and c.relname ~ '^(agent|river)_')
-		select coalesce((select min(o.oid::regclass::text) from ours o where row_security_active(o.oid)), ''),
-		       coalesce((select min(o.oid::regclass::text) from ours o join pg_trigger t on t.tgrelid = o.oid
-		         where t.tgenabled in ('D', 'R')), ''),
-		       current_setting('session_replication_role')`).Scan(&hidden, &silent, &role)
-	switch {
-	case err != nil:
-		return fmt.Errorf("look whether the tables are as they were made: %w", err)
-	case hidden != "":
-		return fmt.Errorf("row-level security hides rows of %[1]s, maybe of other tables too; run: alter table %[1]s "+
-			"disable row level security", hidden)
-	case silent != "":
-		return fmt.Errorf("triggers of %[1]s are off, maybe of other tables too; run: alter table %[1]s enable trigger user",
-			silent)
-	case role != "origin":
-		return fmt.Errorf("session_replication_role is %s, which keeps triggers off; reset it, for the role and for the "+
-			"database", role)
-	}
-	return nil
-}
-
-// ClientRole is the role of other programs: it may call the functions and read the views of the contract, and nothing
-// else. Grant it to the roles that they connect as.
-const ClientRole = "agent_client"
-
-// admitClient creates the role of other programs, if this user may, and grants it its rights. A user who may not create
-// roles finds the statement for it by ClientMissing.
-func (t text) admitClient(ctx context.Context, pool *pgxpool.Pool) error {
-	there, err := clientThere(ctx, pool)
-	if err != nil {
-		return err
-	}
-	if !there {
-		_, err := pool.Exec(ctx, `create role `+ClientRole+` nologin`)
-		// not allowed; or another database's migration was first
-		if err != nil && !postgres.IsCode(err, "42501", "42710", "23505") {
-			return fmt.Errorf("create the role %s: %w", ClientRole, err)
-		}
-	}
-	err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, steadyPath); err != nil {
-			return err
-		}
-		_, err := tx.Exec(ctx, t.nouns[len(t.nouns)-1].code) // the access, by views that may have changed
-		return err
-	})
-	if err != nil {
-		return fmt.Errorf("grant the contract to %s: %w", ClientRole, err)
-	}
-	return nil
-}
-
-// ClientMissing returns the statement that a superuser must run before other programs can use the contract, or nothing.
-func ClientMissing(ctx context.Context, pool *pgxpool.Pool) (string, error) {
-	there, err := clientThere(ctx, pool)
-	if err != nil || there {
-		return "", err
-	}
-	return "create role " + ClientRole + " nologin;", nil
-}
-
-func clientThere(ctx context.Context, pool *pgxpool.Pool) (there bool, err error) {
-	err = pool.QueryRow(ctx, `select exists (select from pg_roles where rolname = @role)`,
-		postgres.Strict{"role": ClientRole}).Scan(&there)
-	if err != nil {
-		return false, fmt.Errorf("look for the role %s: %w", ClientRole, err)
-	}
-	return there, nil
-}
-
-// clientAdmitted reports whether the role exists and has its rights, and no other role has them. After a restore
-// without privileges every role may call every function.
-func clientAdmitted(ctx context.Context, pool *pgxpool.Pool) (admitted bool, err error) {
-	err = pool.QueryRow(ctx, `
-		select coalesce(has_function_privilege(r.oid, to_regprocedure('try_acquire_agent_lock(text, text, int)'), 'execute')
-		    and has_table_privilege(r.oid, to_regclass('agent_locks_live'), 'select')
-		    and not has_function_privilege('public', to_regprocedure('void_agent_leases()'), 'execute'), false)
-		  from (select) one left join pg_roles r on r.rolname = @role`, postgres.Strict{"role": ClientRole}).Scan(&admitted)
-	if err != nil {
-		return false, fmt.Errorf("look for the rights of %s: %w", ClientRole, err)
-	}
-	return admitted, nil
-}
+const ownDatabase = "give agent a database of its own: createdb agent, and name it in DATABASE_URL"

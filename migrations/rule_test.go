@@ -17,8 +17,8 @@ import (
 )
 
 // The rule is in docs/upgrading.md. A release expands the schema in ways that the previous release does not notice. It
-// drops objects only if no release that may still run uses them. Two tests check every file against it. This one
-// compares the catalogue before and after a file; rulewords_test.go reads the statements that leave no mark in a
+// drops objects only if no release that may still run uses them. Two tests check every file forbiddenPatterns it. This
+// one compares the catalogue before and after a file; rulewords_test.go reads the statements that leave no mark in a
 // catalogue. The list allowed has the exceptions, with the reason.
 
 // catalogue lists the objects that the program of the previous release relies on, and the objects that take long to
@@ -68,7 +68,7 @@ func (s schema) has(kind, name, part string) bool {
 	return ok
 }
 
-func schemaOf(t *testing.T, db postgres.DB) schema {
+func readSchema(t *testing.T, db postgres.DB) schema {
 	t.Helper()
 	things := pgtest.Rows[thing](t, db, catalogue)
 	s := schema{}
@@ -78,8 +78,8 @@ func schemaOf(t *testing.T, db postgres.DB) schema {
 	return s
 }
 
-// breaks lists, in words, the schema changes of a file that break the previous release, or may block it.
-func breaks(before, after schema) []string {
+// breakingChanges lists, in words, the schema changes of a file that break the previous release, or may block it.
+func breakingChanges(before, after schema) []string {
 	var found []string
 	say := func(format string, args ...any) { found = append(found, fmt.Sprintf(format, args...)) }
 	for key, old := range before {
@@ -140,41 +140,42 @@ func (s schema) answers(old thing) bool {
 	return false
 }
 
-// TestEveryChangeExpandsOrSaysWhyNot applies the changes one after the other and compares the schemas before and after.
-func TestEveryChangeExpandsOrSaysWhyNot(t *testing.T) {
+// TestEveryChangeExpandsOrStatesException applies the changes one after the other and compares the schemas before and
+// after.
+func TestEveryChangeExpandsOrStatesException(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
-	soFar := next(t, nil)
-	for _, path := range changes(t) {
+	soFar := withChanges(t, nil)
+	for _, path := range changeFiles(t) {
 		delete(soFar, path)
 	}
 	_, err := migrations.UpWith(t.Context(), db, soFar)
 	require.NoError(t, err)
-	before := schemaOf(t, db)
-	for _, path := range changes(t) {
-		text := read(t, path)
+	before := readSchema(t, db)
+	for _, path := range changeFiles(t) {
+		text := readFile(t, path)
 		soFar[path] = &fstest.MapFile{Data: []byte(text)}
 		_, err := migrations.UpWith(t.Context(), db, soFar)
 		require.NoError(t, err)
-		after := schemaOf(t, db)
-		found := append(breaks(before, after), wordsAgainstTheRule(text)...)
+		after := readSchema(t, db)
+		found := append(breakingChanges(before, after), forbiddenStatements(text)...)
 		if strings.HasPrefix(text, "-- outside a transaction\n") {
 			found = slices.DeleteFunc(found, func(what string) bool { return strings.HasPrefix(what, "builds index ") })
 		}
-		judge(t, strings.TrimPrefix(path, "changes/"), found)
+		assertAllowed(t, strings.TrimPrefix(path, "changes/"), found)
 		before = after
 	}
 }
 
-func read(t *testing.T, path string) string {
+func readFile(t *testing.T, path string) string {
 	t.Helper()
 	text, err := fs.ReadFile(migrations.Files(), path)
 	require.NoError(t, err)
 	return string(text)
 }
 
-// judge compares the effects of a file against the rule with the listed exceptions.
-func judge(t *testing.T, name string, found []string) {
+// assertAllowed compares the effects of a file forbiddenPatterns the rule with the listed exceptions.
+func assertAllowed(t *testing.T, name string, found []string) {
 	t.Helper()
 	for _, what := range found {
 		assert.Truef(t, allowed[name][what] != "",
@@ -187,7 +188,7 @@ func judge(t *testing.T, name string, found []string) {
 }
 
 // The test reports each change that the previous release would notice, or that takes long, and no others.
-func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
+func TestRuleFindsBreakingChanges(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `
@@ -225,9 +226,9 @@ func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
 	} {
 		tx, err := db.Begin(t.Context())
 		require.NoError(t, err)
-		before := schemaOf(t, tx)
+		before := readSchema(t, tx)
 		pgtest.Exec(t, tx, change)
-		assert.Equal(t, want, strings.Join(breaks(before, schemaOf(t, tx)), "; "), change)
+		assert.Equal(t, want, strings.Join(breakingChanges(before, readSchema(t, tx)), "; "), change)
 		require.NoError(t, tx.Rollback(t.Context()))
 	}
 }
@@ -242,9 +243,9 @@ func TestWhatAvoidsScansIsNotCompiled(t *testing.T) {
 	assert.Truef(t, len(compiled) == 0, "these set enable_seqscan = off and not jit = off: %q", compiled)
 }
 
-// statements returns the statements that a file runs: without comments, texts and function bodies, in lower case with
+// stripBodies returns the statements that a file runs: without comments, texts and function bodies, in lower case with
 // single spaces. Bodies of `do` run, so they stay.
-func statements(sql string) string {
+func stripBodies(sql string) string {
 	var kept strings.Builder
 	for sql != "" {
 		at := strings.IndexAny(sql, "-/'$")
@@ -265,7 +266,7 @@ func statements(sql string) string {
 		case tag != "":
 			body, rest, _ := strings.Cut(sql[len(tag):], tag)
 			if runs.MatchString(kept.String()) {
-				kept.WriteString(statements(body))
+				kept.WriteString(stripBodies(body))
 			}
 			sql = rest
 		default:
@@ -288,9 +289,9 @@ func after(text, mark string) string {
 	return rest
 }
 
-// against matches statements that block others for a time that grows with the table, or that disable the program's
-// protection against long blocks.
-var against = map[string]*regexp.Regexp{
+// forbiddenPatterns matches statements that block others for a time that grows with the table, or that disable the
+// program's protection forbiddenPatterns long blocks.
+var forbiddenPatterns = map[string]*regexp.Regexp{
 	"writes all rows of": regexp.MustCompile(
 		`(?:^|[;(] ?|\bthen |\bloop |\bbegin )(?:update|delete from|merge into)(?: only)? ([a-z0-9_.]+)`),
 	"inserts what it reads into": regexp.MustCompile(`\binsert into ([a-z0-9_.]+)[^;]*\bselect\b`),
@@ -303,15 +304,15 @@ var against = map[string]*regexp.Regexp{
 
 var makes = regexp.MustCompile(`\bcreate (?:table|view)(?: if not exists)? ([a-z0-9_.]+)`)
 
-// wordsAgainstTheRule lists such statements, except those about tables created in the file.
-func wordsAgainstTheRule(sql string) []string {
-	text := statements(sql)
+// forbiddenStatements lists such statements, except those about tables created in the file.
+func forbiddenStatements(sql string) []string {
+	text := stripBodies(sql)
 	own := map[string]bool{}
 	for _, m := range makes.FindAllStringSubmatch(text, -1) {
 		own[m[1]] = true
 	}
 	var found []string
-	for what, pattern := range against {
+	for what, pattern := range forbiddenPatterns {
 		for _, m := range pattern.FindAllStringSubmatch(text, -1) {
 			if name := what + " " + m[1]; !own[m[1]] && !slices.Contains(found, name) {
 				found = append(found, name)
@@ -323,7 +324,7 @@ func wordsAgainstTheRule(sql string) []string {
 }
 
 // The test reports each violation of the rule at its place, and no others.
-func TestWhatTheRuleForbidsIsFound(t *testing.T) {
+func TestRuleFindsForbiddenStatements(t *testing.T) {
 	t.Parallel()
 	for sql, want := range map[string]string{
 		`-- update agent_executions set x = 1;`:                                           "",
@@ -341,6 +342,6 @@ func TestWhatTheRuleForbidsIsFound(t *testing.T) {
 		`LOCK TABLE a IN SHARE MODE`:                     "locks a",
 		`vacuum a; set lock_timeout = 0`:                 "rebuilds a, sets lock_timeout",
 	} {
-		assert.Equal(t, want, strings.Join(wordsAgainstTheRule(sql), ", "), sql)
+		assert.Equal(t, want, strings.Join(forbiddenStatements(sql), ", "), sql)
 	}
 }

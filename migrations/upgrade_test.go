@@ -20,15 +20,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// next returns this version's files and further ones.
-func next(t *testing.T, later map[string]string) fstest.MapFS {
+// withChanges returns this version's files and further changes.
+func withChanges(t *testing.T, later map[string]string) fstest.MapFS {
 	t.Helper()
 	all := fstest.MapFS{}
 	for _, pattern := range []string{"schema/*.sql", "changes/*.sql", "bridges/*.sql"} {
 		paths, err := fs.Glob(migrations.Files(), pattern)
 		require.NoError(t, err)
 		for _, path := range paths {
-			all[path] = &fstest.MapFile{Data: []byte(read(t, path))}
+			all[path] = &fstest.MapFile{Data: []byte(readFile(t, path))}
 		}
 	}
 	for name, text := range later {
@@ -37,16 +37,16 @@ func next(t *testing.T, later map[string]string) fstest.MapFS {
 	return all
 }
 
-// changes lists the changes after the baseline.
-func changes(t *testing.T) []string {
+// changeFiles lists the changes after the baseline.
+func changeFiles(t *testing.T) []string {
 	t.Helper()
 	paths, err := fs.Glob(migrations.Files(), "changes/*.sql")
 	require.NoError(t, err)
 	return paths
 }
 
-// opened returns a pool for a connection string with one more parameter.
-func opened(t *testing.T, to, name, value string) *pgxpool.Pool {
+// openWith returns a pool for a connection string with one more parameter.
+func openWith(t *testing.T, to, name, value string) *pgxpool.Pool {
 	t.Helper()
 	u, err := url.Parse(to)
 	require.NoError(t, err)
@@ -57,8 +57,8 @@ func opened(t *testing.T, to, name, value string) *pgxpool.Pool {
 	return db
 }
 
-// upgrade migrates in the background, and reports the result.
-func upgrade(t *testing.T, db *pgxpool.Pool, to fs.FS) <-chan error {
+// startUpgrade migrates in the background, and reports the result.
+func startUpgrade(t *testing.T, db *pgxpool.Pool, to fs.FS) <-chan error {
 	t.Helper()
 	done := make(chan error, 1)
 	var running sync.WaitGroup
@@ -72,7 +72,8 @@ func upgrade(t *testing.T, db *pgxpool.Pool, to fs.FS) <-chan error {
 	return done
 }
 
-func ended(t *testing.T, done <-chan error) {
+// awaitUpgrade waits for the end of an upgrade, which must succeed.
+func awaitUpgrade(t *testing.T, done <-chan error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
@@ -86,30 +87,30 @@ func ended(t *testing.T, done <-chan error) {
 
 // A statement that waits for a lock blocks all later ones. A serving process would stand still until the longest
 // transaction ends.
-func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
+func TestBlockedMigrationLetsOthersPass(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	reader := pgtest.Begin(t, db)
 	pgtest.Exec(t, reader, `select count(*) from agent_executions`)
-	done := upgrade(t, db, next(t,
+	done := startUpgrade(t, db, withChanges(t,
 		map[string]string{"9001_more.sql": `alter table agent_executions add column more int not null default 0`}))
-	blocked(t, db, 1, "add column more")
+	awaitBlocked(t, db, 1, "add column more")
 	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	_, err := db.Exec(ctx, `select count(*) from agent_executions`)
 	require.NoError(t, err, "a reader behind the migration")
 	require.NoError(t, reader.Commit(t.Context()))
-	ended(t, done)
+	awaitUpgrade(t, done)
 	assert.True(t, pgtest.Value[bool](t, db, `select exists (select from agent_migrations where version = 9001)`),
 		"the migration is not recorded")
 }
 
 // The session with the lock is idle in a transaction while a file runs. The server would end the pool's sessions for
 // that.
-func TestALongMigrationKeepsItsLock(t *testing.T) {
+func TestLongMigrationKeepsLock(t *testing.T) {
 	t.Parallel()
-	db := opened(t, pgtest.URL(t), "idle_in_transaction_session_timeout", "100")
-	_, err := migrations.UpWith(t.Context(), db, next(t, map[string]string{"9001_long.sql": `
+	db := openWith(t, pgtest.URL(t), "idle_in_transaction_session_timeout", "100")
+	_, err := migrations.UpWith(t.Context(), db, withChanges(t, map[string]string{"9001_long.sql": `
 		create table witness (held boolean not null);
 		select pg_sleep(1);
 		insert into witness select exists (select from pg_locks where locktype = 'advisory' and granted
@@ -124,44 +125,44 @@ const index = "-- outside a transaction\n" +
 	"create unique index concurrently if not exists by_flow on agent_executions (flow);\n"
 
 // A concurrent index build must not wait for a process that waits for the migration lock.
-func TestIndexesAreBuiltConcurrentlyByOneOfMany(t *testing.T) {
+func TestOneProcessBuildsIndexesConcurrently(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	later := next(t, map[string]string{"9001_index.sql": index})
+	later := withChanges(t, map[string]string{"9001_index.sql": index})
 	var all []<-chan error
 	for range 3 {
-		all = append(all, upgrade(t, opened(t, url, "pool_max_conns", "3"), later))
+		all = append(all, startUpgrade(t, openWith(t, url, "pool_max_conns", "3"), later))
 	}
 	for _, done := range all {
-		ended(t, done)
+		awaitUpgrade(t, done)
 	}
-	db := opened(t, url, "pool_max_conns", "2")
+	db := openWith(t, url, "pool_max_conns", "2")
 	assert.Equal(t, 2, pgtest.Value[int](t, db, `select count(*) from pg_index
 		where indexrelid in ('by_thread'::regclass, 'by_flow'::regclass) and indisvalid`))
 }
 
-func TestAnIndexThatWasLeftHalfBuiltIsBuiltAgain(t *testing.T) {
+func TestInvalidIndexIsRebuilt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	insertExecution(t, db)
 	second := insertExecution(t, db)
-	later := next(t, map[string]string{"9001_index.sql": index})
-	err := <-upgrade(t, db, later)
+	later := withChanges(t, map[string]string{"9001_index.sql": index})
+	err := <-startUpgrade(t, db, later)
 	require.Truef(t, postgres.IsCode(err, "23505"), "a unique index on duplicate values: %v", err)
 	require.True(t, !pgtest.Value[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`),
 		"nothing was left half built")
 	pgtest.Exec(t, db, `update agent_executions set flow = 'another' where id = $1::uuid`, second)
-	ended(t, upgrade(t, db, later))
+	awaitUpgrade(t, startUpgrade(t, db, later))
 	assert.True(t, pgtest.Value[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`),
 		"the index was left half built")
 }
 
 // Up applies changed code with its change, or alone. It does not apply other code again.
-func TestChangedCodeIsAppliedOnceMore(t *testing.T) {
+func TestChangedCodeIsAppliedAgain(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	with := func(later map[string]string, body string) fstest.MapFS {
-		all := next(t, later)
+		all := withChanges(t, later)
 		all["schema/010_types.sql"].Data = append(all["schema/010_types.sql"].Data,
 			"create or replace function f() returns int language sql as '"+body+"';\n"...)
 		return all
@@ -183,10 +184,10 @@ func TestChangedCodeIsAppliedOnceMore(t *testing.T) {
 }
 
 // A change and its code are one transaction: if the code cannot be applied, the change is rolled back.
-func TestAChangeWithoutItsCodeIsNotApplied(t *testing.T) {
+func TestChangeWithoutItsCodeIsNotApplied(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	broken := next(t, map[string]string{"9001_more.sql": `create table more (id int)`})
+	broken := withChanges(t, map[string]string{"9001_more.sql": `create table more (id int)`})
 	broken["schema/010_types.sql"].Data = append(broken["schema/010_types.sql"].Data,
 		"create or replace function f() returns nothing language sql as '';\n"...)
 	_, err := migrations.UpWith(t.Context(), db, broken)
@@ -215,7 +216,7 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 		pgtest.Exec(t, db, "alter database "+name+" set "+limit)
 	}
 	db.Reset()
-	ended(t, upgrade(t, db, next(t, map[string]string{
+	awaitUpgrade(t, startUpgrade(t, db, withChanges(t, map[string]string{
 		"9001_long.sql": `select pg_sleep(0.8); create function f(x int) returns void language plpgsql
 			as $$ declare x int; begin end $$`,
 		"9002_index.sql": "-- outside a transaction\ncreate index concurrently if not exists by_slow on agent_executions " +
@@ -225,13 +226,13 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 }
 
 // One connection holds the lock. Without a second one, Up would wait for itself.
-func TestAMigrationWithOneConnectionIsRefused(t *testing.T) {
+func TestMigrationNeedsTwoConnections(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	url := pgtest.EmptyURL(t)
-	_, err := migrations.Up(ctx, opened(t, url, "pool_max_conns", "1"))
+	_, err := migrations.Up(ctx, openWith(t, url, "pool_max_conns", "1"))
 	assert.Truef(t, err != nil && strings.Contains(err.Error(), "set it to 2 or more"), "with one connection: %v", err)
-	_, err = migrations.Up(ctx, opened(t, url, "pool_max_conns", "2"))
+	_, err = migrations.Up(ctx, openWith(t, url, "pool_max_conns", "2"))
 	assert.NoError(t, err, "with two connections")
 }

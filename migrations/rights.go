@@ -1,0 +1,81 @@
+package migrations
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Rights returns an error with the remedy if the user of pool lacks a right for serving, now or later. It cannot write,
+// or another role owns the tables. A serving process creates new months of the activity log. A user without that right
+// would fail only when the last month has passed. Months that a member of the owner creates belong to the member, and
+// the owner's next migration would be refused. The tables' rows must not be hidden from the user, nor their triggers
+// disabled. The schema must exist.
+func Rights(ctx context.Context, pool *pgxpool.Pool) error {
+	var owner, user, database string
+	var readOnly bool
+	err := pool.QueryRow(ctx, `
+		select pg_get_userbyid(c.relowner), current_user, current_database(),
+		       current_setting('transaction_read_only')::boolean
+		  from pg_class c where c.oid = to_regclass('agent_activity')`).Scan(&owner, &user, &database, &readOnly)
+	name := func(s string) string { return pgx.Identifier{s}.Sanitize() }
+	switch {
+	case err != nil:
+		return fmt.Errorf("read the owner of the tables: %w", err)
+	case readOnly:
+		return errors.New("nothing can be written: it is a standby, or default_transaction_read_only is on; name the " +
+			"primary in DATABASE_URL, or set that to off")
+	case owner != user:
+		return fmt.Errorf("the tables belong to %[1]s, and %[2]s cannot make the log's next months for it; name %[1]s in "+
+			"DATABASE_URL, or run: "+
+			"grant %[1]s to %[2]s; alter role %[2]s in database %[3]s set role to %[1]s", name(owner),
+			name(user), name(database))
+	}
+	return checkTables(ctx, pool)
+}
+
+// explainDenied adds the error of [Rights] to an error of a user who may not read the tables.
+func explainDenied(ctx context.Context, pool *pgxpool.Pool, err error) error {
+	if !postgres.IsCode(err, "42501") {
+		return err
+	}
+	if rights := Rights(ctx, pool); rights != nil {
+		return fmt.Errorf("%w; %w", err, rights)
+	}
+	return err
+}
+
+// checkTables returns an error if the tables have lost something that the program relies on. Row-level security that
+// applies to the user hides rows silently, for example that of a pause. Without the triggers nothing ends, and stale
+// claims are accepted.
+func checkTables(ctx context.Context, pool *pgxpool.Pool) error {
+	var hidden, silent, role string
+	err := pool.QueryRow(ctx, `
+		with ours as (select c.oid from pg_class c
+		               where c.relnamespace in (to_regnamespace('river'), (select a.relnamespace from pg_class a
+		                 where a.oid = to_regclass('agent_activity')))
+		                 and c.relkind in ('r', 'p') and c.relname ~ '^(agent|river)_')
+		select coalesce((select min(o.oid::regclass::text) from ours o where row_security_active(o.oid)), ''),
+		       coalesce((select min(o.oid::regclass::text) from ours o join pg_trigger t on t.tgrelid = o.oid
+		         where t.tgenabled in ('D', 'R')), ''),
+		       current_setting('session_replication_role')`).Scan(&hidden, &silent, &role)
+	switch {
+	case err != nil:
+		return fmt.Errorf("look whether the tables are as they were made: %w", err)
+	case hidden != "":
+		return fmt.Errorf("row-level security hides rows of %[1]s, maybe of other tables too; run: alter table %[1]s "+
+			"disable row level security", hidden)
+	case silent != "":
+		return fmt.Errorf("triggers of %[1]s are off, maybe of other tables too; run: alter table %[1]s enable trigger user",
+			silent)
+	case role != "origin":
+		return fmt.Errorf("session_replication_role is %s, which keeps triggers off; reset it, for the role and for the "+
+			"database", role)
+	}
+	return nil
+}
