@@ -28,10 +28,11 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 func setUp(t *testing.T) (*pgxpool.Pool, skills.Skill) {
 	t.Helper()
 	pool := pgtest.DB(t)
-	return pool, put(t, pool, "drops a table")
+	return pool, putSkill(t, pool, "drops a table")
 }
 
-func put(t *testing.T, pool *pgxpool.Pool, description string) skills.Skill {
+// putSkill stores the skill drop. Another description is another revision.
+func putSkill(t *testing.T, pool *pgxpool.Pool, description string) skills.Skill {
 	t.Helper()
 	d := skills.Definition{Name: "drop", Description: description, Handler: "builtin:drop", Trust: skills.TrustApprove}
 	_, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace)
@@ -41,13 +42,14 @@ func put(t *testing.T, pool *pgxpool.Pool, description string) skills.Skill {
 	return s
 }
 
-func inside(t *testing.T, pool *pgxpool.Pool, fn func(ctx context.Context) error) executions.Execution {
+// runFlow runs fn in an execution without a requester.
+func runFlow(t *testing.T, pool *pgxpool.Pool, fn func(ctx context.Context) error) executions.Execution {
 	t.Helper()
-	return insideAs(t, pool, "", trace.Flow, fn)
+	return runFlowAs(t, pool, "", trace.Flow, fn)
 }
 
-// insideAs runs fn in an execution requested by the principal by.
-func insideAs(
+// runFlowAs runs fn in an execution that the principal by requested; empty for none.
+func runFlowAs(
 	t *testing.T, pool *pgxpool.Pool, by string, surface trace.Surface, fn func(ctx context.Context) error,
 ) executions.Execution {
 	t.Helper()
@@ -68,7 +70,7 @@ func ask(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args string) (id stri
 
 func askAs(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args, by string, surface trace.Surface) (id string) {
 	t.Helper()
-	insideAs(t, pool, by, surface, func(ctx context.Context) error {
+	runFlowAs(t, pool, by, surface, func(ctx context.Context) error {
 		asked, err := approvals.Ask(ctx, approvals.Request{
 			Skill: s.Name, SkillID: s.ID, Revision: s.Revision,
 			Args: json.RawMessage(args),
@@ -89,7 +91,7 @@ func approve(t *testing.T, pool *pgxpool.Pool, id string) error {
 // use makes the approved call in its own execution. The error is the call's.
 func use(t *testing.T, pool *pgxpool.Pool, id string, act func()) (result error) {
 	t.Helper()
-	inside(t, pool, func(ctx context.Context) error {
+	runFlow(t, pool, func(ctx context.Context) error {
 		x, _ := executions.Current(ctx)
 		_, result = executions.Do(ctx, "approved "+id, executions.Call{
 			Entry: activity.Entry{Skill: "drop"}, OnIntent: approvals.Use(id, x.ID, "approved "+id),
@@ -102,7 +104,7 @@ func use(t *testing.T, pool *pgxpool.Pool, id string, act func()) (result error)
 	return result
 }
 
-func TestTheSameCallIsAskedForOnce(t *testing.T) {
+func TestSameCallHasOneApproval(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	first := ask(t, pool, s, `{"table":"x","n":1}`)
@@ -114,7 +116,7 @@ func TestTheSameCallIsAskedForOnce(t *testing.T) {
 	assert.Truef(t, err == nil && len(pending) == 2 && pending[0].ID == first, "pending are %+v, %v", pending, err)
 }
 
-func TestADecisionIsMadeOnce(t *testing.T) {
+func TestConcurrentDecisionsTakeEffectOnce(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	id := ask(t, pool, s, `{}`)
@@ -138,7 +140,7 @@ func TestADecisionIsMadeOnce(t *testing.T) {
 	}
 }
 
-func TestAGrantIsUsedOnceHoweverManyRace(t *testing.T) {
+func TestApprovalIsUsedOnce(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	id := ask(t, pool, s, `{}`)
@@ -158,13 +160,13 @@ func TestAGrantIsUsedOnceHoweverManyRace(t *testing.T) {
 	assert.Truef(t, acted.Load() == 1 && refused.Load() == 5, "%d acted, %d were refused", acted.Load(), refused.Load())
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'drop'
 		and status = 'success'`))
-	left, err := approvals.Approved(t.Context(), pool, 10)
-	assert.Truef(t, err == nil && len(left) == 0, "left are %+v, %v", left, err)
+	unused, err := approvals.Approved(t.Context(), pool, 10)
+	assert.Truef(t, err == nil && len(unused) == 0, "still unused: %+v, %v", unused, err)
 }
 
-func TestWhatIsNotALiveGrantIsNotUsed(t *testing.T) {
+func TestUnusableApprovalsAreRefused(t *testing.T) {
 	t.Parallel()
-	for name, spoil := range map[string]func(t *testing.T, pool *pgxpool.Pool, id string){
+	for name, prepare := range map[string]func(t *testing.T, pool *pgxpool.Pool, id string){
 		"pending": func(*testing.T, *pgxpool.Pool, string) {},
 		"rejected": func(t *testing.T, pool *pgxpool.Pool, id string) {
 			_, err := approvals.Decide(t.Context(), pool, id, false, "admin", "no")
@@ -178,55 +180,55 @@ func TestWhatIsNotALiveGrantIsNotUsed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			pool, s := setUp(t)
 			id := ask(t, pool, s, `{}`)
-			spoil(t, pool, id)
+			prepare(t, pool, id)
 			err := use(t, pool, id, func() { t.Error("acted") })
 			assert.Truef(t, approvals.IsUsed(err), "err = %v", err)
-			left, err := approvals.Approved(t.Context(), pool, 10)
-			assert.Truef(t, err == nil && len(left) == 0, "offered: %+v, %v", left, err)
+			unused, err := approvals.Approved(t.Context(), pool, 10)
+			assert.Truef(t, err == nil && len(unused) == 0, "offered: %+v, %v", unused, err)
 		})
 	}
 }
 
-func TestAnExpiredApprovalDoesNotStandInTheWay(t *testing.T) {
+func TestExpiredApprovalIsReplaced(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	first := ask(t, pool, s, `{}`)
 	pgtest.Exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, first)
 	assert.ErrorIs(t, approve(t, pool, first), approvals.ErrDecided)
 	second := ask(t, pool, s, `{}`)
-	require.True(t, second != first, "a repeated request created an approval that nobody can decide")
+	require.True(t, second != first, "the repeated request returned the expired approval")
 	assert.NoError(t, approve(t, pool, second))
 }
 
-func TestAChangedSkillVoidsWhatWasApproved(t *testing.T) {
+func TestChangedSkillVoidsApprovals(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	pending, granted := ask(t, pool, s, `{"n":1}`), ask(t, pool, s, `{"n":2}`)
 	require.NoError(t, approve(t, pool, granted))
-	changed := put(t, pool, "drops the whole schema")
+	changed := putSkill(t, pool, "drops the whole schema")
 	require.True(t, changed.Revision != s.Revision, "the skill has not changed")
 	assert.ErrorIs(t, approve(t, pool, pending), approvals.ErrDecided)
-	left, err := approvals.Approved(t.Context(), pool, 10)
-	assert.Truef(t, err == nil && len(left) == 0, "offered: %+v, %v", left, err)
-	assert.True(t, ask(t, pool, changed, `{"n":2}`) != granted, "the new skill took over the old one's grant")
+	unused, err := approvals.Approved(t.Context(), pool, 10)
+	assert.Truef(t, err == nil && len(unused) == 0, "offered: %+v, %v", unused, err)
+	assert.True(t, ask(t, pool, changed, `{"n":2}`) != granted, "the changed skill kept the approval")
 }
 
-func TestAGrantWaitsForItsSkillToReturn(t *testing.T) {
+func TestApprovalOfDisabledSkillIsNotOffered(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	id := ask(t, pool, s, `{}`)
 	require.NoError(t, approve(t, pool, id))
 	_, err := skills.Disable(t.Context(), pool, "drop", "admin", "for now", nil)
 	require.NoError(t, err)
-	left, err := approvals.Approved(t.Context(), pool, 10)
-	assert.Truef(t, err == nil && len(left) == 0, "offered while disabled: %+v, %v", left, err)
+	unused, err := approvals.Approved(t.Context(), pool, 10)
+	assert.Truef(t, err == nil && len(unused) == 0, "offered while disabled: %+v, %v", unused, err)
 	_, err = skills.Enable(t.Context(), pool, "drop", "admin", "again")
 	require.NoError(t, err)
-	left, err = approvals.Approved(t.Context(), pool, 10)
-	assert.Truef(t, err == nil && len(left) == 1, "offered: %+v, %v", left, err)
+	unused, err = approvals.Approved(t.Context(), pool, 10)
+	assert.Truef(t, err == nil && len(unused) == 1, "offered: %+v, %v", unused, err)
 }
 
-func TestHashDoesNotDependOnTheForm(t *testing.T) {
+func TestHashIgnoresFormOfArguments(t *testing.T) {
 	t.Parallel()
 	hash := func(args string) string {
 		h, err := approvals.Hash(json.RawMessage(args))
@@ -251,7 +253,7 @@ func TestHashDoesNotDependOnTheForm(t *testing.T) {
 }
 
 // A request notifies the channels only while one is enabled, because each notification serialises commits.
-func TestARequestNotifiesChannelsOnlyWhereThereIsOne(t *testing.T) {
+func TestRequestNotifiesEnabledChannels(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	listener, err := pgtest.Dialer(t, pool)(t.Context())

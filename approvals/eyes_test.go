@@ -34,24 +34,24 @@ func TestFourEyes(t *testing.T) {
 	}
 	changed, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace)
 	if require.NoError(t, err); !changed {
-		t.Fatal("four eyes are no change of the skill")
+		t.Fatal("the skill did not change")
 	}
 	s, err := skills.Get(t.Context(), pool, "drop")
 	require.NoError(t, err)
-	asked := func(args, by string) string {
+	askBy := func(args, by string) string {
 		t.Helper()
 		id := ask(t, pool, s, args)
 		pgtest.Exec(t, pool, `update agent_approvals set requested_by = array[$2] where id = $1::text::uuid`, id, by)
 		return id
 	}
-	id := asked(`{"n": 1}`, "ana")
+	id := askBy(`{"n": 1}`, "ana")
 	for _, yes := range []bool{true, false} {
 		_, err := approvals.Decide(t.Context(), pool, id, yes, "ana", "")
 		assert.ErrorIs(t, err, approvals.ErrFourEyes, "the requester decided", yes)
 	}
 	var group sync.WaitGroup
 	var mu sync.Mutex
-	ends := map[string]int{}
+	outcomes := map[string]int{}
 	for i := range 12 { // two concurrent decisions
 		who := []string{"ana", "bob"}[i%2]
 		group.Go(func() {
@@ -60,7 +60,7 @@ func TestFourEyes(t *testing.T) {
 			defer mu.Unlock()
 			switch {
 			case err == nil:
-				ends[who+" decided"]++
+				outcomes[who+" decided"]++
 			case errors.Is(err, approvals.ErrFourEyes), errors.Is(err, approvals.ErrDecided):
 			default:
 				t.Error(err)
@@ -68,9 +68,9 @@ func TestFourEyes(t *testing.T) {
 		})
 	}
 	group.Wait()
-	assert.Equal(t, "map[bob decided:1]", fmt.Sprint(ends))
+	assert.Equal(t, "map[bob decided:1]", fmt.Sprint(outcomes))
 	ctx := activity.WithActor(t.Context(), activity.Actor{Name: "root", Via: "http"})
-	_, err = approvals.Decide(ctx, pool, asked(`{"n": 2}`, "root"), true, "root", "an emergency")
+	_, err = approvals.Decide(ctx, pool, askBy(`{"n": 2}`, "root"), true, "root", "an emergency")
 	require.NoError(t, err)
 	assert.Equal(t, "the requester decided", pgtest.Value[string](t, pool,
 		`select input ->> 'four_eyes' from agent_activity where skill_name = 'decide_approval' and input ->> 'by' = 'root'`))
@@ -95,7 +95,7 @@ func setUpFourEyes(t *testing.T) (*pgxpool.Pool, skills.Skill) {
 	return pool, s
 }
 
-func TestOnlyRootDecidesACallWithoutAKnownRequester(t *testing.T) {
+func TestOnlyRootDecidesWithoutRequester(t *testing.T) {
 	t.Parallel()
 	pool, s := setUpFourEyes(t)
 	decide := func(id, by string) error {
@@ -113,7 +113,7 @@ func TestOnlyRootDecidesACallWithoutAKnownRequester(t *testing.T) {
 	pgtest.Equal(t, pool, "approved", `select distinct status from agent_approvals`)
 }
 
-func TestADecisionClosesTheListOfRequesters(t *testing.T) {
+func TestDecisionClosesListOfRequesters(t *testing.T) {
 	t.Parallel()
 	pool, s := setUpFourEyes(t)
 	id := askAs(t, pool, s, `{}`, "ana", trace.Flow)
@@ -125,7 +125,7 @@ func TestADecisionClosesTheListOfRequesters(t *testing.T) {
 }
 
 // The sender of an event influences the execution's next calls, so it is a requester of them.
-func TestTheSenderOfAnEventIsARequester(t *testing.T) {
+func TestEventSenderIsRequester(t *testing.T) {
 	t.Parallel()
 	pool, s := setUpFourEyes(t)
 	e := enginetest.New(t, pool)
@@ -139,7 +139,7 @@ func TestTheSenderOfAnEventIsARequester(t *testing.T) {
 			return activity.RecordRequester(ctx, tx, "event "+sent.EventID)
 		}))
 	}
-	insideAs(t, pool, "ana", trace.Flow, func(ctx context.Context) error {
+	runFlowAs(t, pool, "ana", trace.Flow, func(ctx context.Context) error {
 		if _, err := executions.Wait(ctx, "wait", executions.Event("paid", 0)); err != nil {
 			return err
 		}
@@ -158,7 +158,7 @@ func TestTheSenderOfAnEventIsARequester(t *testing.T) {
 	pgtest.Equal(t, pool, "ana eve leo", `select array_to_string(requested_by, ' ') from agent_approvals`)
 }
 
-func TestAMissingGrantIsNotFourEyes(t *testing.T) {
+func TestMissingPrivilegeIsNotFourEyes(t *testing.T) {
 	t.Parallel()
 	pool, s := setUpFourEyes(t)
 	id := ask(t, pool, s, `{}`)
@@ -176,7 +176,7 @@ func TestAMissingGrantIsNotFourEyes(t *testing.T) {
 }
 
 // The audit log has a decision by SQL, marked as SQL.
-func TestADecisionInSQLIsAudited(t *testing.T) {
+func TestSQLDecisionIsAudited(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	id := ask(t, pool, s, `{"n": 1}`)

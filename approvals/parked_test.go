@@ -26,20 +26,19 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// patience bounds each wait of a test.
-
-// parked is a running process with a flow that requests approval, waits, and makes an approved call.
-type parked struct {
+// parkedFlow is a running process with a flow that requests approval, waits, and makes an approved call.
+type parkedFlow struct {
 	t      *testing.T
 	pool   *pgxpool.Pool
 	engine *executions.Engine
 	acted  atomic.Int32
 }
 
-func park(t *testing.T, args string, change ...func(*executions.Options)) *parked {
+// startParked starts an engine with the flow.
+func startParked(t *testing.T, args string, change ...func(*executions.Options)) *parkedFlow {
 	t.Helper()
 	pool, s := setUp(t)
-	p := &parked{t: t, pool: pool}
+	p := &parkedFlow{t: t, pool: pool}
 	listener := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
 	p.engine = enginetest.New(t, pool, append(change, func(o *executions.Options) { o.Listener = listener })...)
 	enginetest.Register(t, p.engine, "flow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
@@ -49,7 +48,7 @@ func park(t *testing.T, args string, change ...func(*executions.Options)) *parke
 	return p
 }
 
-func (p *parked) flow(ctx context.Context, s skills.Skill, args json.RawMessage) (executions.Result, error) {
+func (p *parkedFlow) flow(ctx context.Context, s skills.Skill, args json.RawMessage) (executions.Result, error) {
 	asked, err := approvals.Ask(ctx, approvals.Request{
 		Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: args,
 		Park: true,
@@ -80,18 +79,18 @@ func (p *parked) flow(ctx context.Context, s skills.Skill, args json.RawMessage)
 	return executions.Result{Summary: "called"}, err
 }
 
-// begin starts the flow and waits until it is parked. It returns the execution and the approval.
-func (p *parked) begin() (executionID, approvalID string) {
+// start starts the flow and waits until it is parked. It returns the execution and the approval.
+func (p *parkedFlow) start() (executionID, approvalID string) {
 	p.t.Helper()
 	x, _, err := p.engine.Start(p.t.Context(), p.pool, executions.Spec{Flow: "flow", Surface: trace.Operate})
 	require.NoError(p.t, err)
 	return x.ID, *enginetest.Await(p.t, p.pool, x.ID, executions.Waiting).WaitingKey
 }
 
-func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
+func TestFiftyDecisionsTakeEffectOnce(t *testing.T) {
 	t.Parallel()
-	p := park(t, `{"table":"x"}`)
-	id, approval := p.begin()
+	p := startParked(t, `{"table":"x"}`)
+	id, approval := p.start()
 	var won atomic.Int32
 	var group errgroup.Group
 	for i := range 50 {
@@ -116,13 +115,13 @@ func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
 	assert.Equal(t, 1, pgtest.Value[int](t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`))
 	n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'decide_approval'
 		and trace_id like 'op\_%'`)
-	assert.Equal(t, 1, n, "rows tell of the decision")
+	assert.Equal(t, 1, n, "activities of the decision")
 }
 
-func TestOneDenialEndsIt(t *testing.T) {
+func TestRejectionEndsWait(t *testing.T) {
 	t.Parallel()
-	p := park(t, `{}`)
-	id, approval := p.begin()
+	p := startParked(t, `{}`)
+	id, approval := p.start()
 	_, err := p.pool.Exec(t.Context(), `update agent_approvals set arguments = '{"table":"y"}' where id = $1`, approval)
 	assert.Truef(t, approvals.IsUsed(err), "the arguments of a pending approval changed: %v", err)
 	_, err = approvals.Decide(t.Context(), p.pool, approval, false, "admin", "not today")
@@ -133,39 +132,39 @@ func TestOneDenialEndsIt(t *testing.T) {
 }
 
 // A decision resumes the waiting execution at once, also a decision by plain SQL. No sweep runs in this test.
-func TestADecisionInSQLWakesWhoWaits(t *testing.T) {
+func TestSQLDecisionResumesExecution(t *testing.T) {
 	t.Parallel()
-	p := park(t, `{}`, func(o *executions.Options) { o.SweepEvery = time.Hour })
-	id, approval := p.begin()
+	p := startParked(t, `{}`, func(o *executions.Options) { o.SweepEvery = time.Hour })
+	id, approval := p.start()
 	pgtest.Exec(t, p.pool, `select decide_agent_approval($1, true, 'dba', 'by hand')`, approval)
 	assert.Equal(t, "called", enginetest.Await(p.t, p.pool, id, executions.Completed).ResultSummary)
 }
 
 // The same call of two executions needs two approvals. Neither can use the other's.
-func TestAParkedGrantIsItsExecutionsAlone(t *testing.T) {
+func TestParkedApprovalBelongsToItsExecution(t *testing.T) {
 	t.Parallel()
-	p := park(t, `{"table":"x"}`)
-	first, one := p.begin()
-	second, other := p.begin()
-	require.True(t, one != other, "two executions wait for one approval")
+	p := startParked(t, `{"table":"x"}`)
+	first, one := p.start()
+	second, other := p.start()
+	require.True(t, one != other, "both executions wait for the same approval")
 	_, err := approvals.Decide(t.Context(), p.pool, one, true, "admin", "")
 	require.NoError(t, err)
 	enginetest.Await(p.t, p.pool, first, executions.Completed)
 	err = use(t, p.pool, one, func() { t.Error("acted") })
-	assert.Truef(t, approvals.IsUsed(err), "a used grant: %v", err)
-	left, err := approvals.Approved(t.Context(), p.pool, 5)
-	assert.Truef(t, err == nil && len(left) == 0, "a heartbeat would follow through %+v, %v", left, err)
+	assert.Truef(t, approvals.IsUsed(err), "use of a used approval: %v", err)
+	unused, err := approvals.Approved(t.Context(), p.pool, 5)
+	assert.Truef(t, err == nil && len(unused) == 0, "a heartbeat would make %+v, %v", unused, err)
 	pgtest.Exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, other) // approved silently
-	err = use(t, p.pool, other, func() { t.Error("acted with another execution's grant") })
-	assert.Truef(t, approvals.IsUsed(err), "another's grant: %v", err)
+	err = use(t, p.pool, other, func() { t.Error("called with the approval of another execution") })
+	assert.Truef(t, approvals.IsUsed(err), "use of another execution's approval: %v", err)
 	x, err := executions.Get(t.Context(), p.pool, second)
 	assert.Truef(t, err == nil && x.Status == executions.Waiting, "the second is %s, %v", x.Status, err)
 }
 
-func TestAnApprovalDoesNotOutliveItsExecution(t *testing.T) {
+func TestApprovalEndsWithItsExecution(t *testing.T) {
 	t.Parallel()
-	p := park(t, `{}`)
-	id, approval := p.begin()
+	p := startParked(t, `{}`)
+	id, approval := p.start()
 	_, err := p.engine.Cancel(t.Context(), id, "admin", "enough")
 	require.NoError(t, err)
 	_, err = approvals.Decide(t.Context(), p.pool, approval, true, "admin", "")
@@ -174,10 +173,10 @@ func TestAnApprovalDoesNotOutliveItsExecution(t *testing.T) {
 	assert.Truef(t, err == nil && got.Status == "expired", "the approval is %s, %v", got.Status, err)
 }
 
-func TestListingsTellWhatHasExpired(t *testing.T) {
+func TestListShowsExpiredApprovals(t *testing.T) {
 	t.Parallel()
-	p := park(t, `{}`)
-	_, approval := p.begin()
+	p := startParked(t, `{}`)
+	_, approval := p.start()
 	pgtest.Exec(t, p.pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, approval)
 	for status, want := range map[string]int{"": 1, "pending": 0, "expired": 1, "approved": 0} {
 		got, err := approvals.List(t.Context(), p.pool, approvals.Filter{Status: status})
@@ -190,7 +189,7 @@ func TestListingsTellWhatHasExpired(t *testing.T) {
 }
 
 // A change or removal of the skill resumes the waiting execution at once, with the reason.
-func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
+func TestChangedSkillResumesWaitingExecution(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ change, want string }{
 		"changed": {
@@ -200,8 +199,8 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 		"removed": {`delete from agent_skills where name = 'drop'`, "the skill drop was removed"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			p := park(t, `{"table":"x"}`)
-			id, approval := p.begin()
+			p := startParked(t, `{"table":"x"}`)
+			id, approval := p.start()
 			pgtest.Exec(t, p.pool, c.change)
 			assert.Equal(t, "expired by : "+c.want, enginetest.Await(p.t, p.pool, id, executions.Completed).ResultSummary)
 			got, err := approvals.Get(t.Context(), p.pool, approval)
@@ -217,7 +216,7 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 	}
 }
 
-func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
+func TestChangedSkillClosesRecordedApprovals(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	pending, granted := ask(t, pool, s, `{"table":"x"}`), ask(t, pool, s, `{"table":"y"}`)
@@ -232,7 +231,7 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 			"the approval is %+v (%v)", got, err)
 	}
 	// A run that read the skill before its change requests no impossible approval.
-	inside(t, pool, func(ctx context.Context) error {
+	runFlow(t, pool, func(ctx context.Context) error {
 		_, err := approvals.Ask(ctx, approvals.Request{
 			Skill: s.Name, SkillID: s.ID, Revision: s.Revision,
 			Args: json.RawMessage(`{"table":"z"}`),

@@ -15,8 +15,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// running returns an execution under its first claim, by a live worker.
-func running(t *testing.T, db *pgxpool.Pool) string {
+// insertRunning inserts an execution with a first claim of a live worker.
+func insertRunning(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
@@ -24,8 +24,8 @@ func running(t *testing.T, db *pgxpool.Pool) string {
 		select 'fl_x', 'flow', 'test', 'running', 1, id from w returning id::text`)
 }
 
-// call returns the reservation of one call of a run: a prompt of 100 tokens and up to 1,000 more, at least 50.
-func call(id string, n int, scopes ...budgets.Scope) *budgets.Reservation {
+// reservation returns the reservation of call n of an execution: a prompt of 100 tokens, and 50 to 1,000 more.
+func reservation(id string, n int, scopes ...budgets.Scope) *budgets.Reservation {
 	return &budgets.Reservation{
 		ExecutionID: id, Claim: 1, Step: fmt.Sprintf("model %d", n), Scopes: scopes,
 		Need: budgets.Need{PromptTokens: 100, Wanted: 1000, Min: 50},
@@ -43,7 +43,7 @@ func send(t *testing.T, db postgres.DB, queue func(b *pgx.Batch)) error {
 	return db.SendBatch(t.Context(), b).Close()
 }
 
-func queued(r *budgets.Reservation) func(b *pgx.Batch) {
+func queueReserve(r *budgets.Reservation) func(b *pgx.Batch) {
 	return func(b *pgx.Batch) { r.Reserve(b, r.Step) }
 }
 
@@ -51,7 +51,7 @@ func queued(r *budgets.Reservation) func(b *pgx.Batch) {
 func reserve(t *testing.T, db postgres.DB, r *budgets.Reservation) (int64, error) {
 	t.Helper()
 	r.MaxWait = 1
-	require.NoError(t, send(t, db, queued(r)), "Reserve")
+	require.NoError(t, send(t, db, queueReserve(r)), "Reserve")
 	return r.Await(t.Context(), db)
 }
 
@@ -60,11 +60,11 @@ func settle(t *testing.T, db postgres.DB, r *budgets.Reservation, tokens int64, 
 	require.NoError(t, send(t, db, func(b *pgx.Batch) { r.Settle(b, budgets.Spend{Tokens: tokens, USD: usd}) }), "Settle")
 }
 
-// standing returns a scope as text: spent, reserved, unknown.
-func standing(t *testing.T, db postgres.DB, name string) string {
+// usageOf returns a scope as text: spent, reserved, unknown.
+func usageOf(t *testing.T, db postgres.DB, name string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
-		select format('%s %s$ spent, %s %s$ set aside, %s %s$ of %s unknown', tokens, trim_scale(cost_usd), reserved_tokens,
+		select format('%s %s$ spent, %s %s$ reserved, %s %s$ of %s unknown', tokens, trim_scale(cost_usd), reserved_tokens,
 		              trim_scale(reserved_usd), unknown_tokens, trim_scale(unknown_usd), unsettled)
 		  from agent_budgets where scope = $1`, name)
 }

@@ -163,8 +163,8 @@ type Record struct {
 }
 
 // columns are the columns of a [Record], in order.
-const columns = `id::text, kind, execution_id::text, trace_id, thread_id, title, details, items, received, unexpected, answer,
-	status, created_at, completed_at`
+const columns = `id::text, kind, execution_id::text, trace_id, thread_id, title, details, items, received, unexpected,
+	answer, status, created_at, completed_at`
 
 // Get returns one request, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, id string) (Record, error) {

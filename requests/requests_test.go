@@ -26,8 +26,9 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// asks runs a flow that creates a request and ends with the variables of its answer. It returns the execution's id.
-func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (*executions.Engine, string) {
+// startRequest runs a flow that creates a request, up to its wait for the answer. It returns the execution's id. The
+// flow's result has the variables of the answer.
+func startRequest(t *testing.T, pool *pgxpool.Pool, r requests.Request) (*executions.Engine, string) {
 	t.Helper()
 	engine := enginetest.New(t, pool)
 	enginetest.Register(t, engine, "asks", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
@@ -51,8 +52,8 @@ func asks(t *testing.T, pool *pgxpool.Pool, r requests.Request) (*executions.Eng
 	return engine, x.ID
 }
 
-// end resumes an execution whose wait has ended, and returns its result.
-func end(t *testing.T, pool *pgxpool.Pool, engine *executions.Engine, id string) map[string]any {
+// resumeToEnd resumes an execution whose wait has ended, and returns its result.
+func resumeToEnd(t *testing.T, pool *pgxpool.Pool, engine *executions.Engine, id string) map[string]any {
 	t.Helper()
 	var x executions.Execution
 	pgtest.Eventually(t, func() bool {
@@ -67,7 +68,7 @@ func end(t *testing.T, pool *pgxpool.Pool, engine *executions.Engine, id string)
 	return vars
 }
 
-func TestARequestIsAnsweredByItsEvents(t *testing.T) {
+func TestEventsAnswerRequest(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		request requests.Request
@@ -107,7 +108,7 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			engine, id := asks(t, pool, c.request)
+			engine, id := startRequest(t, pool, c.request)
 			open, err := requests.List(t.Context(), pool,
 				requests.Filter{Kind: c.request.Kind, Status: requests.Pending, ThreadID: "candidate", ExecutionID: id})
 			require.Truef(t, err == nil && len(open) == 1 && open[0].Title == c.request.Title && open[0].ExecutionID == id &&
@@ -116,7 +117,7 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 				_, err := engine.Deliver(t.Context(), pool, c.event, open[0].ID, json.RawMessage(data), "")
 				require.NoError(t, err)
 			}
-			assert.NoDiff(t, c.want, end(t, pool, engine, id))
+			assert.NoDiff(t, c.want, resumeToEnd(t, pool, engine, id))
 			got, err := requests.Get(t.Context(), pool, open[0].ID)
 			assert.Truef(t, err == nil && got.Status == requests.Completed && got.CompletedAt != nil && got.Answer != nil,
 				"afterwards %+v, %v", got, err)
@@ -124,12 +125,13 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 	}
 }
 
-func TestARequestSaysWhatIsWrongWithIt(t *testing.T) {
+func TestInvalidRequestsAreRejected(t *testing.T) {
 	t.Parallel()
 	for name, r := range map[string]requests.Request{
-		"no kind": {}, "nothing asked for": {Kind: requests.Document},
-		"twice":           {Kind: requests.Document, Items: []string{"cv", "cv"}},
-		"no name":         {Kind: requests.Document, Items: []string{" "}},
+		"no kind":         {},
+		"no items":        {Kind: requests.Document},
+		"duplicate":       {Kind: requests.Document, Items: []string{"cv", "cv"}},
+		"blank item":      {Kind: requests.Document, Items: []string{" "}},
 		"items of a test": {Kind: requests.Test, Items: []string{"cv"}},
 		"too many":        {Kind: requests.Document, Items: make([]string, 101)},
 	} {
@@ -142,7 +144,7 @@ func TestARequestSaysWhatIsWrongWithIt(t *testing.T) {
 	assert.ErrorIs(t, err, requests.ErrInvalid, "unknown kind")
 }
 
-func TestRequestsAreListedNewestFirstFromWhereTheListingStopped(t *testing.T) {
+func TestListContinuesAfterCursor(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 5 {
@@ -170,7 +172,7 @@ func TestRequestsAreListedNewestFirstFromWhereTheListingStopped(t *testing.T) {
 }
 
 // A request created in a transaction disappears with the rollback.
-func TestARequestBelongsToItsTransaction(t *testing.T) {
+func TestRollbackRemovesRequest(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	undone := errors.New("undone")
@@ -191,10 +193,10 @@ func TestARequestBelongsToItsTransaction(t *testing.T) {
 
 // A document without a name answers no request. The only document of a request needs no name. A client without a URL
 // may name the document alone.
-func TestADocumentWithoutANameIsRefused(t *testing.T) {
+func TestDocumentsWithoutNameAreRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	for items, data := range map[string]map[string]bool{
+	for items, rejected := range map[string]map[string]bool{
 		"cv": {
 			`{"documentUrls": ["u", "u", "u"]}`: true, `{"documents": [7]}`: true, `{"document": "cv"}`: false,
 			`{"documents": []}`: true, `{"documents": {"cv": "u"}}`: true, `{"document": "cv", "documents": null}`: false,
@@ -206,27 +208,31 @@ func TestADocumentWithoutANameIsRefused(t *testing.T) {
 			`{"documents": [{"document": "cv", "url": "u"}, 7]}`: true, `{"document": "cv"}`: false,
 		},
 	} {
-		for data, refused := range data {
+		for data, wantError := range rejected {
 			wanted := requests.Request{Kind: requests.Document, Title: "Papers", Items: strings.Split(items, ", ")}
-			engine, id := asks(t, pool, wanted)
+			engine, id := startRequest(t, pool, wanted)
 			key := pgtest.Value[string](t, pool, `select id::text from agent_requests where execution_id = @id`,
 				postgres.Strict{"id": id})
 			_, err := engine.Deliver(t.Context(), pool, "DOCUMENT_UPLOADED", key, json.RawMessage(data), "")
-			pgErr, is := errors.AsType[*pgconn.PgError](err)
-			assert.Truef(t, is == refused && (!is || pgErr.Code == "22023" &&
-				strings.Contains(postgres.RefusalText(pgErr), " is missing in ") &&
-				strings.HasSuffix(pgErr.Detail, "asks for "+items)), "%s: %v", data, err)
+			pgErr, isError := errors.AsType[*pgconn.PgError](err)
+			assert.Equal(t, wantError, isError, data, err)
+			if isError {
+				assert.Equal(t, "22023", pgErr.Code, data)
+				assert.Contains(t, postgres.RefusalText(pgErr), " is missing in ")
+				assert.Contains(t, pgErr.Detail, "asks for "+items)
+			}
 			got, err := requests.List(t.Context(), pool, requests.Filter{ExecutionID: id})
-			assert.Truef(t, err == nil && (len(got[0].Received)+len(got[0].Unexpected) == 0) == refused, "%+v, %v", got, err)
+			assert.Truef(t, err == nil && (len(got[0].Received)+len(got[0].Unexpected) == 0) == wantError,
+				"%s: %+v, %v", data, got, err)
 		}
 	}
 }
 
 // Data that would fail the waiting execution is rejected on arrival, and changes nothing.
-func TestDataThatNobodyCouldReadIsRefused(t *testing.T) {
+func TestUnreadableEventDataIsRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	engine, id := asks(t, pool, requests.Request{Kind: requests.Test, Title: "sql"})
+	engine, id := startRequest(t, pool, requests.Request{Kind: requests.Test, Title: "sql"})
 	key := pgtest.Value[string](t, pool, `select id::text from agent_requests`)
 	for event, refused := range map[string][]string{
 		"MESSAGE_RECEIVED": {`"hola"`, `[1]`, `3`}, "DOCUMENT_UPLOADED": {`["cv"]`}, "SIGNATURE_COMPLETED": {`"https://x"`},
@@ -258,7 +264,7 @@ func upload(t *testing.T, pool *pgxpool.Pool, u documents.Upload) (d documents.D
 
 // A request accepts a stored document of its thread, or an unassigned one that an admin uploaded, which then belongs to
 // the execution. A document of another owner changes nothing: the event is rejected.
-func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
+func TestStoredDocumentsAnswerRequest(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	visitor := threads.Principal{Kind: threads.ByKey, Owner: "site"}
@@ -267,10 +273,10 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 		require.NoError(t, err)
 	}
 	wanted := requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"photo", "form"}}
-	engine, id := asks(t, pool, wanted)
+	engine, id := startRequest(t, pool, wanted)
 	open, err := requests.List(t.Context(), pool, requests.Filter{ExecutionID: id})
 	require.Truef(t, err == nil && len(open) == 1, "%+v, %v", open, err)
-	give := func(item, document string) error {
+	deliver := func(item, document string) error {
 		data, err := json.Marshal(map[string]string{"document": item, "document_id": document})
 		require.NoError(t, err)
 		_, err = engine.Deliver(t.Context(), pool, "DOCUMENT_UPLOADED", open[0].ID, data, "")
@@ -279,12 +285,12 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 	foreign := upload(t, pool, documents.Upload{By: visitor, ThreadID: "another"})
 	unused := upload(t, pool, documents.Upload{By: visitor})
 	for _, not := range []string{foreign.ID, unused.ID, "nonsense", ""} {
-		assert.ErrorContains(t, give("photo", not), "there is no document", not)
+		assert.ErrorContains(t, deliver("photo", not), "there is no document", not)
 	}
 	own := upload(t, pool, documents.Upload{By: visitor, ThreadID: "candidate"})
 	admin := upload(t, pool, documents.Upload{By: threads.Admin})
 	for item, d := range map[string]documents.Document{"photo": own, "form": admin} {
-		require.NoError(t, give(item, d.ID))
+		require.NoError(t, deliver(item, d.ID))
 	}
 	event := func(item string, d documents.Document) map[string]any {
 		return map[string]any{
@@ -296,7 +302,7 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 		"documents":    []any{event("photo", own), event("form", admin)},
 		"documentUrls": []any{"/v1/documents/" + own.ID + "/content", "/v1/documents/" + admin.ID + "/content"},
 	}
-	assert.NoDiff(t, want, end(t, pool, engine, id))
+	assert.NoDiff(t, want, resumeToEnd(t, pool, engine, id))
 	got, err := documents.Get(t.Context(), pool, admin.ID)
 	assert.Truef(t, err == nil && got.ExecutionID != nil && *got.ExecutionID == id,
 		"the admin's document belongs to %v, %v", got.ExecutionID, err)
@@ -304,7 +310,7 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 
 // A run reads the documents of its thread, its own, and those of the runs that started it. An operate session reads
 // any.
-func TestARunReadsTheDocumentsThatItMay(t *testing.T) {
+func TestExecutionReadsDocumentsWithAccess(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	ctx := t.Context()

@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/requests"
 )
 
-func TestVariablesHaveTheNamesOfTheSeeds(t *testing.T) {
+func TestVariables(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		kind, data string
