@@ -149,7 +149,7 @@ func Join(
 	return thread, joinedName, nil
 }
 
-// Grant gives a principal access to a thread, under a name of its own; a flow uses the id.
+// Grant gives a principal access to a thread, under a name of its own. For a flow, the name is the thread's id.
 // grantedBy is stored as the creator.
 func Grant(
 	ctx context.Context, db postgres.DB, thread string, grantee Principal, name, grantedBy string,
@@ -177,8 +177,7 @@ func Grant(
 		  returning a.id)
 		select exists (select from thread), (select g.id::text from granted g)`, postgres.Strict{
 		"thread": postgres.Text(thread), "kind": string(grantee.Kind), "owner": postgres.Text(grantee.Owner),
-		"proof": grantee.Proof,
-		"name":  name, "by": postgres.Text(grantedBy),
+		"proof": grantee.Proof, "name": name, "by": postgres.Text(grantedBy),
 	}).Scan(&exists, &accessID)
 	switch {
 	case err != nil:
@@ -195,13 +194,13 @@ func Grant(
 	return id, nil
 }
 
-// AccessOf lists the accesses and join tokens of a thread, oldest first.
+// AccessOf lists the accesses and join tokens of a thread, oldest first, at most 500.
 func AccessOf(ctx context.Context, db postgres.DB, thread string) ([]Access, error) {
 	return postgres.Rows[Access](ctx, db, "list access to thread", `
 		select id::text, thread_id, kind, owner, name, reusable, execution_id::text, expires_at, used_at, joined_with::text,
 		       created_by, created_at
 		  from agent_thread_access where thread_id = @thread
-		    order by id limit 500`, postgres.Strict{"thread": postgres.Text(thread)})
+		 order by id limit 500`, postgres.Strict{"thread": postgres.Text(thread)})
 }
 
 // AccessChannel notifies of each revoked access, with the id of the thread.

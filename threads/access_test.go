@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-func TestANameIsScopedByItsOwner(t *testing.T) {
+func TestNamesAreScopedByOwner(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	owners := []threads.Principal{
@@ -65,7 +65,7 @@ func TestANameIsScopedByItsOwner(t *testing.T) {
 	}
 }
 
-func TestTwoWhoBeginAThreadAtOnceGetOne(t *testing.T) {
+func TestConcurrentOpensCreateOneThread(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for round := range 5 {
@@ -86,7 +86,7 @@ func TestTwoWhoBeginAThreadAtOnceGetOne(t *testing.T) {
 	}
 }
 
-func TestAJoinTokenLetsOneIn(t *testing.T) {
+func TestJoinTokenIsUsedOnce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "maria")
@@ -107,14 +107,14 @@ func TestAJoinTokenLetsOneIn(t *testing.T) {
 			return err
 		})
 	}
-	err = group.Wait()
-	assert.Truef(t, err == nil && joined.Load() == 1, "%d got in: %v", joined.Load(), err)
+	require.NoError(t, group.Wait())
+	assert.Equal(t, int32(1), joined.Load())
 	_, err = threads.Invite(t.Context(), db, threads.Invitation{ThreadID: "nobody"})
 	assert.ErrorIs(t, err, threads.ErrNotFound, "a token for no thread")
 }
 
 // An execution cannot send in a thread to which it has no access, even if SQL requests it.
-func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
+func TestExecutionSendsOnlyWithAccess(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	visitors, _, err := threads.Open(t.Context(), db, threads.Key("site"), threads.Thread{Name: "talk"})
@@ -154,7 +154,7 @@ func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
 
 // A thread of an earlier release has no owner. A webhook endpoint may send in it only if webhooks have sent in it
 // before.
-func TestAWebhookGoesOnInAnOldThreadOfWebhooksOnly(t *testing.T) {
+func TestWebhookUsesOldThreadsOfWebhooksOnly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for thread, surface := range map[string]string{"of webhooks": "wh", "of a flow": "fl"} {

@@ -20,48 +20,48 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func TestAParkedThreadDoesNotExpireAndAnswersGoToItsHolder(t *testing.T) {
+func TestParkedThreadKeepsItsHolder(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	open(t, pool, "t")
-	p := runs(t, pool, map[string]flow{"ask": func(ctx context.Context) (executions.Result, error) {
-		if err := says(ctx, "who are you?"); err != nil {
-			return done(err)
+	p := startProcess(t, pool, map[string]flow{"ask": func(ctx context.Context) (executions.Result, error) {
+		if err := sendAll(ctx, "who are you?"); err != nil {
+			return resultOf(err)
 		}
 		out, err := executions.Wait(ctx, "answer", executions.Response("t", 0))
 		if err != nil {
-			return done(err)
+			return resultOf(err)
 		}
 		var data struct{ Content string }
 		if err := json.Unmarshal(out.Data, &data); err != nil {
-			return done(err)
+			return resultOf(err)
 		}
-		return done(says(ctx, "hello, "+data.Content))
+		return resultOf(sendAll(ctx, "hello, "+data.Content))
 	}})
-	id := p.begin(t, "ask")
-	p.reaches(t, id, executions.Waiting)
+	id := p.startFlow(t, "ask")
+	p.awaitStatus(t, id, executions.Waiting)
 	held := pgtest.Value[bool](t, pool, `select parked and expires_at > clock_timestamp() + interval '100 years'
 		from agent_locks where lane = 'thread:t'`)
 	freed, err := threads.Clean(t.Context(), pool, slog.New(slog.DiscardHandler))
 	assert.Truef(t, held && err == nil && len(freed) == 0, "parked %t, freed %+v, %v", held, freed, err)
-	other := claimed(t, pool, "")
-	s := saysAs(t, pool, other, "other")
+	other := startClaimed(t, pool, "")
+	s := sendAs(t, pool, other, "other")
 	assert.Truef(t, s.Queued, "a message of another: %+v", s)
-	got := p.replies(t, "t", "Ada")
+	got := p.receive(t, "t", "Ada")
 	assert.Truef(t, len(got.Resumed) == 1 && got.Resumed[0] == id && got.Seq == 2, "received: %+v", got)
-	p.reaches(t, id, executions.Completed)
-	pgtest.Eventually(t, func() bool { return len(spoken(t, pool, "t")) == 4 }, "the queued message leaves")
-	assert.NoDiff(t, []string{"who are you?", "Ada", "hello, Ada", "other"}, spoken(t, pool, "t"))
-	p.log.want(t, `msg="lane acquired"`, "lane=thread:t", "owner="+id)
-	p.log.want(t, `msg="locks released"`, "count=1")
+	p.awaitStatus(t, id, executions.Completed)
+	pgtest.Eventually(t, func() bool { return len(sentContents(t, pool, "t")) == 4 }, "the queued message leaves")
+	assert.NoDiff(t, []string{"who are you?", "Ada", "hello, Ada", "other"}, sentContents(t, pool, "t"))
+	p.log.assertLine(t, `msg="lane acquired"`, "lane=thread:t", "owner="+id)
+	p.log.assertLine(t, `msg="locks released"`, "count=1")
 }
 
-func TestTheSameIncomingMessageCountsOnce(t *testing.T) {
+func TestRepeatedIncomingMessageCountsOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	open(t, pool, "t")
 	open(t, pool, "u")
-	p := runs(t, pool, nil)
+	p := startProcess(t, pool, nil)
 	receive := func(thread string) (got threads.ReceiveResult, err error) {
 		err = postgres.InTx(t.Context(), pool, func(tx pgx.Tx) (err error) {
 			got, err = threads.Receive(t.Context(), p.Engine, tx,
@@ -87,100 +87,100 @@ func TestTheSameIncomingMessageCountsOnce(t *testing.T) {
 	_, err := receive("u")
 	assert.Truef(t, postgres.IsCode(err, "22023"), "the id in another thread: %v", err)
 	_, err = receive("none")
-	assert.Error(t, err, "received in a thread that is none")
+	assert.Error(t, err, "receive in an unknown thread")
 }
 
-func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
+func TestWaitStartsWhenQueuedQuestionIsSent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	open(t, pool, "t")
-	p := runs(t, pool, map[string]flow{"ask": func(ctx context.Context) (executions.Result, error) {
-		if err := says(ctx, "first", "second"); err != nil {
-			return done(err)
+	p := startProcess(t, pool, map[string]flow{"ask": func(ctx context.Context) (executions.Result, error) {
+		if err := sendAll(ctx, "first", "second"); err != nil {
+			return resultOf(err)
 		}
 		_, err := executions.Wait(ctx, "answer", executions.Response("t", time.Hour))
-		return done(err)
+		return resultOf(err)
 	}})
-	a, b := claimed(t, pool, ""), ""
-	saysAs(t, pool, a, "a")
-	id := p.begin(t, "ask")
-	p.reaches(t, id, executions.Waiting)
-	b = claimed(t, pool, "")
-	saysAs(t, pool, b, "b")
-	got := p.replies(t, "t", "for a")
-	assert.Truef(t, len(got.Resumed) == 0, "an answer to a question that was not asked: %+v", got)
+	a, b := startClaimed(t, pool, ""), ""
+	sendAs(t, pool, a, "a")
+	id := p.startFlow(t, "ask")
+	p.awaitStatus(t, id, executions.Waiting)
+	b = startClaimed(t, pool, "")
+	sendAs(t, pool, b, "b")
+	got := p.receive(t, "t", "for a")
+	assert.Truef(t, len(got.Resumed) == 0, "resumed before the question was sent: %+v", got)
 	queued := pgtest.Value[bool](t, pool, `select waiting_data ? 'queued_message'
 		and waiting_until > clock_timestamp() + interval '29 days' from agent_executions where id = $1`, id)
-	ends(t, pool, a, "completed")
+	endExecution(t, pool, a, "completed")
 	pgtest.Until(t, pool, true, `select not waiting_data ? 'queued_message'
 			and waiting_until < clock_timestamp() + interval '61 minutes' from agent_executions where id = $1`, id)
-	assert.True(t, queued, "the wait had begun before its question was out")
+	assert.True(t, queued, "the timeout started before the question was sent")
 	// Both of its messages are sent, and it keeps the thread while it waits. b comes after it.
-	assert.NoDiff(t, []string{"a", "for a", "first", "second"}, spoken(t, pool, "t"))
+	assert.NoDiff(t, []string{"a", "for a", "first", "second"}, sentContents(t, pool, "t"))
 	if !pgtest.Value[bool](t, pool, `select parked and execution_id = $1 from agent_locks where lane = 'thread:t'`, id) {
 		t.Error("the thread is not parked with the asking execution")
 	}
-	got = p.replies(t, "t", "answer")
+	got = p.receive(t, "t", "answer")
 	assert.Truef(t, len(got.Resumed) == 1, "the answer: %+v", got)
-	pgtest.Eventually(t, func() bool { return len(spoken(t, pool, "t")) == 6 }, "b's message leaves")
+	pgtest.Eventually(t, func() bool { return len(sentContents(t, pool, "t")) == 6 }, "b's message leaves")
 }
 
-func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
+func TestChildBorrowsThreadAndSiblingQueues(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	open(t, pool, "t")
-	p := runs(t, pool, map[string]flow{
+	p := startProcess(t, pool, map[string]flow{
 		"parent": func(ctx context.Context) (executions.Result, error) {
-			if err := says(ctx, "parent begins"); err != nil {
-				return done(err)
+			if err := sendAll(ctx, "parent begins"); err != nil {
+				return resultOf(err)
 			}
 			if _, err := executions.Trigger(ctx, "alone", executions.Child{Flow: "sibling"}); err != nil {
-				return done(err)
+				return resultOf(err)
 			}
 			if _, err := executions.Trigger(ctx, "child", executions.Child{Flow: "child", Wait: true}); err != nil {
-				return done(err)
+				return resultOf(err)
 			}
-			return done(says(ctx, "parent ends"))
+			return resultOf(sendAll(ctx, "parent ends"))
 		},
-		"sibling": func(ctx context.Context) (executions.Result, error) { return done(says(ctx, "sibling")) },
+		"sibling": func(ctx context.Context) (executions.Result, error) { return resultOf(sendAll(ctx, "sibling")) },
 		"child": func(ctx context.Context) (executions.Result, error) {
-			if err := says(ctx, "child asks"); err != nil {
-				return done(err)
+			if err := sendAll(ctx, "child asks"); err != nil {
+				return resultOf(err)
 			}
 			if _, err := executions.Wait(ctx, "answer", executions.Response("t", 0)); err != nil {
-				return done(err)
+				return resultOf(err)
 			}
-			return done(says(ctx, "child thanks"))
+			return resultOf(sendAll(ctx, "child thanks"))
 		},
 	})
-	id := p.begin(t, "parent")
+	id := p.startFlow(t, "parent")
 	pgtest.Until(t, pool, 2, `select count(*)::int from agent_executions where flow = 'child'
 			and status = 'waiting'
 			or flow = 'sibling' and status = 'completed'`)
-	p.replies(t, "t", "my answer")
-	p.reaches(t, id, executions.Completed)
-	pgtest.Eventually(t, func() bool { return len(spoken(t, pool, "t")) == 6 }, "all is said")
+	p.receive(t, "t", "my answer")
+	p.awaitStatus(t, id, executions.Completed)
+	pgtest.Eventually(t, func() bool { return len(sentContents(t, pool, "t")) == 6 }, "all is said")
 	want := []string{"parent begins", "child asks", "my answer", "child thanks", "parent ends", "sibling"}
-	assert.NoDiff(t, want, spoken(t, pool, "t"))
+	assert.NoDiff(t, want, sentContents(t, pool, "t"))
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where flow = 'child'`)
-	p.log.want(t, `msg="lane inherited"`, "lane=thread:t", "from="+id, "to="+child)
-	p.log.want(t, "level=WARN", `msg="lane busy"`, "lane=thread:t", "holder=")
+	p.log.assertLine(t, `msg="lane inherited"`, "lane=thread:t", "from="+id, "to="+child)
+	p.log.assertLine(t, "level=WARN", `msg="lane busy"`, "lane=thread:t", "holder=")
 }
 
 // After its wait times out, a parent has the thread again, whether it or its child spoke first. The child's next
 // message has to wait.
-func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
+func TestTimedOutWaitReturnsThreadToParent(t *testing.T) {
 	t.Parallel()
 	for name, first := range map[string]bool{"parent first": true, "child first": false} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			open(t, pool, "t")
-			p := runs(t, pool, map[string]flow{
+			p := startProcess(t, pool, map[string]flow{
 				"parent": func(ctx context.Context) (executions.Result, error) {
 					if first {
-						if err := says(ctx, "parent begins"); err != nil {
-							return done(err)
+						if err := sendAll(ctx, "parent begins"); err != nil {
+							return resultOf(err)
 						}
 					}
 					got, err := executions.Trigger(ctx, "child", executions.Child{
@@ -191,22 +191,22 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 						err = errors.New("the wait did not time out")
 					}
 					if err == nil {
-						err = says(ctx, "parent goes on")
+						err = sendAll(ctx, "parent goes on")
 					}
 					if err != nil {
-						return done(err)
+						return resultOf(err)
 					}
 					_, err = executions.Wait(ctx, "hold", executions.Event("over", 0))
-					return done(err)
+					return resultOf(err)
 				},
 				"child": func(ctx context.Context) (executions.Result, error) {
-					if err := says(ctx, "child asks"); err != nil {
-						return done(err)
+					if err := sendAll(ctx, "child asks"); err != nil {
+						return resultOf(err)
 					}
 					if _, err := executions.Wait(ctx, "answer", executions.Event("answer", 0)); err != nil {
-						return done(err)
+						return resultOf(err)
 					}
-					return done(says(ctx, "child ends"))
+					return resultOf(sendAll(ctx, "child ends"))
 				},
 			})
 			x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "parent", Surface: trace.Flow, ThreadID: "t"})
@@ -216,7 +216,7 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 				want = append([]string{"parent begins"}, want...)
 			}
 			pgtest.Until(t, pool, 1, `select count(*)::int from agent_executions where waiting_key = 'over'`)
-			assert.NoDiff(t, want, spoken(t, pool, "t"))
+			assert.NoDiff(t, want, sentContents(t, pool, "t"))
 			for _, key := range []string{"answer", "over"} {
 				_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, nil, "")
 				require.NoError(t, err)
@@ -224,71 +224,71 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 					pgtest.Until(t, pool, 1, `select count(*)::int from agent_messages where status = 'queued'`)
 				}
 			}
-			p.reaches(t, x.ID, executions.Completed)
-			pgtest.Eventually(t, func() bool { return len(spoken(t, pool, "t")) == len(want)+1 },
+			p.awaitStatus(t, x.ID, executions.Completed)
+			pgtest.Eventually(t, func() bool { return len(sentContents(t, pool, "t")) == len(want)+1 },
 				"the child's message leaves")
 		})
 	}
 }
 
 // A child's message is queued while another execution has the thread. It is sent when its parent gets the thread.
-func TestAQueuedMessageOfAChildLeavesByALoan(t *testing.T) {
+func TestQueuedMessageOfChildIsSentByLoan(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "t")
-	other := claimed(t, db, "")
-	parent := claimed(t, db, "")
-	child := claimed(t, db, parent)
-	stranger := claimed(t, db, "")
-	saysAs(t, db, other, "other")
-	saysAs(t, db, parent, "parent")
-	saysAs(t, db, stranger, "stranger")
-	saysAs(t, db, child, "child")
-	ends(t, db, other, "completed")
-	flushes(t, db)
-	assert.NoDiff(t, []string{"other", "parent", "child"}, spoken(t, db, "t"))
+	other := startClaimed(t, db, "")
+	parent := startClaimed(t, db, "")
+	child := startClaimed(t, db, parent)
+	stranger := startClaimed(t, db, "")
+	sendAs(t, db, other, "other")
+	sendAs(t, db, parent, "parent")
+	sendAs(t, db, stranger, "stranger")
+	sendAs(t, db, child, "child")
+	endExecution(t, db, other, "completed")
+	flush(t, db)
+	assert.NoDiff(t, []string{"other", "parent", "child"}, sentContents(t, db, "t"))
 }
 
-func TestAdminsMessagesWaitForTheirTurn(t *testing.T) {
+func TestAdminMessagesQueue(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "t")
-	admin := func(words string) (s threads.SendResult) {
+	sendByAdmin := func(content string) (s threads.SendResult) {
 		t.Helper()
 		require.NoError(t, postgres.InTx(t.Context(), db, func(tx pgx.Tx) (err error) {
-			s, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: "t", Content: words})
+			s, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: "t", Content: content})
 			return err
 		}))
 		return s
 	}
-	s := admin("one")
+	s := sendByAdmin("one")
 	assert.Truef(t, !s.Queued, "in a free thread: %+v", s)
-	a := claimed(t, db, "")
-	saysAs(t, db, a, "a")
-	s = admin("two")
+	a := startClaimed(t, db, "")
+	sendAs(t, db, a, "a")
+	s = sendByAdmin("two")
 	assert.Truef(t, s.Queued, "in a held thread: %+v", s)
-	ends(t, db, a, "completed")
-	flushes(t, db)
+	endExecution(t, db, a, "completed")
+	flush(t, db)
 	// A chat turn in the lane's queue goes first.
 	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'first', 60, 60)`)
 	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
 	pgtest.Exec(t, db, `select release_agent_lock('thread:t', 'first')`)
-	s = admin("three")
+	s = sendByAdmin("three")
 	assert.Truef(t, s.Queued && s.Holder == "a turn", "behind a turn: %+v", s)
-	b := claimed(t, db, "")
-	s = saysAs(t, db, b, "b")
+	b := startClaimed(t, db, "")
+	s = sendAs(t, db, b, "b")
 	assert.Truef(t, s.Queued, "behind a turn: %+v", s)
 	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
 	pgtest.Exec(t, db, `select release_agent_lock('thread:t', 'a turn')`)
-	flushes(t, db)
-	assert.NoDiff(t, []string{"one", "a", "two", "three", "b"}, spoken(t, db, "t"))
+	flush(t, db)
+	assert.NoDiff(t, []string{"one", "a", "two", "three", "b"}, sentContents(t, db, "t"))
 }
 
-func TestSendRefusesWhatCannotBeSent(t *testing.T) {
+func TestSendRejectsInvalidMessages(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "t")
-	a := claimed(t, db, "")
+	a := startClaimed(t, db, "")
 	for name, c := range map[string]struct {
 		o    threads.Outgoing
 		code string

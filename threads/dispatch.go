@@ -126,8 +126,10 @@ func (d *Dispatcher) flush(ctx context.Context, thread string) {
 func (d *Dispatcher) releaseStaleLane(ctx context.Context, thread string) {
 	var stale bool
 	err := d.Pool.QueryRow(ctx, `
-		select exists (select from agent_locks l where l.lane = 'thread:' || @thread and l.locked_by <> '' and not l.parked
-		                  and l.expires_at <= clock_timestamp())`, postgres.Strict{"thread": postgres.Text(thread)}).Scan(&stale)
+		select exists (select from agent_locks l
+		                where l.lane = 'thread:' || @thread and l.locked_by <> '' and not l.parked
+		                  and l.expires_at <= clock_timestamp())`,
+		postgres.Strict{"thread": postgres.Text(thread)}).Scan(&stale)
 	if err == nil && stale {
 		_, err = releaseStale(ctx, d.Pool, d.Logger, idleGrace)
 	}

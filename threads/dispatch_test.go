@@ -44,7 +44,8 @@ type target struct {
 	posts []posted
 }
 
-func listens(
+// startTarget starts a server and declares it as a target.
+func startTarget(
 	t *testing.T, pool *pgxpool.Pool, name string, answer func(n int, content string, r *http.Request) int,
 ) *target {
 	t.Helper()
@@ -97,14 +98,16 @@ func (l *target) contents() (all []string) {
 	return all
 }
 
-// carries runs a dispatcher until the end of the test, or until the caller calls stop.
-func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatcher)) (log *journal, stop func()) {
+// startDispatcher runs a dispatcher until the end of the test, or until the caller calls stop.
+func startDispatcher(
+	t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatcher),
+) (log *logRecorder, stop func()) {
 	t.Helper()
 	host, _, err := net.SplitHostPort("127.0.0.1:80")
 	require.NoError(t, err)
 	client, err := skills.NewGuardedClient([]string{host}, nil)
 	require.NoError(t, err)
-	log = &journal{}
+	log = &logRecorder{}
 	notes := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
 	c := &threads.Dispatcher{
 		Pool: pool, Client: client, Logger: slog.New(slog.NewTextHandler(log, nil)), Listener: notes,
@@ -126,29 +129,32 @@ func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatche
 	return log, stop
 }
 
-// begins creates a thread whose messages go to a target.
-func begins(t *testing.T, db postgres.DB, id, channel, target string) {
+// createThread creates a thread whose messages go to a target.
+func createThread(t *testing.T, db postgres.DB, id, channel, target string) {
 	t.Helper()
 	_, made, err := threads.Ensure(t.Context(), db, threads.Thread{ID: id, Channel: channel, Target: target})
 	require.Truef(t, err == nil && made, "made %t, %v", made, err)
 }
 
-func tells(t *testing.T, db postgres.Beginner, thread string, words ...string) {
+// sendByAdmin sends messages without an execution.
+func sendByAdmin(t *testing.T, db postgres.Beginner, thread string, contents ...string) {
 	t.Helper()
-	for _, w := range words {
+	for _, content := range contents {
 		require.NoError(t, postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
-			_, err := threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: thread, Content: w})
+			_, err := threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: thread, Content: content})
 			return err
 		}))
 	}
 }
 
-func settled(t *testing.T, db postgres.DB) {
+// awaitDelivered waits until no message is queued or being delivered.
+func awaitDelivered(t *testing.T, db postgres.DB) {
 	t.Helper()
 	pgtest.Until(t, db, 0, `select count(*)::int from agent_messages where status in ('queued', 'sending')`)
 }
 
-func states(t *testing.T, db postgres.DB) []string {
+// deliveryStates lists the messages with status and number of attempts.
+func deliveryStates(t *testing.T, db postgres.DB) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, db, `select array_agg(content || ' ' || status || ' ' || attempts
 		order by thread_id, seq) from agent_messages`)
@@ -157,20 +163,20 @@ func states(t *testing.T, db postgres.DB) []string {
 func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	crm := listens(t, pool, "crm", func(n int, content string, _ *http.Request) int {
+	crm := startTarget(t, pool, "crm", func(n int, content string, _ *http.Request) int {
 		if content == "two" && n < 2 || content == "never" {
 			return http.StatusInternalServerError
 		}
 		return http.StatusOK
 	})
-	begins(t, pool, "t", threads.ChannelWebhook, "crm")
-	tells(t, pool, "t", "one", "two", "never", "three")
-	carries(t, pool)
-	settled(t, pool)
+	createThread(t, pool, "t", threads.ChannelWebhook, "crm")
+	sendByAdmin(t, pool, "t", "one", "two", "never", "three")
+	startDispatcher(t, pool)
+	awaitDelivered(t, pool)
 	want := []string{"one", "two", "two", "two", "never", "never", "never", "never", "three"}
 	assert.NoDiff(t, want, crm.contents())
 	diff := cmp.Diff([]string{"one delivered 1", "two delivered 3", "never failed 4", "three delivered 1"},
-		states(t, pool))
+		deliveryStates(t, pool))
 	assert.Truef(t, diff == "", "messages (-want +got):\n%s", diff)
 	ids := map[string]string{}
 	for _, p := range crm.posts {
@@ -184,79 +190,79 @@ func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
 		`select error_message from agent_messages where content = 'never'`), "500")
 }
 
-func TestAHangingTargetHoldsUpNobodyElse(t *testing.T) {
+func TestHangingTargetDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	release := make(chan struct{})
-	listens(t, pool, "slow", func(_ int, _ string, r *http.Request) int {
+	startTarget(t, pool, "slow", func(_ int, _ string, r *http.Request) int {
 		select {
 		case <-release:
 		case <-r.Context().Done():
 		}
 		return http.StatusOK
 	})
-	fast := listens(t, pool, "fast", func(int, string, *http.Request) int { return http.StatusOK })
+	fast := startTarget(t, pool, "fast", func(int, string, *http.Request) int { return http.StatusOK })
 	for i := range 20 {
 		id := fmt.Sprintf("slow %02d", i)
-		begins(t, pool, id, threads.ChannelWebhook, "slow")
-		tells(t, pool, id, "a", "b")
+		createThread(t, pool, id, threads.ChannelWebhook, "slow")
+		sendByAdmin(t, pool, id, "a", "b")
 	}
-	begins(t, pool, "fast", threads.ChannelWebhook, "fast")
-	begins(t, pool, "log", threads.ChannelLog, "")
-	tells(t, pool, "fast", "x", "y")
-	tells(t, pool, "log", "for the log")
-	log, _ := carries(t, pool)
-	pgtest.Eventually(t, func() bool { return len(fast.contents()) == 2 }, "the fast one has got both")
+	createThread(t, pool, "fast", threads.ChannelWebhook, "fast")
+	createThread(t, pool, "log", threads.ChannelLog, "")
+	sendByAdmin(t, pool, "fast", "x", "y")
+	sendByAdmin(t, pool, "log", "for the log")
+	log, _ := startDispatcher(t, pool)
+	pgtest.Eventually(t, func() bool { return len(fast.contents()) == 2 }, "the fast target receives both messages")
 	pgtest.Until(t, pool, "delivered", `select status from agent_messages where thread_id = 'log'`)
-	log.want(t, "msg=message", `content="for the log"`, "thread_id=log")
+	log.assertLine(t, "msg=message", `content="for the log"`, "thread_id=log")
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where thread_id like 'slow %'
-		and status = 'delivered'`), "messages were delivered to a target that hangs")
+		and status = 'delivered'`), "messages delivered to the hanging target")
 	close(release)
-	settled(t, pool)
+	awaitDelivered(t, pool)
 }
 
 // A dispatcher dies between the post and its record. Another posts again, under the same id.
-func TestACourierThatDiesIsFollowedByAnother(t *testing.T) {
+func TestLostAttemptIsRepeatedUnderSameID(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	crm := listens(t, pool, "crm", func(int, string, *http.Request) int { return http.StatusOK })
-	begins(t, pool, "t", threads.ChannelWebhook, "crm")
-	tells(t, pool, "t", "one", "two")
+	crm := startTarget(t, pool, "crm", func(int, string, *http.Request) int { return http.StatusOK })
+	createThread(t, pool, "t", threads.ChannelWebhook, "crm")
+	sendByAdmin(t, pool, "t", "one", "two")
 	// The dead dispatcher left an attempt without a recorded result.
 	pgtest.Exec(t, pool, `update agent_messages set attempts = 1, next_attempt_at = clock_timestamp() + interval '1 hour'
 		where content = 'one'`)
 	id := pgtest.Value[string](t, pool, `select id::text from agent_messages where content = 'one'`)
-	carries(t, pool)
-	carries(t, pool)
-	tells(t, pool, "t", "three")
+	startDispatcher(t, pool)
+	startDispatcher(t, pool)
+	sendByAdmin(t, pool, "t", "three")
 	got := crm.contents()
-	assert.Truef(t, len(got) == 0, "posted while another carries: %v", got)
+	assert.Truef(t, len(got) == 0, "posted while another dispatcher holds the attempt: %v", got)
 	pgtest.Exec(t, pool, `update agent_messages set next_attempt_at = clock_timestamp() where content = 'one'`)
 	pgtest.Exec(t, pool, `select pg_notify('agent_outbox', '')`)
-	settled(t, pool)
+	awaitDelivered(t, pool)
 	assert.NoDiff(t, []string{"one", "two", "three"}, crm.contents())
-	// It wakes and records its attempt too late.
+	// The lost dispatcher records its attempt too late.
 	thread := pgtest.Value[string](t, pool, `select thread_id from agent_messages where id = $1`, id)
 	recorded, err := threads.SettleFailed(t.Context(), pool, thread, id, 1)
-	assert.Truef(t, !recorded && err == nil, "an attempt that was outlived was recorded: %t, %v", recorded, err)
-	assert.NoDiff(t, []string{"one delivered 2", "two delivered 1", "three delivered 1"}, states(t, pool))
+	assert.Truef(t, !recorded && err == nil, "recorded the lost attempt: %t, %v", recorded, err)
+	assert.NoDiff(t, []string{"one delivered 2", "two delivered 1", "three delivered 1"}, deliveryStates(t, pool))
 }
 
-func TestManyCouriersCarryEachMessageOnce(t *testing.T) {
+func TestConcurrentDispatchersDeliverOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	crm := listens(t, pool, "crm", func(int, string, *http.Request) int { return http.StatusOK })
+	crm := startTarget(t, pool, "crm", func(int, string, *http.Request) int { return http.StatusOK })
 	for i := range 10 {
 		id := fmt.Sprintf("t%d", i)
-		begins(t, pool, id, threads.ChannelWebhook, "crm")
+		createThread(t, pool, id, threads.ChannelWebhook, "crm")
 		for n := range 5 {
-			tells(t, pool, id, fmt.Sprintf("t%d %d", i, n))
+			sendByAdmin(t, pool, id, fmt.Sprintf("t%d %d", i, n))
 		}
 	}
 	for range 4 {
-		carries(t, pool)
+		startDispatcher(t, pool)
 	}
-	settled(t, pool)
+	awaitDelivered(t, pool)
 	last := map[string]int{}
 	for _, c := range crm.contents() {
 		var thread string
@@ -269,24 +275,24 @@ func TestManyCouriersCarryEachMessageOnce(t *testing.T) {
 }
 
 // A thread's queue is sent as soon as the thread is free. An idle thread is freed.
-func TestACourierSendsQueuesAndFreesThreads(t *testing.T) {
+func TestDispatcherFlushesAndReleasesThreads(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "t")
-	a, b, c := claimed(t, db, ""), claimed(t, db, ""), claimed(t, db, "")
-	saysAs(t, db, a, "a")
-	saysAs(t, db, b, "b")
-	saysAs(t, db, c, "c")
-	log, _ := carries(t, db)
-	ends(t, db, a, "completed")
-	pgtest.Eventually(t, func() bool { return len(spoken(t, db, "t")) == 2 }, "b's message leaves")
+	a, b, c := startClaimed(t, db, ""), startClaimed(t, db, ""), startClaimed(t, db, "")
+	sendAs(t, db, a, "a")
+	sendAs(t, db, b, "b")
+	sendAs(t, db, c, "c")
+	log, _ := startDispatcher(t, db)
+	endExecution(t, db, a, "completed")
+	pgtest.Eventually(t, func() bool { return len(sentContents(t, db, "t")) == 2 }, "b's message is sent")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
-	pgtest.Eventually(t, func() bool { return len(spoken(t, db, "t")) == 3 }, "c's message leaves")
+	pgtest.Eventually(t, func() bool { return len(sentContents(t, db, "t")) == 3 }, "c's message is sent")
 	// No execution uses this thread. It is freed after its idle time, and that is logged.
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '10 minutes'
 		where lane = 'thread:t'`)
 	pgtest.Until(t, db, "", `select locked_by from agent_locks where lane = 'thread:t'`)
 	pgtest.Eventually(t, func() bool {
-		return log.has("level=WARN", `msg="lane stale, clearing"`, "holder="+c)
-	}, "it is logged")
+		return log.hasLine("level=WARN", `msg="lane stale, clearing"`, "holder="+c)
+	}, "the release is logged")
 }

@@ -2,7 +2,6 @@ package threads
 
 import (
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"time"
@@ -125,7 +124,8 @@ func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []NewMes
 	return posted, nil
 }
 
-// messageColumns has the columns of new messages. seqCount is the number of messages that get a seq.
+// messageColumns has the columns of new messages, one element per message. seqCount is the number of messages that get
+// a seq.
 type messageColumns struct {
 	roles, contents, channels, targets, executions, traces, statuses []string
 	interrupted                                                      []bool
@@ -171,8 +171,8 @@ func tokens(role, content string, images ...Image) int {
 	return models.EstimateTokens([]models.Message{m})
 }
 
-// MessageFilter narrows a listing of messages. Zero values do not narrow; Limit defaults to 50 and is at most
-// 500. Before is the seq of the last message of the previous page.
+// MessageFilter narrows a listing of messages. Zero values do not narrow; Limit defaults to 50 and is at most 500.
+// Before is the seq of the last message of the previous page.
 type MessageFilter struct {
 	ThreadID, ExecutionID string
 	Role                  string
@@ -180,8 +180,7 @@ type MessageFilter struct {
 	Limit                 int
 }
 
-// Messages reads the messages of a thread, or of an execution, newest first; queued ones precede all
-// others.
+// Messages reads the messages of a thread, or of an execution, newest first. Queued messages precede all others.
 func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, error) {
 	if f.ThreadID == "" && f.ExecutionID == "" {
 		return nil, errors.New("list messages: name a thread or an execution")
@@ -199,135 +198,6 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 			"thread_id": postgres.Text(f.ThreadID), "execution_id": f.ExecutionID, "role": f.Role, "before": f.Before,
 			"limit": clampLimit(f.Limit),
 		})
-}
-
-// Limits of the images of a message. The table enforces the size, too.
-const (
-	MaxImages    = 8
-	MaxImageSize = 5 << 20
-	MaxImageURL  = 2048
-)
-
-// Image is an image of a message: an https URL, which the runtime never fetches, or the data.
-type Image struct {
-	URL       string
-	MediaType string // of Data: image/png, image/jpeg, image/gif or image/webp
-	Data      []byte
-	Detail    string // low, high, auto or ""
-}
-
-// Part converts the image to a content part.
-func (i Image) Part() models.Part {
-	url := i.URL
-	if url == "" {
-		url = "data:" + i.MediaType + ";base64," + base64.StdEncoding.EncodeToString(i.Data)
-	}
-	return models.Part{Image: &models.Image{URL: url, Detail: i.Detail}}
-}
-
-func saveImages(ctx context.Context, db postgres.DB, posted []Message, drafts []NewMessage) error {
-	b := &pgx.Batch{}
-	for n, d := range drafts {
-		for i, image := range d.Images {
-			b.Queue(`
-				insert into agent_message_images (message_id, place, url, media_type, data, detail)
-				values (@message::uuid, @place, nullif(@url, ''), nullif(@media_type, ''), @data::bytea, @detail)`,
-				postgres.Strict{
-					"message": posted[n].ID, "place": i + 1, "url": image.URL, "media_type": image.MediaType,
-					"data": image.Data, "detail": image.Detail,
-				})
-		}
-	}
-	if b.Len() == 0 {
-		return nil
-	}
-	if err := db.SendBatch(ctx, b).Close(); err != nil {
-		return fmt.Errorf("save images: %w", err)
-	}
-	return nil
-}
-
-// Images reads the images of messages, by the message's id. Messages without any cost no query.
-func Images(ctx context.Context, db postgres.DB, messages []Message) (map[string][]Image, error) {
-	var ids []string
-	for _, m := range messages {
-		if m.Images > 0 {
-			ids = append(ids, m.ID)
-		}
-	}
-	if len(ids) == 0 {
-		return nil, nil
-	}
-	rows, err := db.Query(ctx, `
-		select message_id::text, coalesce(url, ''), coalesce(media_type, ''), data, detail
-		  from agent_message_images where message_id = any (@ids::uuid[]) order by message_id, place`,
-		postgres.Strict{"ids": ids})
-	if err != nil {
-		return nil, fmt.Errorf("read images: %w", err)
-	}
-	byMessage := map[string][]Image{}
-	var id string
-	var image Image
-	_, err = pgx.ForEachRow(rows, []any{&id, &image.URL, &image.MediaType, &image.Data, &image.Detail}, func() error {
-		byMessage[id] = append(byMessage[id], image)
-		image.Data = nil
-		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("read images: %w", err)
-	}
-	return byMessage, nil
-}
-
-// Draft is the answer of an unfinished turn so far. The first Settled characters are final; the rest may change when
-// another process resumes the turn.
-type Draft struct {
-	Content string
-	Settled int
-	Claim   int64 // of the writer; SaveDraft has it as an argument
-}
-
-// Final returns the part of a draft that no longer changes.
-func (s Draft) Final() string {
-	letters := []rune(s.Content)
-	return string(letters[:min(s.Settled, len(letters))])
-}
-
-// SaveDraft stores the answer so far of an execution, under its claim. A claim that has ended changes nothing, and that
-// is no error: the draft is for display only.
-func SaveDraft(ctx context.Context, db postgres.DB, execution string, claim int64, s Draft) error {
-	_, err := db.Exec(ctx, `
-		insert into agent_message_drafts as d (execution_id, claim, content, settled)
-		select x.id, x.claim, @content, @settled from agent_executions x
-		 where x.id = @id and x.claim = @claim and x.status = 'running'
-		on conflict (execution_id) do update
-		   set claim = excluded.claim, content = excluded.content, settled = excluded.settled, updated_at = clock_timestamp()
-		 where d.claim <= excluded.claim`,
-		postgres.Strict{"id": execution, "claim": claim, "content": postgres.Text(s.Content), "settled": s.Settled})
-	if err != nil {
-		return fmt.Errorf("save draft: %w", err)
-	}
-	return nil
-}
-
-// DraftOf reads the draft of an execution; the zero Draft when there is none, or it has become a message.
-func DraftOf(ctx context.Context, db postgres.DB, execution string) (Draft, error) {
-	var s Draft
-	err := db.QueryRow(ctx, `select content, settled, claim from agent_message_drafts where execution_id = @id`,
-		postgres.Strict{"id": execution}).Scan(&s.Content, &s.Settled, &s.Claim)
-	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
-		return Draft{}, fmt.Errorf("read draft: %w", err)
-	}
-	return s, nil
-}
-
-// DeleteDraft deletes the draft of an execution, whose answer is a message now.
-func DeleteDraft(ctx context.Context, db postgres.DB, execution string) error {
-	_, err := db.Exec(ctx, `delete from agent_message_drafts where execution_id = @id`, postgres.Strict{"id": execution})
-	if err != nil {
-		return fmt.Errorf("delete draft: %w", err)
-	}
-	return nil
 }
 
 // ErrNoMessage reports a message that a thread does not have.

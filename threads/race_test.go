@@ -21,26 +21,26 @@ import (
 // Fifty executions send three messages each in one thread, while claims are lost and some executions are cancelled.
 // Each one's messages are sent once and in order. No other message comes between those of a holder. Queued messages
 // leave in the order of the queue.
-func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
+func TestFiftyExecutionsShareThread(t *testing.T) {
 	t.Parallel()
 	const racers, words = 50, 3
 	pool := pgtest.DB(t)
 	open(t, pool, "t")
-	carries(t, pool)
+	startDispatcher(t, pool)
 	var paused atomic.Int32
-	p := runs(t, pool, map[string]flow{"speak": func(ctx context.Context) (executions.Result, error) {
+	p := startProcess(t, pool, map[string]flow{"speak": func(ctx context.Context) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
 		for n := range words {
-			if err := says(ctx, fmt.Sprintf("%s %d", x.ID, n)); err != nil {
-				return done(err)
+			if err := sendAll(ctx, fmt.Sprintf("%s %d", x.ID, n)); err != nil {
+				return resultOf(err)
 			}
 			if n == 1 && paused.Add(1)%5 == 0 {
 				if _, err := executions.Wait(ctx, "nap", executions.Delay(50*time.Millisecond)); err != nil {
-					return done(err)
+					return resultOf(err)
 				}
 			}
 		}
-		return done(nil)
+		return resultOf(nil)
 	}})
 	ids := make([]string, racers)
 	for i := range ids {
@@ -75,7 +75,7 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 		assert.True(t, asked[id], id, "was cancelled without a request")
 		cancelled[id] = true
 	}
-	order(t, spoken(t, pool, "t"), ids, cancelled, words)
+	assertOrder(t, sentContents(t, pool, "t"), ids, cancelled, words)
 	// Seqs have no gaps, and no queued message has overtaken one of another execution.
 	assert.Equal(t, 0, pgtest.Value[int](t, pool,
 		`select (max(seq) - count(seq))::int from agent_messages where thread_id = 't'`))
@@ -83,8 +83,9 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 		`select count(*)::int from agent_locks where lane = 'thread:t' and locked_by <> ''`))
 }
 
-// order checks that each execution's messages were sent once and in order. All must be there unless it was cancelled.
-func order(t *testing.T, sent, ids []string, cancelled map[string]bool, words int) {
+// assertOrder checks that each execution's messages were sent once and in order. All must be there unless it was
+// cancelled.
+func assertOrder(t *testing.T, sent, ids []string, cancelled map[string]bool, words int) {
 	t.Helper()
 	next := map[string]int{}
 	for _, line := range sent {
@@ -99,38 +100,38 @@ func order(t *testing.T, sent, ids []string, cancelled map[string]bool, words in
 }
 
 // No other message interrupts the holder of a thread, however many executions want to send.
-func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
+func TestHolderIsNotInterrupted(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	open(t, pool, "t")
-	carries(t, pool)
-	p := runs(t, pool, map[string]flow{"speak": func(ctx context.Context) (executions.Result, error) {
+	startDispatcher(t, pool)
+	p := startProcess(t, pool, map[string]flow{"speak": func(ctx context.Context) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
 		for n := range 4 {
 			s, err := threads.Send(ctx, threads.Outgoing{ThreadID: "t", Content: fmt.Sprintf("%s %d", x.ID, n)})
 			if err != nil {
-				return done(err)
+				return resultOf(err)
 			}
 			if s.Queued && n == 0 { // it continues when it has the thread
 				if _, err := executions.Wait(ctx, "turn", executions.Response("t", time.Hour)); err != nil {
-					return done(err)
+					return resultOf(err)
 				}
 			}
 		}
-		return done(nil)
+		return resultOf(nil)
 	}})
 	for range 10 {
-		p.begin(t, "speak")
+		p.startFlow(t, "speak")
 	}
 	pgtest.Eventually(t, func() bool {
 		if pgtest.Value[bool](t, pool, `select exists (select from agent_executions x where x.status = 'waiting'
 			and not x.waiting_data ? 'queued_message')`) {
-			p.replies(t, "t", "go on")
+			p.receive(t, "t", "go on")
 		}
 		return pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where completed_at is not null`) == 10
 	}, "all have spoken")
 	var speakers []string
-	for _, line := range spoken(t, pool, "t") {
+	for _, line := range sentContents(t, pool, "t") {
 		if id, _, speaks := strings.Cut(line, " "); speaks && line != "go on" &&
 			(len(speakers) == 0 || speakers[len(speakers)-1] != id) {
 			speakers = append(speakers, id)
@@ -141,35 +142,35 @@ func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
 
 // The holder of a thread has fenced a write by the token of its lane. Then another wants to send. The holder of the
 // lane's row and its waiter do not wait for each other.
-func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
+func TestFencedHolderAndWaiterDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	open(t, pool, "t")
-	holder, other := claimed(t, pool, ""), claimed(t, pool, "")
-	saysAs(t, pool, holder, "first")
+	holder, other := startClaimed(t, pool, ""), startClaimed(t, pool, "")
+	sendAs(t, pool, holder, "first")
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `select fence_agent_lock('thread:t', (select fencing_token from agent_locks
 		where lane = 'thread:t'))`)
-	const says = `select lanekeeper.send_agent_message('t', x.id, x.claim, $2) from agent_executions x where x.id = $1`
-	spoke := make(chan error, 1)
+	const send = `select lanekeeper.send_agent_message('t', x.id, x.claim, $2) from agent_executions x where x.id = $1`
+	sent := make(chan error, 1)
 	go func() {
-		_, err := pool.Exec(t.Context(), says, other, "later")
-		spoke <- err
+		_, err := pool.Exec(t.Context(), send, other, "later")
+		sent <- err
 	}()
 	pgtest.Until(t, pool, true, `select exists (select from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock'
 			and strpos(query, 'send_agent_message') > 0)`)
-	pgtest.Exec(t, tx, says, holder, "second")
+	pgtest.Exec(t, tx, send, holder, "second")
 	assert.NoError(t, tx.Commit(t.Context()))
-	assert.NoError(t, <-spoke, "the other")
-	got := spoken(t, pool, "t")
-	assert.Truef(t, slices.Equal(got, []string{"first", "second"}), "said is %q", got)
+	assert.NoError(t, <-sent, "send of the other execution")
+	got := sentContents(t, pool, "t")
+	assert.Truef(t, slices.Equal(got, []string{"first", "second"}), "the sent messages are %q", got)
 }
 
-// A thread's lane has no row yet. Of two concurrent senders one gets the thread, and the other's message is queued.
-func TestTwoWhoAreTheFirstInAThreadTakeTurns(t *testing.T) {
+// A thread's lane has no row yet. Of concurrent senders one gets the thread, and the messages of the others are queued.
+func TestOneOfConcurrentFirstSendersGetsThread(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	open(t, pool, "t")
@@ -178,7 +179,7 @@ func TestTwoWhoAreTheFirstInAThreadTakeTurns(t *testing.T) {
 		pgtest.Exec(t, pool, `delete from agent_locks`)
 		queued := make(chan bool, 6)
 		for range cap(queued) {
-			id := claimed(t, pool, "")
+			id := startClaimed(t, pool, "")
 			go func() {
 				var later bool
 				err := pool.QueryRow(t.Context(), `select m.queued from agent_executions x,

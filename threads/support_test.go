@@ -22,29 +22,29 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// journal collects log lines.
-type journal struct{ testkit.Log }
+// logRecorder collects log lines.
+type logRecorder struct{ testkit.Log }
 
-// want reports an error unless a log line has all parts.
-func (j *journal) want(t *testing.T, parts ...string) {
+// assertLine reports an error unless a log line has all parts.
+func (j *logRecorder) assertLine(t *testing.T, parts ...string) {
 	t.Helper()
-	assert.Truef(t, j.has(parts...), "no line of the log has %q:\n%s", parts, j)
+	assert.Truef(t, j.hasLine(parts...), "no line of the log has %q:\n%s", parts, j)
 }
 
-func (j *journal) has(parts ...string) bool { return len(j.Lines(parts...)) > 0 }
+func (j *logRecorder) hasLine(parts ...string) bool { return len(j.Lines(parts...)) > 0 }
 
 type process struct {
 	*executions.Engine
 	pool *pgxpool.Pool
-	log  *journal
+	log  *logRecorder
 }
 
 type flow = func(ctx context.Context) (executions.Result, error)
 
-// runs starts a process with flows.
-func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
+// startProcess starts a process with flows.
+func startProcess(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
 	t.Helper()
-	log := &journal{}
+	log := &logRecorder{}
 	keeper := lanes.NewKeeper(pool, lanes.Options{})
 	e, err := executions.New(pool, executions.Options{
 		// The lease outlasts any pause of a busy machine: tests compare the claim that held a thread.
@@ -68,14 +68,15 @@ func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
 	return &process{e, pool, log}
 }
 
-func (p *process) begin(t *testing.T, flow string) string {
+func (p *process) startFlow(t *testing.T, flow string) string {
 	t.Helper()
 	x, _, err := p.Start(t.Context(), p.pool, executions.Spec{Flow: flow, Surface: trace.Flow, ThreadID: "t"})
 	require.NoError(t, err)
 	return x.ID
 }
 
-func (p *process) reaches(t *testing.T, id string, status executions.Status) executions.Execution {
+// awaitStatus waits for a status of an execution.
+func (p *process) awaitStatus(t *testing.T, id string, status executions.Status) executions.Execution {
 	t.Helper()
 	var got executions.Execution
 	pgtest.Eventually(t, func() bool {
@@ -86,39 +87,40 @@ func (p *process) reaches(t *testing.T, id string, status executions.Status) exe
 	return got
 }
 
-// replies sends a message of the other side.
-func (p *process) replies(t *testing.T, thread, words string) threads.ReceiveResult {
+// receive delivers a message of the participant.
+func (p *process) receive(t *testing.T, thread, content string) threads.ReceiveResult {
 	t.Helper()
 	var got threads.ReceiveResult
 	err := postgres.InTx(t.Context(), p.pool, func(tx pgx.Tx) (err error) {
-		got, err = threads.Receive(t.Context(), p.Engine, tx, threads.Incoming{ThreadID: thread, Content: words})
+		got, err = threads.Receive(t.Context(), p.Engine, tx, threads.Incoming{ThreadID: thread, Content: content})
 		return err
 	})
 	require.NoError(t, err)
 	return got
 }
 
-func says(ctx context.Context, words ...string) error {
-	for _, w := range words {
-		if _, err := threads.Send(ctx, threads.Outgoing{ThreadID: "t", Content: w}); err != nil {
+// sendAll sends messages for the execution of ctx.
+func sendAll(ctx context.Context, contents ...string) error {
+	for _, content := range contents {
+		if _, err := threads.Send(ctx, threads.Outgoing{ThreadID: "t", Content: content}); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func done(err error) (executions.Result, error) { return executions.Result{}, err }
+func resultOf(err error) (executions.Result, error) { return executions.Result{}, err }
 
-// spoken returns the sent messages of a thread in order, without queued or withdrawn ones.
-func spoken(t *testing.T, db postgres.DB, thread string) []string {
+// sentContents returns the sent messages of a thread in order, without queued or withdrawn ones.
+func sentContents(t *testing.T, db postgres.DB, thread string) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, db, `
 		select coalesce(array_agg(content order by seq), '{}') from agent_messages where thread_id = $1
 		  and seq is not null`, thread)
 }
 
-// claimed starts an execution that a live worker of the test runs.
-func claimed(t *testing.T, db postgres.DB, parent string) string {
+// startClaimed starts an execution that a live worker of the test runs.
+func startClaimed(t *testing.T, db postgres.DB, parent string) string {
 	t.Helper()
 	worker := pgtest.Value[string](t, db, `
 		insert into agent_workers (name, ttl_seconds, expires_at)
@@ -138,22 +140,22 @@ func claimed(t *testing.T, db postgres.DB, parent string) string {
 	return id
 }
 
-// saysAs sends a message for an execution from SQL, and returns whether the message was queued.
-func saysAs(t *testing.T, db postgres.DB, id, words string) threads.SendResult {
+// sendAs sends a message for an execution without running it.
+func sendAs(t *testing.T, db postgres.DB, id, content string) threads.SendResult {
 	t.Helper()
 	var got threads.SendResult
 	require.NoError(t, postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) (err error) {
 		claim := pgtest.Value[int64](t, tx, `select claim from agent_executions where id = $1`, id)
 		got, err = threads.SendTx(t.Context(), tx, threads.Outgoing{
-			ThreadID: "t", Content: words,
-			ExecutionID: id, Claim: claim,
+			ThreadID: "t", Content: content, ExecutionID: id, Claim: claim,
 		})
 		return err
 	}))
 	return got
 }
 
-func ends(t *testing.T, db postgres.DB, id, status string) {
+// endExecution ends an execution by its status: completed, failed or cancelled.
+func endExecution(t *testing.T, db postgres.DB, id, status string) {
 	t.Helper()
 	if status == "cancelled" {
 		pgtest.Exec(t, db, `select cancel_agent_execution($1, 'admin', 'a test')`, id)
@@ -163,9 +165,10 @@ func ends(t *testing.T, db postgres.DB, id, status string) {
 		from agent_executions x where x.id = $1`, id, status)
 }
 
-func flushes(t *testing.T, db postgres.DB) *journal {
+// flush sends the queued messages of the thread t, and returns the log.
+func flush(t *testing.T, db postgres.DB) *logRecorder {
 	t.Helper()
-	log := &journal{}
+	log := &logRecorder{}
 	_, err := threads.Flush(t.Context(), db, slog.New(slog.NewTextHandler(log, nil)), "t")
 	require.NoError(t, err)
 	return log

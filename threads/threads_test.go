@@ -37,8 +37,8 @@ func post(t *testing.T, db postgres.DB, d threads.NewMessage) threads.Message {
 	return got
 }
 
-// talk sends a question and its answer.
-func talk(t *testing.T, db postgres.DB, thread, question, answer string) int64 {
+// postTurn sends a question and its answer.
+func postTurn(t *testing.T, db postgres.DB, thread, question, answer string) int64 {
 	t.Helper()
 	q := post(t, db, threads.NewMessage{ThreadID: thread, Role: threads.User, Content: question})
 	post(t, db, threads.NewMessage{
@@ -68,7 +68,7 @@ func TestThreadIDs(t *testing.T) {
 	}
 }
 
-func TestPlacesHaveNoGapsAndGrowWithTheCommits(t *testing.T) {
+func TestSeqsFollowCommitsWithoutGaps(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "busy")
@@ -108,7 +108,7 @@ func TestPlacesHaveNoGapsAndGrowWithTheCommits(t *testing.T) {
 	assert.Equal(t, 80, len(seen))
 }
 
-func TestAQueuedMessageHasNoPlace(t *testing.T) {
+func TestQueuedMessageHasNoSeq(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "q")
@@ -125,7 +125,7 @@ func TestAQueuedMessageHasNoPlace(t *testing.T) {
 	assert.NoDiff(t, []string{"later", "now"}, contents(list))
 }
 
-func TestPostKeepsWhatCanBeKept(t *testing.T) {
+func TestPostReplacesUnstorableCharacters(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "odd")
@@ -140,11 +140,11 @@ func TestPostKeepsWhatCanBeKept(t *testing.T) {
 	assert.ErrorIs(t, err, threads.ErrNotFound, "posting in no thread", "want ErrNotFound")
 }
 
-func TestAWindowIsReadTurnByTurn(t *testing.T) {
+func TestWindowHasWholeTurns(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "w")
-	talk(t, db, "w", "q1", "a1")
+	postTurn(t, db, "w", "q1", "a1")
 	q2 := post(t, db, threads.NewMessage{ThreadID: "w", Role: threads.User, Content: "q2"})
 	q3 := post(t, db, threads.NewMessage{ThreadID: "w", Role: threads.User, Content: "q3"}) // came before a2
 	post(t, db, threads.NewMessage{
@@ -171,13 +171,13 @@ func TestAWindowIsReadTurnByTurn(t *testing.T) {
 	}
 }
 
-func TestASummaryMovesForwardOnce(t *testing.T) {
+func TestSummaryOnlyMovesForward(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "s")
-	talk(t, db, "s", "q1", "a1")
-	turn := talk(t, db, "s", "q2", "a2")
-	talk(t, db, "s", "q3", "a3")
+	postTurn(t, db, "s", "q1", "a1")
+	turn := postTurn(t, db, "s", "q2", "a2")
+	postTurn(t, db, "s", "q3", "a3")
 	for _, want := range []bool{true, false} { // the second update has read the same state
 		moved, err := threads.SaveSummary(t.Context(), db, "s", 0, turn, "two greetings")
 		assert.Truef(t, err == nil && moved == want, "moved = %t, %v, want %t", moved, err, want)
@@ -188,12 +188,12 @@ func TestASummaryMovesForwardOnce(t *testing.T) {
 	assert.Truef(t, diff == "" && summary == "two greetings", "summary %q and window (-want +got):\n%s", summary, diff)
 }
 
-func TestABacklogIsWholeOldTurns(t *testing.T) {
+func TestBacklogHasWholeOldTurns(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "b")
 	for _, n := range []string{"1", "2", "3", "4", "5"} { // ten tokens a turn
-		talk(t, db, "b", "q"+n, "a"+n)
+		postTurn(t, db, "b", "q"+n, "a"+n)
 	}
 	for name, c := range map[string]struct {
 		limit, keep, most int
@@ -214,7 +214,7 @@ func TestABacklogIsWholeOldTurns(t *testing.T) {
 	}
 }
 
-func TestHeldThreadsAreSeen(t *testing.T) {
+func TestLocksListsHeldThreads(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "held")
@@ -231,7 +231,7 @@ func TestHeldThreadsAreSeen(t *testing.T) {
 	assert.Truef(t, err == nil && len(stale) == 1, "stale ones: %+v, %v", stale, err)
 }
 
-func TestListingsGoOnWhereTheyEnded(t *testing.T) {
+func TestListingsContinueAfterCursor(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for _, id := range []string{"a", "b", "c"} {
@@ -253,7 +253,7 @@ func TestListingsGoOnWhereTheyEnded(t *testing.T) {
 }
 
 // A list reads a few threads of one agent among many without reading those of other agents.
-func TestTheThreadsOfARareAgentAreFoundByAnIndex(t *testing.T) {
+func TestListOfRareAgentUsesIndex(t *testing.T) {
 	t.Parallel()
 	tx, err := pgtest.DB(t).Begin(t.Context())
 	require.NoError(t, err)
@@ -277,8 +277,8 @@ func TestTheThreadsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	assert.Equal(t, 7, scans)
 }
 
-// fill creates a long thread among many, in one statement.
-func fill(t *testing.T, db postgres.DB, turns int) {
+// createLongThread creates a long thread among many, in one statement.
+func createLongThread(t *testing.T, db postgres.DB, turns int) {
 	t.Helper()
 	open(t, db, "long")
 	pgtest.Exec(t, db, `insert into agent_threads (id, channel, owner) select 'other ' || n, 'chat', 'site'
@@ -295,8 +295,8 @@ func fill(t *testing.T, db postgres.DB, turns int) {
 	pgtest.Exec(t, db, `analyze agent_messages`)
 }
 
-// touched returns the number of message rows that fn reads, by index or not, and of scans.
-func touched(t *testing.T, db postgres.DB, fn func()) (rows, scans int) {
+// countReads returns the number of message rows that fn reads, by index or not, and of scans.
+func countReads(t *testing.T, db postgres.DB, fn func()) (rows, scans int) {
 	t.Helper()
 	read := func() (rows, scans int) {
 		err := db.QueryRow(t.Context(), `
@@ -312,10 +312,10 @@ func touched(t *testing.T, db postgres.DB, fn func()) (rows, scans int) {
 	return rows1 - rows0, scans1 - scans0
 }
 
-func TestAWindowCostsTheSameHoweverLongTheThread(t *testing.T) {
+func TestReadsAreBoundedInLongThread(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	fill(t, pool, 20_000)
+	createLongThread(t, pool, 20_000)
 	tx, err := pool.Begin(t.Context()) // one connection, for its statistics
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
@@ -337,7 +337,7 @@ func TestAWindowCostsTheSameHoweverLongTheThread(t *testing.T) {
 			return err
 		},
 	} {
-		rows, scans := touched(t, tx, func() {
+		rows, scans := countReads(t, tx, func() {
 			require.NoError(t, fn())
 		})
 		assert.Truef(t, rows <= 1000 && scans == 0, "%s read %d rows, %d times the whole table", name, rows, scans)
