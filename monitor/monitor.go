@@ -9,7 +9,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 
 	"github.com/jackc/pgx/v5"
 
@@ -18,7 +17,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // ErrChanged reports an acknowledgement of outdated reasons.
@@ -30,82 +28,6 @@ type Monitor struct {
 	Limits budgets.Limits // limits of a day
 }
 
-// Budget is the usage of a limit of today (UTC), in one unit.
-type Budget struct {
-	Scope    string  `json:"scope"` // day, surface chat, agent sales
-	Unit     string  `json:"unit"`  // usd or tokens
-	Spent    float64 `json:"spent"`
-	Unknown  float64 `json:"unknown"`  // the part of Spent that no provider reported
-	Reserved float64 `json:"reserved"` // reserved for running calls
-	Limit    float64 `json:"limit"`    // 0 for none
-}
-
-// Share returns the spent part of the limit, or 0 without a limit.
-func (b Budget) Share() float64 {
-	if b.Limit <= 0 {
-		return 0
-	}
-	return b.Spent / b.Limit
-}
-
-// Over reports whether the limit is spent.
-func (b Budget) Over() bool { return b.Limit > 0 && b.Spent >= b.Limit }
-
-// budgetsOf returns the budgets of the day and of surfaces, and the day's usage if the day has no limit.
-func (m Monitor) budgetsOf(used []budgets.Standing) (list []Budget) {
-	standing := map[string]budgets.Standing{}
-	for _, s := range used {
-		// day:2026-11-21 or day:2026-11-21:chat
-		_, day, _ := strings.Cut(s.Scope, ":")
-		_, surface, _ := strings.Cut(day, ":")
-		standing[surface] = s
-	}
-	for _, surface := range []trace.Surface{"", trace.Heartbeat, trace.Operate, trace.Chat, trace.Webhook, trace.Flow} {
-		s, limit, scope := standing[string(surface)], m.Limits.Surface[surface], "surface "+string(surface)
-		if surface == "" {
-			limit, scope = m.Limits.Day, "day"
-		}
-		if limit.USD > 0 || surface == "" && s.CostUSD+s.ReservedUSD > 0 {
-			list = append(list, Budget{scope, "usd", s.CostUSD, s.UnknownUSD, s.ReservedUSD, limit.USD})
-		}
-		if limit.Tokens > 0 || surface == "" && s.Tokens+s.ReservedTokens > 0 {
-			list = append(list, Budget{
-				scope, "tokens", float64(s.Tokens), float64(s.UnknownTokens), float64(s.ReservedTokens), float64(limit.Tokens),
-			})
-		}
-	}
-	return list
-}
-
-// agentBudget returns the day's usage of an agent, with its limit if it has one.
-func agentBudget(used []budgets.Standing, a agents.Agent) Budget {
-	s := budgets.AgentOf(used, a.Name)
-	b := Budget{"agent " + a.Name, "usd", s.CostUSD, s.UnknownUSD, s.ReservedUSD, a.Limits.DayUSD}
-	if b.Limit == 0 && b.Spent == 0 && s.Tokens > 0 { // the model has no price
-		b.Unit, b.Spent = "tokens", float64(s.Tokens)
-	}
-	return b
-}
-
-// Budgets reads today's budgets: of the day, of surfaces, and of agents that declare a limit.
-func (m Monitor) Budgets(ctx context.Context, db postgres.DB) ([]Budget, error) {
-	used, err := budgets.Today(ctx, db)
-	if err != nil {
-		return nil, err
-	}
-	all, err := m.Agents.List(ctx, db)
-	if err != nil {
-		return nil, err
-	}
-	list := m.budgetsOf(used)
-	for _, a := range all {
-		if a.AsDeclared().Limits.DayUSD > 0 {
-			list = append(list, agentBudget(used, a))
-		}
-	}
-	return list, nil
-}
-
 // Condition reads the agents and the condition from which verdicts are derived. known has failures that the caller has
 // read already, or is nil.
 func (m Monitor) Condition(
@@ -115,11 +37,11 @@ func (m Monitor) Condition(
 		return c, nil, err
 	}
 	if known == nil {
-		got, err := ReadFailures(ctx, db)
+		failures, err := ReadFailures(ctx, db)
 		if err != nil {
 			return c, nil, err
 		}
-		known = &got
+		known = &failures
 	}
 	c.Failures = *known
 	if c.acknowledged, err = acknowledgements(ctx, db); err != nil {
@@ -229,14 +151,18 @@ func (m Monitor) Acknowledge(
 	return s, done.TraceID, nil
 }
 
-// acknowledgement is an acknowledged cause.
+// acknowledgement is an acknowledged cause. Causes beyond maxAcknowledgements count as not acknowledged.
 type acknowledgement struct {
 	Cause, Reason, AcknowledgedBy string
 }
 
+// maxAcknowledgements bounds the acknowledgements that are read.
+const maxAcknowledgements = 1000
+
 func acknowledgements(ctx context.Context, db postgres.DB) (map[string]acknowledgement, error) {
 	list, err := postgres.Rows[acknowledgement](ctx, db, "list acknowledgements", `
-		select a.cause, a.reason, a.acknowledged_by from agent_acknowledgements a order by a.cause limit 1000`)
+		select a.cause, a.reason, a.acknowledged_by from agent_acknowledgements a order by a.cause limit @limit`,
+		postgres.Strict{"limit": maxAcknowledgements})
 	known := map[string]acknowledgement{}
 	for _, a := range list {
 		known[a.Cause] = a

@@ -34,14 +34,17 @@ func (m Monitor) Watch(ctx context.Context, db postgres.Beginner, log *slog.Logg
 	}
 }
 
-// Check is one check of Watch. It does nothing while another process checks, or if a process has checked within every.
-// One transaction records the state and queues its event, so each change is announced once.
+// Check is one check of Watch. It does nothing while another process checks, if a process has checked within every, or
+// if no target is subscribed and no cause acknowledged. One transaction records the state and queues its event, so each
+// change is announced once.
 func (m Monitor) Check(ctx context.Context, db postgres.Beginner, every time.Duration) error {
 	var wanted bool
 	err := db.QueryRow(ctx, `
-		select exists (select from agent_acknowledgements) or exists (
-		  select from agent_webhook_targets t
-		   where t.enabled and t.events && array['verdict.changed', 'verdict.*', 'budget.reached', 'budget.*', '*'])`).Scan(&wanted)
+		select exists (select from agent_acknowledgements)
+		    or exists (select from agent_webhook_targets t
+		                where t.enabled
+		                  and t.events && array['verdict.changed', 'verdict.*', 'budget.reached', 'budget.*', '*'])`).
+		Scan(&wanted)
 	if err == nil && wanted {
 		err = postgres.InTx(ctx, db, func(tx pgx.Tx) error { return m.check(ctx, tx, every) })
 	}

@@ -84,7 +84,8 @@ var kinds = map[string]kind{
 		        and page.trace_id not in (select n.trace_id from needed n)
 		        and not exists (select from agent_executions e where e.id = page.parent_id and e.completed_at is null)
 		        and not exists (select from agent_executions e where e.parent_id = page.id and e.completed_at is null)
-		        and not exists (select from agent_executions e where e.waiting_for = 'agent' and e.waiting_key = page.id::text)
+		        and not exists (select from agent_executions e
+		                         where e.waiting_for = 'agent' and e.waiting_key = page.id::text)
 		        and not exists (select from agent_unpublished_completions u where u.execution_id = page.id)
 		        and not exists (select from agent_automation_runs r where r.execution_id = page.id and r.status = 'claimed')
 		        -- PostgreSQL 18 would read these two tables whole and hash them for "not exists", despite enable_seqscan.
@@ -133,8 +134,9 @@ var kinds = map[string]kind{
 		          when page.event = 'APPROVAL_DECIDED' then
 		            not exists (select from agent_approvals a join agent_executions x on x.id = a.execution_id
 		                         where a.id = lanekeeper.agent_uuid(page.key))
-		          when page.consumed_by is null and page.event in ('MESSAGE_RECEIVED', 'DOCUMENT_UPLOADED', 'SIGNATURE_COMPLETED',
-		                                                     'TEST_COMPLETED', 'EVENT_COMPLETED') then
+		          when page.consumed_by is null
+		               and page.event in ('MESSAGE_RECEIVED', 'DOCUMENT_UPLOADED', 'SIGNATURE_COMPLETED', 'TEST_COMPLETED',
+		                                  'EVENT_COMPLETED') then
 		            coalesce((select o.id from oldest o) >= (
 		              select lanekeeper.agent_uuid7_floor(page.created_at + r.keep)::text collate "C"
 		                from agent_retention r where r.kind = 'events'), true)
@@ -218,7 +220,8 @@ var kinds = map[string]kind{
 		   where d.id > @after::uuid and d.id < lanekeeper.agent_uuid7_floor(@before) order by d.id limit @limit)
 		select page.id::text as key,
 		       page.status in ('done', 'ignored') and coalesce(page.finished_at, '-infinity') < @before
-		       and not exists (select from agent_executions x where x.id = page.execution_id and x.completed_at is null) as deletable
+		       and not exists (select from agent_executions x
+		                        where x.id = page.execution_id and x.completed_at is null) as deletable
 		  from page order by page.id`,
 		deleteSQL: `
 		with locked as (
@@ -248,7 +251,8 @@ var kinds = map[string]kind{
 		with page as materialized (
 		  select w.id, w.status, w.finished_at from agent_webhook_outbox w
 		   where w.id > @after::uuid and w.id < lanekeeper.agent_uuid7_floor(@before) order by w.id limit @limit)
-		select page.id::text as key, page.status in ('sent', 'dead') and coalesce(page.finished_at, '-infinity') < @before as deletable
+		select page.id::text as key,
+		       page.status in ('sent', 'dead') and coalesce(page.finished_at, '-infinity') < @before as deletable
 		  from page order by page.id`,
 		deleteSQL: `
 		with locked as (

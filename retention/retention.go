@@ -2,8 +2,9 @@
 //
 // A policy is a row of the table agent_retention. It sets for how long the database keeps rows of a kind after their
 // end. The default of most kinds is forever. Run makes one pass over all kinds; agent serve makes one every hour.
-// kinds.go has the statements that find and delete old rows. batch.go runs them, one transaction at a time. pass.go
-// pauses between batches. partitions.go drops whole months of the activity log.
+// kinds.go has the statements that find and delete old rows. batch.go runs them, one transaction at a time.
+// dependents.go deletes the rows of kinds that have dependent rows. pass.go pauses between batches. partitions.go drops
+// whole months of the activity log.
 //
 // It promises:
 //
@@ -11,8 +12,8 @@
 //     executions and all rows of their traces (activity, checkpoints, requests, events that they may consume). It also
 //     keeps threads with a running execution or a queued message, pending approvals and unfinished deliveries. A pass
 //     never deletes memory (package memory deletes expired entries and old decided conflicts).
-//   - A pass blocks no other session. A batch is one transaction of a fraction of a second, which skips
-//     locked rows. A pass detaches a partition concurrently, and no lock request queues behind the detachment.
+//   - A pass blocks no other session. A batch is one transaction of a fraction of a second, which skips locked rows. A
+//     pass detaches a partition concurrently, and no lock request queues behind the detachment.
 //   - A kill may end a pass anywhere, and any number of passes may run at once. A batch is atomic. One pass at a time
 //     works on a kind, and the next pass continues there.
 //

@@ -1,9 +1,44 @@
 package selfheal
 
 import (
+	"errors"
+	"fmt"
 	"slices"
 	"time"
 )
+
+// Policy holds the rule's numbers. The zero value is invalid; see Default.
+type Policy struct {
+	Failures  int           // consecutive failures that disable a skill
+	Window    time.Duration // maximum age of the calls that count
+	Rate      float64       // failure rate that disables a skill; above 0, at most 1
+	RateCalls int           // number of newest calls for the rate
+	Cooldown  time.Duration // from disabling to the trial
+}
+
+// Default is the policy of a fresh installation.
+func Default() Policy {
+	return Policy{Failures: 3, Window: 72 * time.Hour, Rate: 0.5, RateCalls: 20, Cooldown: 24 * time.Hour}
+}
+
+// Validate returns an error that names every invalid number.
+func (p Policy) Validate() error {
+	var problems []error
+	check := func(wrong bool, text string) {
+		if wrong {
+			problems = append(problems, errors.New(text))
+		}
+	}
+	check(p.Failures < 1, "failures must be at least 1")
+	check(p.Window <= 0, "the window must be longer than 0")
+	check(!(p.Rate > 0 && p.Rate <= 1), "the rate must be above 0 and at most 1")
+	check(p.RateCalls < 1, "the number of calls for the rate must be at least 1")
+	check(p.Cooldown < 0, "the cool-down must not be negative")
+	if len(problems) == 0 {
+		return nil
+	}
+	return fmt.Errorf("self-heal policy: %w", errors.Join(problems...))
+}
 
 // Call is a row of the view agent_skill_calls.
 type Call struct {

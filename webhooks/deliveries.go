@@ -1,34 +1,27 @@
 package webhooks
 
 import (
-	"cmp"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"maps"
 	"net/http"
-	"reflect"
 	"regexp"
-	"slices"
-	"strings"
-	"time"
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
-	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-const deliveryColumns = `d.id::text, d.endpoint, d.delivery_id, d.trace_id, d.last_trace_id, d.execution_id::text, d.status, d.attempts,
-	d.replays, d.repeats, d.conflicts, d.headers, d.body_sha256, octet_length(d.body) as body_bytes, d.traceparent, d.outcome, d.error_message,
-	d.next_attempt_at, d.received_at, d.updated_at, d.finished_at`
+// deliveryColumns are the columns of a [Delivery].
+const deliveryColumns = `d.id::text, d.endpoint, d.delivery_id, d.trace_id, d.last_trace_id, d.execution_id::text, d.status,
+	d.attempts, d.replays, d.repeats, d.conflicts, d.headers, d.body_sha256, octet_length(d.body) as body_bytes,
+	d.traceparent, d.outcome, d.error_message, d.next_attempt_at, d.received_at, d.updated_at, d.finished_at`
 
+// maxHeaders bounds the stored headers of a delivery, in bytes.
 const maxHeaders = 64 << 10
 
 var (
@@ -54,62 +47,6 @@ func (e Endpoint) StoredHeaders(h http.Header) json.RawMessage {
 	return redact.JSON(stored, maxHeaders)
 }
 
-// DeliveryID returns the sender's id of a delivery. It reads the endpoint's path, or the field or header of the scheme.
-// Otherwise it returns the SHA-256 of the body, preceded by the signed time if there is one. A long or unprintable id
-// is hashed. A path that does not resolve is an error.
-func (e Endpoint) DeliveryID(in Incoming) (string, error) {
-	path := cmp.Or(e.Settings.ID, e.schemeID(in.Header))
-	if path == Digest {
-		return digest("sha256:", in.Body), nil
-	}
-	if path == "" {
-		return digest("sha256:", slices.Concat([]byte(in.Header.Get(e.Settings.TimestampHeader)), in.Body)), nil
-	}
-	c := Content{Header: in.Header, Body: in.Value}
-	id, err := c.Text("{" + path + "}")
-	if err != nil {
-		return "", err
-	}
-	const maxLength = 200
-	switch {
-	case strings.TrimSpace(id) == "":
-		return "", fmt.Errorf("%s: the delivery id is empty", path)
-	case len(id) > maxLength || !printableIDRegexp.MatchString(id):
-		return digest("id-sha256:", []byte(id)), nil
-	}
-	return id, nil
-}
-
-// schemeID returns the path of a scheme's delivery id, or "". For hmac it returns a header only if the endpoint signs
-// it: an attacker could replay a request with another value of an unsigned header. With a bearer token, nothing is
-// signed.
-func (e Endpoint) schemeID(h http.Header) string {
-	switch e.Scheme {
-	case signature.Standard:
-		return "header." + signature.StandardID(h)
-	case signature.GitHub:
-		return "header.x-github-delivery"
-	case signature.Stripe:
-		return "body.id"
-	case signature.Bearer:
-		for _, name := range []string{"webhook-id", "idempotency-key"} {
-			if h.Get(name) != "" {
-				return "header." + name
-			}
-		}
-	case signature.HMAC:
-		if e.Settings.IDHeader != "" {
-			return "header." + e.Settings.IDHeader
-		}
-	}
-	return ""
-}
-
-func digest(prefix string, data []byte) string {
-	sum := sha256.Sum256(data)
-	return prefix + hex.EncodeToString(sum[:])
-}
-
 // Lane returns the lane of a delivery's handling.
 func (d Delivery) Lane() string {
 	name := "webhook:" + d.Endpoint + ":" + d.DeliveryID
@@ -130,8 +67,7 @@ func Insert(
 	}
 	args := postgres.Strict{
 		"endpoint": e.Name, "delivery_id": deliveryID, "trace_id": traceID, "headers": e.StoredHeaders(in.Header),
-		"body":   in.Body,
-		"sha256": digest("", in.Body), "traceparent": parent,
+		"body": in.Body, "sha256": digest("", in.Body), "traceparent": parent,
 	}
 	d, err = postgres.Row[Delivery](ctx, tx, "store delivery", `
 		insert into agent_webhook_deliveries as d
@@ -188,6 +124,7 @@ func UpdateStatus(ctx context.Context, db postgres.DB, id, executionID string, u
 	return nil
 }
 
+// outcome redacts an outcome and bounds it at 16 KiB; nil stays nil.
 func outcome(v any) any {
 	if v == nil {
 		return nil
@@ -215,7 +152,7 @@ func Reopen(ctx context.Context, tx pgx.Tx, id, traceID string, expected int) (D
 
 // Get reads a delivery by its id, or by the sender's id if it is unique; [ErrNotFound] for none.
 func Get(ctx context.Context, db postgres.DB, id string) (Delivery, error) {
-	got, err := postgres.Rows[Delivery](ctx, db, "read delivery", `
+	found, err := postgres.Rows[Delivery](ctx, db, "read delivery", `
 		select `+deliveryColumns+` from agent_webhook_deliveries d
 		 where d.id = case when @id ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then (@id)::uuid end
 		union all
@@ -224,13 +161,13 @@ func Get(ctx context.Context, db postgres.DB, id string) (Delivery, error) {
 	switch {
 	case err != nil:
 		return Delivery{}, err
-	case len(got) == 0:
+	case len(found) == 0:
 		return Delivery{}, fmt.Errorf("delivery %s: %w", redact.Text(id, 100), ErrNotFound)
-	case len(got) > 1 && got[0].ID != got[1].ID && got[0].ID != id:
+	case len(found) > 1 && found[0].ID != found[1].ID && found[0].ID != id:
 		return Delivery{}, fmt.Errorf("several endpoints have a delivery %s; use its own id: %w",
 			redact.Text(id, 100), ErrNotFound)
 	}
-	return got[0], nil
+	return found[0], nil
 }
 
 // Body reads the raw body of a delivery.
@@ -296,118 +233,4 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Delivery, error) {
 		   and (@before = '' or d.id < nullif(@before, '')::uuid)
 		 order by d.id desc limit @limit`,
 		postgres.Strict{"endpoint": f.Endpoint, "status": f.Status, "before": f.Before, "limit": min(f.Limit, 1000)})
-}
-
-// maxStoredConflicts bounds the stored bodies of one delivery, beside the first.
-const maxStoredConflicts = 5
-
-// Conflict is a different body that was received under the id of a delivery. It was not handled.
-type Conflict struct {
-	ID         string          `json:"id"`
-	BodySHA256 string          `json:"body_sha256"`
-	BodyBytes  int             `json:"body_bytes"`
-	Headers    json.RawMessage `json:"headers"`
-	ReceivedAt time.Time       `json:"received_at"`
-}
-
-// StoreConflict compares a repeated delivery with d, which has the same id. conflict reports a different body, which is
-// counted. stored reports that the body was stored: it is new, and fewer than maxStoredConflicts are stored. The
-// caller's transaction must have locked d.
-func StoreConflict(
-	ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Incoming,
-) (conflict, stored bool, err error) {
-	sum := digest("", in.Body)
-	if sum == d.BodySHA256 {
-		return false, false, nil
-	}
-	first, err := Body(ctx, tx, d.ID)
-	if err != nil {
-		return false, false, err
-	}
-	if value, err := Parse(first, e.Settings.Format); err == nil && e.equalBodies(value, in.Value) {
-		return false, false, nil
-	}
-	err = tx.QueryRow(ctx, `
-		with counted as (
-		  update agent_webhook_deliveries set conflicts = conflicts + 1 where id = @delivery),
-		stored as (
-		  insert into agent_webhook_conflicts (delivery, headers, body, body_sha256)
-		  select @delivery, @headers, @body, @sum
-		   where (select count(*) from agent_webhook_conflicts c where c.delivery = @delivery) < @most
-		  on conflict (delivery, body_sha256) do nothing
-		  returning id)
-		select exists (select from stored)`,
-		postgres.Strict{
-			"delivery": d.ID, "headers": e.StoredHeaders(in.Header), "body": in.Body, "sum": sum,
-			"most": maxStoredConflicts,
-		}).Scan(&stored)
-	if err != nil {
-		return false, false, fmt.Errorf("store another body of delivery %s: %w", d.ID, err)
-	}
-	return true, stored, nil
-}
-
-// equalBodies reports whether two bodies of one delivery id are equal. Senders encode JSON anew for each attempt.
-// Stripe also counts its pending webhooks, which decreases.
-func (e Endpoint) equalBodies(first, second any) bool {
-	if e.Scheme == signature.Stripe {
-		first, second = without(first, "pending_webhooks"), without(second, "pending_webhooks")
-	}
-	return reflect.DeepEqual(first, second)
-}
-
-func without(body any, member string) any {
-	object, ok := body.(map[string]any)
-	if !ok {
-		return body
-	}
-	object = maps.Clone(object)
-	delete(object, member)
-	return object
-}
-
-// Conflicts reads the stored conflicts of a delivery, oldest first.
-func Conflicts(ctx context.Context, db postgres.DB, deliveryID string) ([]Conflict, error) {
-	return postgres.Rows[Conflict](ctx, db, "list conflicts", `
-		select c.id::text, c.body_sha256, octet_length(c.body) as body_bytes, c.headers, c.received_at
-		  from agent_webhook_conflicts c
-		 where c.delivery = @delivery order by c.id`, postgres.Strict{"delivery": deliveryID})
-}
-
-// ConflictBody reads the raw body of a conflict.
-func ConflictBody(ctx context.Context, db postgres.DB, id string) ([]byte, error) {
-	var body []byte
-	if err := db.QueryRow(ctx, `select body from agent_webhook_conflicts where id = @id`,
-		postgres.Strict{"id": id}).Scan(&body); err != nil {
-		return nil, fmt.Errorf("read body of conflict: %w", err)
-	}
-	return body, nil
-}
-
-// Resend gives a dead outgoing message one more attempt, now, under the same webhook-id. It returns false if the
-// message is not dead, and [ErrNotFound] for an unknown one. A disabled target receives it once it is enabled.
-func Resend(ctx context.Context, tx pgx.Tx, id string) (bool, error) {
-	// The attempt number grows, so the late end of an old attempt does not affect the new attempt.
-	tag, err := tx.Exec(ctx, `
-		with again as (
-		  update agent_webhook_outbox
-		     set status = 'pending', next_attempt_at = clock_timestamp(), finished_at = null
-		   where id = @id and status = 'dead' returning id)
-		select pg_notify('agent_webhooks', '') from again`, postgres.Strict{"id": id})
-	if err != nil {
-		return false, fmt.Errorf("resend webhook %s: %w", id, err)
-	}
-	if tag.RowsAffected() > 0 {
-		return true, nil
-	}
-	var known bool
-	err = tx.QueryRow(ctx, `select exists (select from agent_webhook_outbox where id = @id)`,
-		postgres.Strict{"id": id}).Scan(&known)
-	if err == nil && !known {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return false, fmt.Errorf("resend webhook %s: %w", id, err)
-	}
-	return false, nil
 }

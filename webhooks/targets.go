@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/url"
 	"regexp"
+	"strings"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -78,13 +79,10 @@ func matchesAny(pattern string) bool {
 	return false
 }
 
+// family returns the pattern of an event's family: execution.* for execution.failed.
 func family(event string) string {
-	for i := range len(event) {
-		if event[i] == '.' {
-			return event[:i] + ".*"
-		}
-	}
-	return event
+	name, _, _ := strings.Cut(event, ".")
+	return name + ".*"
 }
 
 // PutTarget stores the declaration d and reports whether it changed anything. The target's state and failures stay.
@@ -107,16 +105,17 @@ func Targets(ctx context.Context, db postgres.DB) ([]Target, error) {
 
 // GetTarget reads a target by name, or returns [ErrNotFound].
 func GetTarget(ctx context.Context, db postgres.DB, name string) (Target, error) {
-	got, err := targets(ctx, db, name)
-	if err == nil && (len(got) == 0 || name == "") {
+	found, err := targets(ctx, db, name)
+	if err == nil && (len(found) == 0 || name == "") { // an empty name selects all targets
 		err = fmt.Errorf("webhook target %q: %w", name, ErrNotFound)
 	}
 	if err != nil {
 		return Target{}, err
 	}
-	return got[0], nil
+	return found[0], nil
 }
 
+// targets reads the target of a name, or all targets if name is empty.
 func targets(ctx context.Context, db postgres.DB, name string) ([]Target, error) {
 	return postgres.Rows[Target](ctx, db, "list webhook targets", `
 		select t.id::text, t.name, t.description, t.url, t.secrets, t.events, t.format, t.max_failures, t.enabled,

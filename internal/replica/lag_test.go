@@ -14,39 +14,46 @@ func TestLagIsAgeOfReplayedPosition(t *testing.T) {
 	hour := time.Hour
 	ago := func(d time.Duration) time.Time { return now.Add(-d) }
 	for name, test := range map[string]struct {
-		noted       []mark // the last one is the primary's present position
+		marks       []mark // the last one is the primary's present position
 		standby     position
-		away        bool
-		least, most time.Duration
-		known       bool
+		primaryDown bool
+		atLeast     time.Duration
+		atMost      time.Duration
+		unknown     bool
 	}{
-		"idle primary": {[]mark{{ago(2 * time.Second), 7}, {now, 7}}, position{Position: 7, Ago: &hour}, false, 0, 0, true},
-		"all replayed": {[]mark{{ago(2 * time.Second), 7}, {now, 9}}, position{Position: 12, Ago: &hour}, false, 0, 0, true},
+		"idle primary": {
+			marks: []mark{{ago(2 * time.Second), 7}, {now, 7}}, standby: position{Position: 7, SinceTransaction: &hour},
+		},
+		"all replayed": {
+			marks: []mark{{ago(2 * time.Second), 7}, {now, 9}}, standby: position{Position: 12, SinceTransaction: &hour},
+		},
 		"stands still": {
-			[]mark{{ago(9 * time.Second), 7}, {now, 9}},
-			position{Position: 7},
-			false, 9 * time.Second,
-			10 * time.Second, true,
+			marks: []mark{{ago(9 * time.Second), 7}, {now, 9}}, standby: position{Position: 7},
+			atLeast: 9 * time.Second, atMost: 10 * time.Second,
 		},
-		"first look":    {[]mark{{now, 9}}, position{Position: 7, Ago: &hour}, false, hour, hour, true},
-		"nothing known": {[]mark{{now, 9}}, position{Position: 7}, false, 0, time.Second, false},
-		"primary away": {
-			[]mark{{ago(5 * time.Second), 7}},
-			position{Position: 7},
-			true, 5 * time.Second, 6 * time.Second,
-			true,
+		"first measurement": {
+			marks: []mark{{now, 9}}, standby: position{Position: 7, SinceTransaction: &hour}, atLeast: hour, atMost: hour,
 		},
-		"another server": {[]mark{{ago(time.Second), 9}, {now, 3}}, position{Position: 3, Ago: &hour}, false, 0, 0, true},
+		"nothing known": {
+			marks: []mark{{now, 9}}, standby: position{Position: 7}, atMost: time.Second, unknown: true,
+		},
+		"primary down": {
+			marks: []mark{{ago(5 * time.Second), 7}}, standby: position{Position: 7}, primaryDown: true,
+			atLeast: 5 * time.Second, atMost: 6 * time.Second,
+		},
+		"another server": {
+			marks: []mark{{ago(time.Second), 9}, {now, 3}}, standby: position{Position: 3, SinceTransaction: &hour},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			var m lagMeter
-			for _, n := range test.noted {
-				m.note(n.at, n.position)
+			for _, n := range test.marks {
+				m.add(n.at, n.position)
 			}
-			behind, known := m.behind(now, test.standby, !test.away)
-			assert.Truef(t, behind >= test.least && behind <= test.most && known == test.known,
-				"%s behind, known %v; want %s to %s, known %v", behind, known, test.least, test.most, test.known)
+			behind, known := m.behind(now, test.standby, !test.primaryDown)
+			assert.Truef(t, behind >= test.atLeast && behind <= test.atMost && known != test.unknown,
+				"%s behind, known %v; want %s to %s, unknown %v", behind, known, test.atLeast, test.atMost, test.unknown)
 		})
 	}
 }
@@ -57,7 +64,7 @@ func TestLagMeterIsBounded(t *testing.T) {
 	var m lagMeter
 	began := time.Now().Add(-24 * time.Hour)
 	for i := range 24 * 60 * 60 {
-		m.note(began.Add(time.Duration(i)*time.Second), int64(i))
+		m.add(began.Add(time.Duration(i)*time.Second), int64(i))
 	}
 	assert.Equal(t, maxPending, len(m.pending))
 	behind, known := m.behind(time.Now(), position{Position: 5}, true)

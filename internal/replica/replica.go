@@ -85,7 +85,7 @@ type state struct {
 	standby     *pgxpool.Pool // nil: read from the primary
 	reason      error         // why standby is nil
 	behind      time.Duration
-	primaryAway bool
+	primaryDown bool
 	at          time.Time
 }
 
@@ -164,7 +164,7 @@ func (r *Reader) report(ctx context.Context, before, now *state) {
 	case now.standby != nil && (before == nil || before.standby == nil):
 		r.Logger.InfoContext(ctx, "pages are read from the replica", "behind", now.behind)
 	}
-	if now.standby != nil && now.primaryAway && (before == nil || !before.primaryAway) {
+	if now.standby != nil && now.primaryDown && (before == nil || !before.primaryDown) {
 		r.Logger.WarnContext(ctx, "the primary does not answer; pages are read from the replica all the same")
 	}
 }
@@ -177,10 +177,10 @@ func (r *Reader) measure(ctx context.Context) state {
 	}
 	if primaryErr == nil {
 		r.identity = primary.Identity
-		r.lag.note(askedAt, primary.Position)
+		r.lag.add(askedAt, primary.Position)
 	}
-	now := state{primaryAway: primaryErr != nil}
-	standby, err := r.askStandby(ctx)
+	now := state{primaryDown: primaryErr != nil}
+	standby, err := r.readStandby(ctx)
 	if err != nil && primaryErr == nil {
 		r.cancelReads()
 	}
@@ -209,8 +209,8 @@ func (r *Reader) measure(ctx context.Context) state {
 	return now
 }
 
-// askStandby reads the standby's position, and connects first if necessary.
-func (r *Reader) askStandby(ctx context.Context) (position, error) {
+// readStandby reads the standby's position, and connects first if necessary.
+func (r *Reader) readStandby(ctx context.Context) (position, error) {
 	if r.standby == nil {
 		openCtx, cancel := context.WithTimeout(ctx, queryTimeout)
 		defer cancel()

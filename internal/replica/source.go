@@ -59,8 +59,8 @@ func (r *Reader) Choose(ctx context.Context, fresh bool) (context.Context, *Sour
 	s := &Source{}
 	now := r.state.Load()
 	usable := now != nil && now.standby != nil && time.Since(now.at) < validFor
-	if usable && (!fresh || now.primaryAway) {
-		s.standby, s.Behind, s.PrimaryAway = now.standby, now.behind, now.primaryAway
+	if usable && (!fresh || now.primaryDown) {
+		s.standby, s.Behind, s.PrimaryAway = now.standby, now.behind, now.primaryDown
 	}
 	return context.WithValue(ctx, sourceKey{}, s), s
 }
