@@ -727,7 +727,7 @@ func (s *scenario) say() bool {
 
 // A flow that sends an event is recorded as its cause, by every interface of a worker. An event from outside has no
 // cause.
-func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
+func TestFlowThatRaisesEventIsItsCause(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	waits := func(ctx context.Context, in json.RawMessage) (executions.Result, error) {

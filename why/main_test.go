@@ -244,7 +244,7 @@ func (s *scenario) traceIDs() []string {
 	return ids
 }
 
-func TestAnAnswerIsReadFromTopToBottom(t *testing.T) {
+func TestWriteAnswer(t *testing.T) {
 	t.Parallel()
 	at := time.Date(2026, 11, 22, 9, 30, 0, 0, time.UTC)
 	later := at.AddDate(0, 0, 1)
@@ -292,7 +292,7 @@ Cost
 	assert.NoDiff(t, want, out.String())
 }
 
-func TestWhatIsNoTraceIsSaid(t *testing.T) {
+func TestUnknownTraceIsReported(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	_, err := why.Of(t.Context(), w.pool, "nonsense")
@@ -308,7 +308,7 @@ func TestWhatIsNoTraceIsSaid(t *testing.T) {
 }
 
 // Tokens of a model without a price cost an unknown amount, not nothing.
-func TestSpendOfAModelWithoutAPriceSaysNoPrice(t *testing.T) {
+func TestSpendOfUnpricedModel(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.exec(`
@@ -321,7 +321,7 @@ func TestSpendOfAModelWithoutAPriceSaysNoPrice(t *testing.T) {
 }
 
 // why hides secrets in the texts of others, and cuts lists, with the number of omitted rows.
-func TestALargeTraceIsBoundedAndSecretsAreNotShown(t *testing.T) {
+func TestLargeTraceIsBoundedAndRedacted(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	s := w.newScenario(1)
@@ -406,7 +406,7 @@ func (w *world) fill() {
 }
 
 // Every read of why uses an index with a condition, in a history with every kind of row.
-func TestEveryReadGoesByAnIndex(t *testing.T) {
+func TestReadsUseIndexes(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.fill()

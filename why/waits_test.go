@@ -368,7 +368,7 @@ func scenarios(t *testing.T) int {
 
 // Each scenario is a random piece of history, made by the functions and packages of the product. The test records the
 // causes itself. why has exactly these rows for every trace of the scenario.
-func TestEveryEdgeIsToldAndNoOther(t *testing.T) {
+func TestEveryEdgeIsReportedAndNoOther(t *testing.T) {
 	t.Parallel()
 	n := scenarios(t)
 	const atOnce = 2

@@ -51,7 +51,8 @@ func PutVersion(
 		before as (
 		  update `+table+` set current = false where name = @name and current and not exists (select from same) returning 1)
 		insert into `+table+` (version, `+strings.Join(columns, ", ")+`)
-		select coalesce((select max(v.version) from `+table+` v where v.name = @name), 0) + 1, @`+strings.Join(columns, ", @")+`
+		select coalesce((select max(v.version) from `+table+` v where v.name = @name), 0) + 1,
+		       @`+strings.Join(columns, ", @")+`
 		 where (select count(*) from before) >= 0 and not exists (select from same)`, row)
 	return Changed(tag, err, verb)
 }

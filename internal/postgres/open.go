@@ -121,6 +121,7 @@ func hasUnescapedPassword(url string) bool {
 	return false
 }
 
+// parse parses a connection string and applies the options.
 func parse(url string, opts Options) (*pgxpool.Config, error) {
 	if strings.TrimSpace(url) == "" {
 		return nil,
@@ -192,14 +193,15 @@ func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) err
 	switch {
 	case r.encoding != utf8:
 		return &openError{
-			target(config), fmt.Sprintf("database encoding is %q, must be %q", r.encoding, utf8),
-			"create a database with createdb --encoding=UTF8 --template=template0 agent and set DATABASE_URL to it", nil,
+			target: target(config), what: fmt.Sprintf("database encoding is %q, must be %q", r.encoding, utf8),
+			todo: "create a database with createdb --encoding=UTF8 --template=template0 agent and set DATABASE_URL to it",
 		}
 	case r.pooled && r.isolation != readCommitted:
 		return &openError{
-			target(config), fmt.Sprintf("default isolation level is %q, must be %q", r.isolation, readCommitted),
-			"run alter database " + pgx.Identifier{config.Database}.Sanitize() +
-				" set default_transaction_isolation = 'read committed'", nil,
+			target: target(config),
+			what:   fmt.Sprintf("default isolation level is %q, must be %q", r.isolation, readCommitted),
+			todo: "run alter database " + pgx.Identifier{config.Database}.Sanitize() +
+				" set default_transaction_isolation = 'read committed'",
 		}
 	}
 	set := make(map[string]bool)
@@ -225,6 +227,7 @@ func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) err
 	return nil
 }
 
+// probeWithin is probe, with retries for wait while the server is unreachable or starting.
 func probeWithin(ctx context.Context, config *pgx.ConnConfig, wait time.Duration) (route, error) {
 	deadline := time.Now().Add(wait)
 	for {
@@ -240,6 +243,7 @@ func probeWithin(ctx context.Context, config *pgx.ConnConfig, wait time.Duration
 	}
 }
 
+// probe connects once and describes the path to the server.
 func probe(ctx context.Context, config *pgx.ConnConfig) (r route, err error) {
 	conn, err := pgx.ConnectConfig(ctx, config.Copy())
 	if err != nil {

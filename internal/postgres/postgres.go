@@ -194,7 +194,7 @@ func Deref[T any](column *T) (value T) {
 	return value
 }
 
-// PageSize returns the size of a page: normal for no limit, and most at most.
+// PageSize returns the size of a page: normal without a limit, otherwise limit, at most maximum.
 func PageSize(limit, normal, maximum int) int {
 	if limit <= 0 {
 		return normal

@@ -3,9 +3,6 @@ package postgres
 import (
 	"context"
 	"sync/atomic"
-
-	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 )
 
 // Seal records whether code used the database under a sealed context.
@@ -35,64 +32,4 @@ func Unsealed(ctx context.Context) context.Context {
 func IsSealed(ctx context.Context) bool {
 	s, _ := ctx.Value(sealKey{}).(*Seal)
 	return s != nil
-}
-
-// guard is the tracer of every connection. It enforces seals, observes refused writes and explains refused texts.
-type guard struct {
-	resetter *failoverResetter
-	refused  *refusals
-	pooled   bool // through a pooler
-}
-
-// observe handles the error of a statement.
-func (g guard) observe(err error) {
-	g.resetter.observe(err)
-	g.refused.observe(err)
-	explainText(err)
-}
-
-func (guard) check(ctx context.Context) context.Context {
-	s, _ := ctx.Value(sealKey{}).(*Seal)
-	if s == nil {
-		return ctx
-	}
-	s.tried.Store(true)
-	ended, end := context.WithCancel(ctx)
-	end()
-	return ended
-}
-
-// TraceAcquireStart refuses a connection.
-func (g guard) TraceAcquireStart(ctx context.Context, _ *pgxpool.Pool,
-	_ pgxpool.TraceAcquireStartData,
-) context.Context {
-	return g.check(ctx)
-}
-
-// TraceAcquireEnd does nothing.
-func (guard) TraceAcquireEnd(context.Context, *pgxpool.Pool, pgxpool.TraceAcquireEndData) {}
-
-// TraceQueryStart refuses a statement on an acquired connection.
-func (g guard) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
-	return g.check(ctx)
-}
-
-// TraceQueryEnd observes the error.
-func (g guard) TraceQueryEnd(_ context.Context, _ *pgx.Conn, data pgx.TraceQueryEndData) {
-	g.observe(data.Err)
-}
-
-// TraceBatchStart refuses a batch.
-func (g guard) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
-	return g.check(ctx)
-}
-
-// TraceBatchQuery observes the error.
-func (g guard) TraceBatchQuery(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchQueryData) {
-	g.observe(data.Err)
-}
-
-// TraceBatchEnd observes the error.
-func (g guard) TraceBatchEnd(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchEndData) {
-	g.observe(data.Err)
 }

@@ -137,7 +137,7 @@ func TestServerStartWaitsForApply(t *testing.T) {
 		order by name) from agent_schedules`)
 }
 
-func TestSchedulesFollowTheAgents(t *testing.T) {
+func TestSchedulesFollowAgents(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
 	d := &agents.Directory{Settings: agents.Settings{Name: "house", HeartbeatCron: "*/30 * * * *", Timezone: "UTC"}}

@@ -20,7 +20,6 @@
 package webhook
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -33,13 +32,10 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/automations"
-	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/reason"
-	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
@@ -171,129 +167,4 @@ func (s *Surface) Replay(ctx context.Context, id string, expected int, reason st
 		err = fmt.Errorf("replay delivery: %w", err)
 	}
 	return d, err
-}
-
-// startFlow starts a flow with the delivery's data in the checkpoint's transaction, under the delivery's trace. It does
-// not wait for the end of the flow. A replay starts another execution.
-func (s *Surface) startFlow(ctx context.Context, c webhooks.Content, t task) (actionResult, error) {
-	switch known, err := s.flowExists(ctx, t.Action.Flow); {
-	case err != nil:
-		return actionResult{}, err
-	case !known:
-		return actionResult{}, fmt.Errorf("there is no flow %q; see agent flows ls", t.Action.Flow)
-	}
-	input, err := eventData(c, t.Action)
-	if err != nil {
-		return actionResult{}, err
-	}
-	thread, err := s.openThread(ctx, c, t.Action.Thread)
-	if err != nil {
-		return actionResult{}, err
-	}
-	x, _ := executions.Current(ctx)
-	started, err := executions.Trigger(ctx, "begin", executions.Child{
-		Flow: t.Action.Flow, Input: input, ThreadID: thread, DedupeKey: fmt.Sprintf("webhook flow %s %d", x.ID, t.Number),
-	})
-	return actionResult{Flow: t.Action.Flow, Started: started.ExecutionID}, err
-}
-
-// openThread returns the thread that a template names, and creates it if it is missing. Each endpoint has its own
-// names, because the sender chooses them and must not reach other threads.
-func (s *Surface) openThread(ctx context.Context, c webhooks.Content, template string) (string, error) {
-	if template == "" {
-		return "", nil
-	}
-	name, err := c.Text(template)
-	if err != nil {
-		return "", fmt.Errorf("thread: %w", err)
-	}
-	return executions.Step(ctx, "thread", func(ctx context.Context) (string, error) {
-		agent, err := s.defaultAgent(ctx, s.Pool)
-		if err != nil {
-			return "", err
-		}
-		got, _, err := threads.Open(ctx, s.Pool, endpointPrincipal(c.Endpoint), threads.Thread{Name: name, Agent: agent})
-		return got.ID, err
-	})
-}
-
-func endpointPrincipal(name string) threads.Principal {
-	return threads.Principal{Kind: threads.ByWebhook, Owner: name}
-}
-
-// threadKey resolves the key of a message event to a thread that the endpoint may use. A key that names no thread stays
-// as it is, because a wait may name a conversation in another system.
-func (s *Surface) threadKey(ctx context.Context, c webhooks.Content, key string) (string, error) {
-	return executions.RetryTransient(ctx, func(ctx context.Context) (string, error) {
-		id, known, err := threads.Resolve(ctx, s.Pool, endpointPrincipal(c.Endpoint), key)
-		if errors.Is(err, threads.ErrInvalid) {
-			return key, nil
-		}
-		if err != nil || known {
-			return id, err
-		}
-		switch _, err := threads.Get(ctx, s.Pool, key); {
-		case errors.Is(err, threads.ErrNotFound):
-			return key, nil
-		case err != nil:
-			return "", err
-		}
-		return "", fmt.Errorf("the endpoint has no access to the thread %q; agent threads open grants it", key)
-	})
-}
-
-// flowExists reports whether a flow can be started, including external ones.
-func (s *Surface) flowExists(ctx context.Context, flow string) (bool, error) {
-	if executions.IsExternal(flow) {
-		return true, nil
-	}
-	return executions.RetryTransient(ctx, func(ctx context.Context) (bool, error) { return s.Engine.HasFlow(ctx, flow) })
-}
-
-// triggerAutomation starts the run of an automation in the checkpoint's transaction. The run has its own attempts.
-func (s *Surface) triggerAutomation(ctx context.Context, c webhooks.Content, t task) (actionResult, error) {
-	payload, err := eventData(c, webhooks.Action{})
-	if err != nil {
-		return actionResult{}, err
-	}
-	trigger := s.Automate
-	if trigger == nil {
-		trigger = s.startAutomation
-	}
-	x, _ := executions.Current(ctx)
-	return executions.StepTx(ctx, "automate", func(ctx context.Context, tx pgx.Tx) (actionResult, error) {
-		run, err := trigger(ctx, tx, AutomationRequest{
-			Automation: t.Action.Automation, Key: fmt.Sprintf("webhook %s %d", x.ID, t.Number),
-			TraceID: x.TraceID, Payload: payload,
-		})
-		return actionResult{Run: run}, err
-	})
-}
-
-// startAutomation creates a run, claims it and starts its execution in one transaction.
-func (s *Surface) startAutomation(ctx context.Context, tx pgx.Tx, r AutomationRequest) (string, error) {
-	a, err := automations.Get(ctx, tx, r.Automation)
-	if err != nil {
-		return "", err
-	}
-	if !a.Enabled {
-		return "", fmt.Errorf("automation %s is out of service: %s", a.Name, a.DisabledReason)
-	}
-	agent, err := s.defaultAgent(ctx, tx)
-	if err != nil {
-		return "", err
-	}
-	run, err := automations.RunManually(ctx, tx, a.ID, r.TraceID)
-	if err != nil {
-		return "", err
-	}
-	x, _, err := s.Engine.StartTx(ctx, tx, runner.Spec(cmp.Or(a.Agent, agent), run))
-	if err != nil {
-		return "", err
-	}
-	_, ok, err := automations.ClaimRun(ctx, tx, run.ID, run.Attempt, x.ID, x.TraceID)
-	if err == nil && !ok {
-		err = errors.New("another execution claimed its run")
-	}
-	return run.ID, err
 }

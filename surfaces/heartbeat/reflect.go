@@ -1,0 +1,114 @@
+package heartbeat
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/reason"
+)
+
+// reflect reviews the last 7 days if there is news since the last review.
+func (b *heartbeatRun) reflect(ctx context.Context) (phaseResult, error) {
+	record, err := executions.Step(ctx, "performance", func(ctx context.Context) (performance, error) {
+		return readPerformance(ctx, b.Pool)
+	})
+	if err != nil {
+		return phaseResult{}, err
+	}
+	if record.News == 0 {
+		return phaseResult{Idle: true, Summary: "nothing new since the last reflection"}, nil
+	}
+	var notes []memoryNote
+	outcome, err := b.Loop.Run(ctx, reason.Turn{
+		Purpose: "reflect", BudgetScope: budgetScope(ctx, "reflect"),
+		System: "You look back on how an autonomous agent performed. Be brief and concrete. " +
+			"Use the tool remember for each lesson that will matter later; call nothing else.",
+		Prompt: b.reflectionPrompt(record),
+		Tools:  []reason.Tool{rememberTool(&notes)},
+	})
+	if err != nil {
+		return phaseResult{Memories: notes}, err
+	}
+	return phaseResult{Summary: "reflected on 7 days: " + firstLine(outcome.Text), Memories: notes}, nil
+}
+
+// performance sums up the last 7 days.
+type performance struct {
+	News   int64         `json:"news"` // calls since the last reflection, including this heartbeat
+	Skills []skillRecord `json:"skills"`
+	Tokens int64         `json:"tokens"`
+	Cost   float64       `json:"cost_usd"`
+}
+
+type skillRecord struct {
+	Skill         string   `json:"skill"`
+	Calls         int64    `json:"calls"`
+	Rate          *float64 `json:"success_rate"`
+	FailureStreak int64    `json:"streak"`
+	P50           *float64 `json:"p50_ms"`
+	State         string   `json:"state"`
+}
+
+func (b *heartbeatRun) reflectionPrompt(record performance) string {
+	var p strings.Builder
+	p.WriteString("Reflect on the last 7 days of your own performance.\n\n")
+	if len(b.summaries) > 0 {
+		fmt.Fprintf(&p, "This heartbeat so far: %s.\n\n", strings.Join(b.summaries, "; "))
+	}
+	if b.report != "" {
+		fmt.Fprintf(&p, "Healing report:\n%s\n\n", b.report)
+	}
+	fmt.Fprintf(&p, "Model tokens: %d, cost: %.4f USD.\nSkills:\n", record.Tokens, record.Cost)
+	for _, s := range record.Skills {
+		rate := "no calls"
+		if s.Rate != nil {
+			rate = fmt.Sprintf("%d calls, %.0f %% succeeded, %d failures in a row", s.Calls, *s.Rate*100, s.FailureStreak)
+		}
+		fmt.Fprintf(&p, "- %s (%s): %s\n", s.Skill, s.State, rate)
+	}
+	return p.String()
+}
+
+// readPerformance reads the performance. News counts the model's tool calls and the failed calls since the last review.
+// Successful automations without a model cause no review.
+func readPerformance(ctx context.Context, db postgres.DB) (performance, error) {
+	var p performance
+	err := db.QueryRow(ctx, `
+		with last as (
+		  select coalesce(max(id::text)::uuid, lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days')) as id
+		    from (select a.id from agent_activity a
+		           where a.skill_name = 'reflect' and a.kind = 'phase' and a.status = 'success'
+		           order by a.id desc limit 1) r)
+		select (select count(*) from (select 1 from agent_activity a, last
+		         where a.id > last.id and a.kind = 'call' and a.purpose <> 'reflect'
+		           and (a.cause_id is not null or a.status in ('error', 'unknown')) limit 1000) n),
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0), coalesce(sum(a.cost_usd), 0)::float8
+		  from agent_activity a
+		 where a.skill_name = 'model_call'
+		   and a.id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days'))`,
+	).Scan(&p.News, &p.Tokens, &p.Cost)
+	if err != nil {
+		return p, fmt.Errorf("measure performance: %w", err)
+	}
+	health, err := activity.CountedHealth(ctx, db, activity.HealthFilter{Limit: 100})
+	if err != nil {
+		return p, fmt.Errorf("measure skills: %w", err)
+	}
+	for _, h := range health.Lines {
+		p.Skills = append(p.Skills, skillRecord{h.Skill, h.Calls, h.SuccessRate, h.Streak, h.P50MS, h.State})
+	}
+	return p, nil
+}
+
+// firstLine returns the first line of a text, cut to 200 characters.
+func firstLine(text string) string {
+	line, _, _ := strings.Cut(strings.TrimSpace(text), "\n")
+	if r := []rune(line); len(r) > 200 {
+		line = string(r[:200]) + "…"
+	}
+	return line
+}
