@@ -88,7 +88,10 @@ func (room *Room) verdictPart(ctx context.Context, req *pageRequest) (any, error
 			selected = one
 		}
 	}
-	if len(all) == 1 {
+	if len(perAgent) == 1 {
+		if only := perAgent[0].Spent; total.Limit == "" && only.Limit != "" {
+			selected.Spent = only
+		}
 		perAgent = nil
 	}
 	first, more := firstN(perAgent, maxAgentStatuses)

@@ -26,13 +26,21 @@ type browserTest struct {
 	*browser.Page
 }
 
-// newBrowserTest serves, opens the overview and logs in. Unexpected browser errors fail the test at its end.
+// newBrowserTest serves and opens the Engine Room.
 func newBrowserTest(t *testing.T, p program, pool *pgxpool.Pool) *browserTest {
 	t.Helper()
 	p.environ = slices.Concat([]string{token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *"}, p.environ,
 		[]string{"AGENT_LOG_LEVEL=info"})
-	w := &browserTest{program: p, pool: pool, Page: browser.Open(t, browser.Look{})}
-	w.serve()
+	server := p.start("serve")
+	w := openEngineRoom(t, p, pool, server.find(t, `msg=serving listen=(\S+)`))
+	w.server = server
+	return w
+}
+
+// openEngineRoom opens the overview of a serving agent and logs in. Unexpected browser errors fail the test at its end.
+func openEngineRoom(t *testing.T, p program, pool *pgxpool.Pool, base string) *browserTest {
+	t.Helper()
+	w := &browserTest{program: p, pool: pool, base: base, Page: browser.Open(t, browser.Look{})}
 	t.Cleanup(func() {
 		list := w.Problems()
 		assert.Truef(t, len(list) == 0, "the browser complains:\n%s", strings.Join(list, "\n"))

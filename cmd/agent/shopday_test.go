@@ -3,11 +3,13 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"os"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -30,7 +32,7 @@ import (
 
 // shopDay is a day of the order desk in examples/orders.
 type shopDay struct {
-	t           *testing.T
+	program     // the settings of serve, for commands
 	db          *pgxpool.Pool
 	shop        *pgxpool.Pool
 	app         *app.App // for heartbeats and admins
@@ -41,10 +43,10 @@ type shopDay struct {
 const shopVisitor = "visitor-41d6e8a90c7b2f35"
 
 // newShopDay applies the example's workspace and serves it.
-func newShopDay(t *testing.T) *shopDay {
+func newShopDay(t *testing.T, settings ...string) *shopDay {
 	t.Helper()
 	model, url, shop := modeltest.New(t), pgtest.URL(t), pgtest.EmptyURL(t)
-	d := &shopDay{t: t, db: connect(t, url), shop: connect(t, shop)}
+	d := &shopDay{db: connect(t, url), shop: connect(t, shop)}
 	d.promptCache.prompts, d.promptCache.counts = map[string][]string{}, map[string]cacheCount{}
 	model.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 		one, err := d.promptCache.count(promptOf(req), model.Requests()[n].Body)
@@ -58,12 +60,14 @@ func newShopDay(t *testing.T) *shopDay {
 		_, err = d.shop.Exec(t.Context(), string(sql))
 	}
 	require.NoError(t, err)
-	p := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_CHAT_KEY="+shopVisitor,
+	d.program = newProgram(t, url, slices.Concat([]string{
+		token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_CHAT_KEY=" + shopVisitor,
 		"AGENT_CHAT_RATE=100000", "AGENT_HEARTBEAT_CRON=0 0 29 2 *", "OPENAI_API_KEY=sk-test",
-		"OPENAI_BASE_URL="+model.URL(), "AGENT_MODEL=gpt-5-mini", "SHOP_DATABASE_URL="+shop)
-	p.must("apply", "../../examples/orders/workspace")
-	d.base = p.start("serve").find(t, `msg=serving listen=(\S+)`)
-	d.app = p.newApp()
+		"OPENAI_BASE_URL=" + model.URL(), "AGENT_MODEL=gpt-5-mini", "SHOP_DATABASE_URL=" + shop,
+	}, settings)...)
+	d.must("apply", "../../examples/orders/workspace")
+	d.base = d.start("serve").find(t, `msg=serving listen=(\S+)`)
+	d.app = d.newApp()
 	return d
 }
 
@@ -180,6 +184,16 @@ func (d *shopDay) run(ctx context.Context) error {
 		return fmt.Errorf("%d visitors came", visitors)
 	}
 	return nil
+}
+
+// runMorning runs some heartbeats, conversations of visitors, and the owner's first questions.
+func (d *shopDay) runMorning(ctx context.Context) error {
+	for n := range 3 {
+		if err := errors.Join(d.heartbeat(ctx, n), d.visitor(ctx, n, 1+n)); err != nil {
+			return err
+		}
+	}
+	return d.admin(ctx, "Good morning. Which orders are late?")
 }
 
 // A provider's cache serves four fifths of the order desk's prompts on a typical day.
@@ -332,11 +346,14 @@ func promptOf(req openai.ChatCompletionRequest) string {
 // orderPattern matches a visitor's question about an order.
 var orderPattern = regexp.MustCompile(`order (\d{4}).*e-mail is (\S+@\S+\w)`)
 
+// damagePattern matches a visitor's report of a damaged order.
+var damagePattern = regexp.MustCompile(`(?i)order (\d{4}) arrived damaged.*e-mail is (\S+@\S+\w)`)
+
 // modelReply calls the order skill, then answers.
 func modelReply(req openai.ChatCompletionRequest) modeltest.Reply {
 	last := req.Messages[len(req.Messages)-1]
 	text := modeltest.Said(last)
-	order := orderPattern.FindStringSubmatch(text)
+	order, damaged := orderPattern.FindStringSubmatch(text), damagePattern.FindStringSubmatch(text)
 	switch {
 	case promptOf(req) == "reflection":
 		return modeltest.Text("Nothing out of the ordinary: all orders that were asked for were found.")
@@ -346,6 +363,8 @@ func modelReply(req openai.ChatCompletionRequest) modeltest.Reply {
 			"carrier says that it is with you within two working days. Is there anything else that I can do for you?")
 	case order != nil:
 		return modeltest.ToolCall("order_status", fmt.Sprintf(`{"order":%s,"email":%q}`, order[1], order[2]))
+	case damaged != nil:
+		return modeltest.ToolCall("start_return", fmt.Sprintf(`{"order":%s,"email":%q}`, damaged[1], damaged[2]))
 	case strings.Contains(text, "weekly report"):
 		return modeltest.ToolCall("week_in_numbers", `{}`).AndCall("late_orders", `{}`)
 	case strings.Contains(text, "are late"):
