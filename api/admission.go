@@ -1,45 +1,28 @@
 package api
 
 import (
-	"context"
 	"errors"
-	"log/slog"
 	"mime"
 	"net"
 	"net/http"
 	"os"
 	"strings"
-	"time"
 
-	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
-	"github.com/lanekeeper/lanekeeper/internal/replica"
-	"github.com/lanekeeper/lanekeeper/principals"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// maxConnections bounds the connections of a process. It exceeds the request limits of all classes, so the server can
-// always close an idle connection for a new one.
-const maxConnections = 8192
+type requestClasses struct{ webhook, public, login, chat, admin requestClass }
 
-// Listen bounds the connections of [Server].
-func Listen(l net.Listener) net.Listener { return admission.Listen(l, maxConnections) }
-
-// expectation checks a request before the server reads its body. It returns the request and its body limit in bytes.
-type expectation func(r *http.Request) (*http.Request, int64, error)
+// requestClass groups requests with a shared budget. No class can use the budget of another class.
+type requestClass struct{ requests, bytes limits }
 
 // limits limit a class of requests: in total, and per chat key, webhook endpoint and address. 0 disables that limit.
 type limits struct {
 	all, key, endpoint, address int64
 	budget                      *admission.Budget
 }
-
-// requestClass groups requests with a shared budget. No class can use the budget of another class.
-type requestClass struct{ requests, bytes limits }
-
-type requestClasses struct{ webhook, public, login, chat, admin requestClass }
 
 // newClasses returns the limits of a process, sized for a few hundred MB of memory. Normal load stays far below them.
 func newClasses() requestClasses {
@@ -128,6 +111,9 @@ func (s *server) precheck(r *http.Request, rt route, c *requestClass) (*http.Req
 	return expected, min(limit, rt.maxBody), nil
 }
 
+// expectation checks a request before the server reads its body. It returns the request and its body limit in bytes.
+type expectation func(r *http.Request) (*http.Request, int64, error)
+
 // tooManyRequests adds Retry-After when a budget is exhausted.
 func tooManyRequests(w http.ResponseWriter, err error) error {
 	if !errors.Is(err, admission.ErrFull) {
@@ -173,136 +159,3 @@ func (s *server) bodyError(err error) error {
 	}
 	return problem.BadBody("the body is incomplete")
 }
-
-// timeouts are the time limits of a request.
-type timeouts struct {
-	request time.Duration // of a request other than a stream
-	body    time.Duration // to receive a body
-	send    time.Duration // to send a response, or a part of a stream
-}
-
-// defaultTimeouts returns the time limits of production. A request has 40 s; lanes.Break waits about one
-// second for a fenced write.
-func defaultTimeouts() timeouts {
-	return timeouts{request: 40 * time.Second, body: 30 * time.Second, send: 30 * time.Second}
-}
-
-// Server returns the http.Server for the handler of New. It sets header timeouts only. The handler limits each route,
-// because a ReadTimeout or WriteTimeout would cut streams.
-func Server(h http.Handler, log *slog.Logger) *http.Server {
-	return &http.Server{
-		Handler: admission.Handler(h), ConnContext: admission.ConnContext, ReadHeaderTimeout: 10 * time.Second,
-		IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 32 << 10,
-		ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelWarn),
-	}
-}
-
-// authenticateAndAdmit authenticates the caller and admits the request with its complete body.
-func (s *server) authenticateAndAdmit(rt route, next http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if rec, ok := w.(*statusRecorder); ok {
-			rec.route = rt
-		}
-		setDeadline(http.NewResponseController(w).SetWriteDeadline, s.timeouts.request+s.timeouts.send)
-		r, err := s.auth.authenticate(w, r, rt)
-		if err == nil {
-			var release func()
-			if r, release, err = s.admit(w, r, rt); err == nil {
-				defer release()
-			}
-		}
-		if err != nil {
-			if r.ContentLength != 0 { // the server did not read the body
-				w.Header().Set("Connection", "close")
-			}
-			s.writeError(w, r, rt, err, "")
-			return
-		}
-		if s.read.Configured() && r.Method != http.MethodGet && r.Method != http.MethodHead {
-			if caller := principals.From(r.Context()); caller != nil && caller.SessionID != "" {
-				replica.Wrote(w, r) // this browser's next pages must show the change
-			}
-		}
-		if traceparent := r.Header.Get("Traceparent"); traceparent != "" {
-			r = r.WithContext(trace.WithCaller(r.Context(), traceparent))
-		}
-		next.ServeHTTP(w, r)
-	})
-}
-
-// setDeadline sets a connection deadline; zero clears it. Errors are ignored: httptest recorders do not support
-// deadlines, and on a closed connection the next read or write fails too.
-func setDeadline(set func(time.Time) error, d time.Duration) {
-	var at time.Time
-	if d > 0 {
-		at = time.Now().Add(d)
-	}
-	_ = set(at)
-}
-
-// withDeadline bounds the duration of a request, or prepares it as a stream.
-func (s *server) withDeadline(rt route, next http.Handler) http.Handler {
-	if !rt.stream {
-		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			ctx, cancel := context.WithTimeout(r.Context(), s.timeouts.request)
-			defer cancel()
-			next.ServeHTTP(w, r.WithContext(ctx))
-		})
-	}
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.Method == http.MethodHead { // a stream has no end, so HEAD cannot wait for it
-			w.Header().Set("Content-Type", rt.contentType)
-			return
-		}
-		stop := s.stopping
-		if rt.finite {
-			stop = s.forceStop
-		}
-		ctx, release := withStop(r.Context(), stop)
-		defer release()
-		ctx, end := s.auth.sessions.watch(ctx, principals.From(ctx))
-		defer end()
-		next.ServeHTTP(&streamWriter{w, http.NewResponseController(w), s.timeouts.send}, r.WithContext(ctx))
-	})
-}
-
-// withStop returns a context that also ends when stop closes. The caller must call release.
-func withStop(parent context.Context, stop <-chan struct{}) (ctx context.Context, release func()) {
-	ctx, cancel := context.WithCancelCause(parent)
-	stopped := make(chan struct{})
-	go func() {
-		defer close(stopped)
-		select {
-		case <-stop:
-			cancel(executions.ErrDraining)
-		case <-ctx.Done():
-		}
-	}()
-	return ctx, func() {
-		cancel(nil)
-		<-stopped
-	}
-}
-
-// streamWriter has no total deadline, but a timeout for each write.
-type streamWriter struct {
-	http.ResponseWriter
-	control *http.ResponseController
-	timeout time.Duration // per write
-}
-
-func (w *streamWriter) Write(b []byte) (int, error) {
-	setDeadline(w.control.SetWriteDeadline, w.timeout)
-	return w.ResponseWriter.Write(b)
-}
-
-// Flush implements http.Flusher.
-func (w *streamWriter) Flush() { _ = w.FlushError() } // the next write reports a disconnected client
-
-func (w *streamWriter) FlushError() error {
-	setDeadline(w.control.SetWriteDeadline, w.timeout)
-	return w.control.Flush()
-}
-
-// Unwrap supports http.ResponseController.
-func (w *streamWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }

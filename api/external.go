@@ -4,15 +4,11 @@ import (
 	"cmp"
 	"encoding/json"
 	"errors"
-	"math"
 	"net/http"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
-
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -20,6 +16,50 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
+
+// executionRoutes returns the routes that start executions and serve external workers.
+func (s *server) executionRoutes() []route {
+	return []route{
+		{
+			method: "POST", path: "/v1/executions", body: startRequest{}, response: executionStatus{},
+			status: http.StatusCreated, handle: s.startExecution, conflicts: true, notFound: true, derivesKey: true,
+			about: "Start an execution of a flow. An external worker locks and runs the flows external and external:NAME. " +
+				"422 for an unknown flow.",
+		}, {
+			method: "POST", path: "/v1/executions/{id}/lock", body: lockRequest{}, response: lockResponse{},
+			handle: s.lockExecution, conflicts: true, repeatable: true,
+			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same " +
+				"lock. 409 with holder if it is locked, waiting or ended.",
+		}, {
+			method: "PUT", path: "/v1/executions/{id}/lock/{lock_id}", response: heartbeatResponse{},
+			handle: s.heartbeatLock, conflicts: true,
+			about: "Renew a lock, every 15 seconds. cancel_requested reports a cancel. 409 if the lock is void.",
+		}, {
+			method: "DELETE", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
+			handle: s.releaseLock, conflicts: true,
+			about: "Release a lock: the execution ends or waits, and can be locked again after the wait. timeout " +
+				"is a number of seconds, or text such as 24h or 7d.",
+		}, {
+			method: "POST", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
+			handle: s.releaseLock, conflicts: true, repeatable: true,
+			about: "Release a lock, as DELETE does: some proxies remove the body of a DELETE.",
+		}, {
+			method: "POST", path: "/v1/locks", body: claimRequest{}, response: claimResponse{},
+			handle: s.claimExecutions, repeatable: true,
+			about: "Lock ready executions of external flows, and read their state. Without one it waits for the first, for " +
+				"wait_seconds. lock_ids are the locks that the worker has; others of the owner are returned again.",
+		}, {
+			method: "PUT", path: "/v1/locks", body: heartbeatsRequest{}, response: heartbeatsResponse{},
+			handle: s.heartbeatLocks,
+			about:  "Renew many locks at once. live is false for void locks.",
+		}, {
+			method: "POST", path: "/v1/executions/{id}/checkpoints", body: checkpointRequest{}, response: checkpointResponse{},
+			status: http.StatusCreated, handle: s.checkpoint, conflicts: true, alreadyDone: true, repeatable: true,
+			about: "Checkpoint the output of a step. 200 if the same output was recorded before; 409 for a different output " +
+				"or a void lock.",
+		},
+	}
+}
 
 const (
 	defaultTTL    = 30   // seconds
@@ -35,6 +75,16 @@ type lockRequest struct {
 	TTLSeconds *int   `json:"ttl_seconds,omitempty"` // default 30
 }
 
+func (l lockRequest) check() error {
+	switch {
+	case strings.TrimSpace(l.Owner) == "" || !isPrintableText(l.Owner):
+		return problem.BadBody("owner is missing or has control characters: name one process of the worker")
+	case l.TTLSeconds != nil && (*l.TTLSeconds < 1 || *l.TTLSeconds > 86400):
+		return problem.BadBody("ttl_seconds is %d; use 1 to 86400", *l.TTLSeconds)
+	}
+	return nil
+}
+
 // lockResponse holds the lock and the full, unredacted state, because the worker needs it.
 type lockResponse struct {
 	LockID      string                     `json:"lock_id"`
@@ -42,6 +92,38 @@ type lockResponse struct {
 	Execution   executions.Execution       `json:"execution"`
 	Checkpoint  *executions.Checkpoint     `json:"checkpoint"`  // the latest; null before the first
 	Checkpoints map[string]json.RawMessage `json:"checkpoints"` // output by step
+}
+
+func lockOf(lock executions.RunLock) lockResponse {
+	l := lockResponse{
+		LockID: lock.LockID, ExpiresAt: lock.ExpiresAt, Execution: lock.Execution,
+		Checkpoints: map[string]json.RawMessage{},
+	}
+	for i, c := range lock.Checkpoints {
+		l.Checkpoints[c.Step] = c.Output
+		l.Checkpoint = &lock.Checkpoints[i]
+	}
+	return l
+}
+
+func (s *server) lockExecution(r request) (response, error) {
+	id, err := pathUUID(r, "an execution")
+	if err != nil {
+		return response{}, err
+	}
+	if err := s.mayWork(r.Context(), id); err != nil {
+		return response{}, err
+	}
+	want := r.body.(lockRequest)
+	lock, err := s.engine.LockRun(r.Context(), id, want.Owner, ttl(want.TTLSeconds))
+	if err != nil {
+		return response{}, err
+	}
+	return response{body: lockOf(lock), trace: lock.Execution.TraceID}, nil
+}
+
+func ttl(seconds *int) time.Duration {
+	return time.Duration(cmp.Or(postgres.Deref(seconds), defaultTTL)) * time.Second
 }
 
 // claimRequest requests locks on executions of flows.
@@ -53,66 +135,6 @@ type claimRequest struct {
 	WaitSeconds float64  `json:"wait_seconds,omitempty"` // wait for the first execution; default 0, at most 30
 	// LockIDs are the worker's locks. The response repeats other locks of the owner.
 	LockIDs []string `json:"lock_ids,omitempty"`
-}
-
-// claimResponse holds the locks; none without a ready execution in time.
-type claimResponse struct {
-	Locks []lockResponse `json:"locks"`
-}
-
-type heartbeatResponse struct {
-	ExpiresAt       time.Time         `json:"expires_at"`
-	Status          executions.Status `json:"status"`
-	CancelRequested bool              `json:"cancel_requested"`
-}
-
-type heartbeatsRequest struct {
-	LockIDs []string `json:"lock_ids"`
-}
-
-// heartbeatsResponse holds the state of each lock in request order.
-type heartbeatsResponse struct {
-	Locks []lockState `json:"locks"`
-}
-
-type lockState struct {
-	LockID          string             `json:"lock_id"`
-	ExecutionID     *string            `json:"execution_id"`
-	Live            bool               `json:"live"` // false: void
-	ExpiresAt       *time.Time         `json:"expires_at"`
-	Status          *executions.Status `json:"status"`
-	CancelRequested bool               `json:"cancel_requested"`
-}
-
-type checkpointRequest struct {
-	LockID string          `json:"lock_id"`
-	Step   string          `json:"step"`
-	Output json.RawMessage `json:"output"`
-}
-
-type checkpointResponse struct {
-	ID   string `json:"id"`
-	Step string `json:"step"`
-}
-
-type releaseRequest struct {
-	Status        executions.Status `json:"status"`
-	ResultSummary string            `json:"result_summary,omitempty"`
-	Result        json.RawMessage   `json:"result,omitempty"`
-	ErrorMessage  string            `json:"error_message,omitempty"`
-	WaitingFor    string            `json:"waiting_for,omitempty"`
-	WaitingKey    string            `json:"waiting_key,omitempty"`
-	Timeout       json.RawMessage   `json:"timeout,omitempty"` // seconds, or text such as "24h" or "7d"
-}
-
-func (l lockRequest) check() error {
-	switch {
-	case strings.TrimSpace(l.Owner) == "" || !isPrintableText(l.Owner):
-		return problem.BadBody("owner is missing or has control characters: name one process of the worker")
-	case l.TTLSeconds != nil && (*l.TTLSeconds < 1 || *l.TTLSeconds > 86400):
-		return problem.BadBody("ttl_seconds is %d; use 1 to 86400", *l.TTLSeconds)
-	}
-	return nil
 }
 
 const (
@@ -142,108 +164,9 @@ func (c claimRequest) check() error {
 	return heartbeatsRequest{c.LockIDs}.checkIDs()
 }
 
-func (b heartbeatsRequest) check() error {
-	if len(b.LockIDs) == 0 || len(b.LockIDs) > maxHeartbeats {
-		return problem.BadBody("lock_ids has %d locks; use 1 to %d", len(b.LockIDs), maxHeartbeats)
-	}
-	return b.checkIDs()
-}
-
-func (b heartbeatsRequest) checkIDs() error {
-	for i, id := range b.LockIDs {
-		if !isLockID(id) {
-			return problem.BadBody("lock_ids[%d] is not the id of a lock", i)
-		}
-	}
-	return nil
-}
-
-// waitStep matches the steps that record the outcomes of an external worker's waits.
-var waitStep = regexp.MustCompile(`^wait [a-z]+ [0-9]+$`)
-
-func (c checkpointRequest) check() error {
-	switch {
-	case !isLockID(c.LockID):
-		return problem.BadBody("lock_id is missing or malformed")
-	case strings.TrimSpace(c.Step) == "" || len(c.Step) > 4*maxStep || !isPrintableText(c.Step):
-		return problem.BadBody("step must be 1 to %d characters of text", maxStep)
-	case waitStep.MatchString(c.Step):
-		return problem.BadBody("step is %.60q; steps named \"wait KIND NUMBER\" are reserved for the outcomes of waits", c.Step)
-	case c.Output == nil:
-		return problem.BadBody("output is missing; null is valid")
-	}
-	return nil
-}
-
-func (r releaseRequest) check() error {
-	waiting := r.Status == executions.Waiting
-	switch {
-	case !slices.Contains([]executions.Status{executions.Completed, executions.Failed, executions.Waiting}, r.Status):
-		return problem.BadBody("status is %.60q; use completed, failed or waiting", r.Status)
-	case !waiting && (r.WaitingFor != "" || r.WaitingKey != "" || isSet(r.Timeout)):
-		return problem.BadBody("waiting_for, waiting_key and timeout belong to status waiting, not %s", r.Status)
-	case waiting && (r.ResultSummary != "" || isSet(r.Result)):
-		return problem.BadBody("result_summary and result exclude status waiting")
-	case r.ErrorMessage != "" && r.Status != executions.Failed:
-		return problem.BadBody("error_message belongs to status failed, not %s", r.Status)
-	case len(r.ResultSummary) > maxSummary || len(r.ErrorMessage) > maxSummary:
-		return problem.BadBody("result_summary and error_message have at most %d bytes", maxSummary)
-	case !postgres.IsText(r.ResultSummary) || !postgres.IsText(r.ErrorMessage) || !isPrintableText(r.WaitingKey):
-		return problem.BadBody("result_summary, error_message or waiting_key has unstorable characters")
-	case waiting && r.WaitingFor == "agent" && r.WaitingKey != "" && !uuidForm.MatchString(r.WaitingKey):
-		return problem.BadBody("waiting_key is %.60q; for agent it must be the id of an execution", r.WaitingKey)
-	}
-	_, err := timeout(r.Timeout)
-	return err
-}
-
-// isSet reports a value other than null.
-func isSet(v json.RawMessage) bool { return len(v) > 0 && string(v) != "null" }
-
-func isLockID(id string) bool { return id != "" && len(id) <= maxLockID && isPrintableText(id) }
-
-// timeout parses seconds, or text such as "90m", "24h" or "7d"; 0 if absent.
-func timeout(raw json.RawMessage) (time.Duration, error) {
-	if !isSet(raw) {
-		return 0, nil
-	}
-	var text string
-	wrong := problem.BadBody("timeout is %.60s; use a positive number of seconds, or text such as \"90m\", \"24h\" or \"7d\"", raw)
-	if json.Unmarshal(raw, &text) != nil {
-		seconds, err := strconv.ParseFloat(string(raw), 64)
-		if err != nil || !(seconds > 0) || seconds > 1e9 {
-			return 0, wrong
-		}
-		return time.Duration(math.Ceil(seconds * float64(time.Second))), nil
-	}
-	if days, ok := strings.CutSuffix(text, "d"); ok {
-		n, err := strconv.ParseFloat(days, 64)
-		if err != nil || !(n > 0) || n > 1e4 {
-			return 0, wrong
-		}
-		return time.Duration(n * float64(24*time.Hour)), nil
-	}
-	d, err := time.ParseDuration(text)
-	if err != nil || d <= 0 {
-		return 0, wrong
-	}
-	return d, nil
-}
-
-func (s *server) lockExecution(r request) (response, error) {
-	id, err := pathUUID(r, "an execution")
-	if err != nil {
-		return response{}, err
-	}
-	if err := s.mayWork(r.Context(), id); err != nil {
-		return response{}, err
-	}
-	want := r.body.(lockRequest)
-	lock, err := s.engine.LockRun(r.Context(), id, want.Owner, ttl(want.TTLSeconds))
-	if err != nil {
-		return response{}, err
-	}
-	return response{body: lockOf(lock), trace: lock.Execution.TraceID}, nil
+// claimResponse holds the locks; none without a ready execution in time.
+type claimResponse struct {
+	Locks []lockResponse `json:"locks"`
 }
 
 // claimExecutions locks ready executions of some flows, or waits for one. A shutdown ends the wait.
@@ -272,31 +195,10 @@ func (s *server) claimExecutions(r request) (response, error) {
 	return response{body: result}, nil
 }
 
-func ttl(seconds *int) time.Duration {
-	return time.Duration(cmp.Or(postgres.Deref(seconds), defaultTTL)) * time.Second
-}
-
-func lockOf(lock executions.RunLock) lockResponse {
-	l := lockResponse{
-		LockID: lock.LockID, ExpiresAt: lock.ExpiresAt, Execution: lock.Execution,
-		Checkpoints: map[string]json.RawMessage{},
-	}
-	for i, c := range lock.Checkpoints {
-		l.Checkpoints[c.Step] = c.Output
-		l.Checkpoint = &lock.Checkpoints[i]
-	}
-	return l
-}
-
-// pathLock returns the execution and lock ids in the path, for a caller that may work on the execution.
-func (s *server) pathLock(r request) (id, lockID string, err error) {
-	if id, err = pathUUID(r, "an execution"); err != nil {
-		return "", "", err
-	}
-	if lockID = r.PathValue("lock_id"); !isLockID(lockID) {
-		return "", "", problem.New(http.StatusBadRequest, "malformed lock id").Kind("malformed-id", "Malformed id")
-	}
-	return id, lockID, s.mayWork(r.Context(), id)
+type heartbeatResponse struct {
+	ExpiresAt       time.Time         `json:"expires_at"`
+	Status          executions.Status `json:"status"`
+	CancelRequested bool              `json:"cancel_requested"`
 }
 
 func (s *server) heartbeatLock(r request) (response, error) {
@@ -314,6 +216,53 @@ func (s *server) heartbeatLock(r request) (response, error) {
 	}, nil
 }
 
+// pathLock returns the execution and lock ids in the path, for a caller that may work on the execution.
+func (s *server) pathLock(r request) (id, lockID string, err error) {
+	if id, err = pathUUID(r, "an execution"); err != nil {
+		return "", "", err
+	}
+	if lockID = r.PathValue("lock_id"); !isLockID(lockID) {
+		return "", "", problem.New(http.StatusBadRequest, "malformed lock id").Kind("malformed-id", "Malformed id")
+	}
+	return id, lockID, s.mayWork(r.Context(), id)
+}
+
+func isLockID(id string) bool { return id != "" && len(id) <= maxLockID && isPrintableText(id) }
+
+type heartbeatsRequest struct {
+	LockIDs []string `json:"lock_ids"`
+}
+
+func (b heartbeatsRequest) check() error {
+	if len(b.LockIDs) == 0 || len(b.LockIDs) > maxHeartbeats {
+		return problem.BadBody("lock_ids has %d locks; use 1 to %d", len(b.LockIDs), maxHeartbeats)
+	}
+	return b.checkIDs()
+}
+
+func (b heartbeatsRequest) checkIDs() error {
+	for i, id := range b.LockIDs {
+		if !isLockID(id) {
+			return problem.BadBody("lock_ids[%d] is not the id of a lock", i)
+		}
+	}
+	return nil
+}
+
+// heartbeatsResponse holds the state of each lock in request order.
+type heartbeatsResponse struct {
+	Locks []lockState `json:"locks"`
+}
+
+type lockState struct {
+	LockID          string             `json:"lock_id"`
+	ExecutionID     *string            `json:"execution_id"`
+	Live            bool               `json:"live"` // false: void
+	ExpiresAt       *time.Time         `json:"expires_at"`
+	Status          *executions.Status `json:"status"`
+	CancelRequested bool               `json:"cancel_requested"`
+}
+
 func (s *server) heartbeatLocks(r request) (response, error) {
 	locks := r.body.(heartbeatsRequest).LockIDs
 	if err := s.mayWork(r.Context(), "", locks...); err != nil {
@@ -328,6 +277,34 @@ func (s *server) heartbeatLocks(r request) (response, error) {
 		list.Locks[i] = lockState{b.LockID, b.ExecutionID, b.Live, b.ExpiresAt, b.Status, b.CancelRequested}
 	}
 	return response{body: list}, nil
+}
+
+type checkpointRequest struct {
+	LockID string          `json:"lock_id"`
+	Step   string          `json:"step"`
+	Output json.RawMessage `json:"output"`
+}
+
+// waitStep matches the steps that record the outcomes of an external worker's waits.
+var waitStep = regexp.MustCompile(`^wait [a-z]+ [0-9]+$`)
+
+func (c checkpointRequest) check() error {
+	switch {
+	case !isLockID(c.LockID):
+		return problem.BadBody("lock_id is missing or malformed")
+	case strings.TrimSpace(c.Step) == "" || len(c.Step) > 4*maxStep || !isPrintableText(c.Step):
+		return problem.BadBody("step must be 1 to %d characters of text", maxStep)
+	case waitStep.MatchString(c.Step):
+		return problem.BadBody("step is %.60q; steps named \"wait KIND NUMBER\" are reserved for the outcomes of waits", c.Step)
+	case c.Output == nil:
+		return problem.BadBody("output is missing; null is valid")
+	}
+	return nil
+}
+
+type checkpointResponse struct {
+	ID   string `json:"id"`
+	Step string `json:"step"`
 }
 
 func (s *server) checkpoint(r request) (response, error) {
@@ -348,6 +325,38 @@ func (s *server) checkpoint(r request) (response, error) {
 		result.status = http.StatusCreated
 	}
 	return result, nil
+}
+
+type releaseRequest struct {
+	Status        executions.Status `json:"status"`
+	ResultSummary string            `json:"result_summary,omitempty"`
+	Result        json.RawMessage   `json:"result,omitempty"`
+	ErrorMessage  string            `json:"error_message,omitempty"`
+	WaitingFor    string            `json:"waiting_for,omitempty"`
+	WaitingKey    string            `json:"waiting_key,omitempty"`
+	Timeout       json.RawMessage   `json:"timeout,omitempty"` // seconds, or text such as "24h" or "7d"
+}
+
+func (r releaseRequest) check() error {
+	waiting := r.Status == executions.Waiting
+	switch {
+	case !slices.Contains([]executions.Status{executions.Completed, executions.Failed, executions.Waiting}, r.Status):
+		return problem.BadBody("status is %.60q; use completed, failed or waiting", r.Status)
+	case !waiting && (r.WaitingFor != "" || r.WaitingKey != "" || isSet(r.Timeout)):
+		return problem.BadBody("waiting_for, waiting_key and timeout belong to status waiting, not %s", r.Status)
+	case waiting && (r.ResultSummary != "" || isSet(r.Result)):
+		return problem.BadBody("result_summary and result exclude status waiting")
+	case r.ErrorMessage != "" && r.Status != executions.Failed:
+		return problem.BadBody("error_message belongs to status failed, not %s", r.Status)
+	case len(r.ResultSummary) > maxSummary || len(r.ErrorMessage) > maxSummary:
+		return problem.BadBody("result_summary and error_message have at most %d bytes", maxSummary)
+	case !postgres.IsText(r.ResultSummary) || !postgres.IsText(r.ErrorMessage) || !isPrintableText(r.WaitingKey):
+		return problem.BadBody("result_summary, error_message or waiting_key has unstorable characters")
+	case waiting && r.WaitingFor == "agent" && r.WaitingKey != "" && !uuidForm.MatchString(r.WaitingKey):
+		return problem.BadBody("waiting_key is %.60q; for agent it must be the id of an execution", r.WaitingKey)
+	}
+	_, err := timeout(r.Timeout)
+	return err
 }
 
 func (s *server) releaseLock(r request) (response, error) {
@@ -392,56 +401,4 @@ func (s *server) releaseLock(r request) (response, error) {
 		return response{}, err
 	}
 	return response{body: executionStatus{id, traceID, status}, trace: traceID}, nil
-}
-
-// valueError maps errors of unstorable values, such as \u0000 in JSON, to problems.
-func valueError(err error) error {
-	if refused, ok := errors.AsType[*pgconn.PgError](err); ok && postgres.IsCode(err, "22003", "22023", "22P02", "22P05") {
-		return problem.BadBody("%s", postgres.RefusalText(refused))
-	}
-	return err
-}
-
-// executionRoutes returns the routes that start executions and serve external workers.
-func (s *server) executionRoutes() []route {
-	return []route{
-		{
-			method: "POST", path: "/v1/executions", body: startRequest{}, response: executionStatus{},
-			status: http.StatusCreated, handle: s.startExecution, conflicts: true, notFound: true, derivesKey: true,
-			about: "Start an execution of a flow. An external worker locks and runs the flows external and external:NAME. " +
-				"422 for an unknown flow.",
-		}, {
-			method: "POST", path: "/v1/executions/{id}/lock", body: lockRequest{}, response: lockResponse{},
-			handle: s.lockExecution, conflicts: true, repeatable: true,
-			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same " +
-				"lock. 409 with holder if it is locked, waiting or ended.",
-		}, {
-			method: "PUT", path: "/v1/executions/{id}/lock/{lock_id}", response: heartbeatResponse{},
-			handle: s.heartbeatLock, conflicts: true,
-			about: "Renew a lock, every 15 seconds. cancel_requested reports a cancel. 409 if the lock is void.",
-		}, {
-			method: "DELETE", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
-			handle: s.releaseLock, conflicts: true,
-			about: "Release a lock: the execution ends or waits, and can be locked again after the wait. timeout " +
-				"is a number of seconds, or text such as 24h or 7d.",
-		}, {
-			method: "POST", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
-			handle: s.releaseLock, conflicts: true, repeatable: true,
-			about: "Release a lock, as DELETE does: some proxies remove the body of a DELETE.",
-		}, {
-			method: "POST", path: "/v1/locks", body: claimRequest{}, response: claimResponse{},
-			handle: s.claimExecutions, repeatable: true,
-			about: "Lock ready executions of external flows, and read their state. Without one it waits for the first, for " +
-				"wait_seconds. lock_ids are the locks that the worker has; others of the owner are returned again.",
-		}, {
-			method: "PUT", path: "/v1/locks", body: heartbeatsRequest{}, response: heartbeatsResponse{},
-			handle: s.heartbeatLocks,
-			about:  "Renew many locks at once. live is false for void locks.",
-		}, {
-			method: "POST", path: "/v1/executions/{id}/checkpoints", body: checkpointRequest{}, response: checkpointResponse{},
-			status: http.StatusCreated, handle: s.checkpoint, conflicts: true, alreadyDone: true, repeatable: true,
-			about: "Checkpoint the output of a step. 200 if the same output was recorded before; 409 for a different output " +
-				"or a void lock.",
-		},
-	}
 }

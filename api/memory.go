@@ -16,35 +16,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
-type memoryWrite struct {
-	Value      json.RawMessage `json:"value"`
-	TTLSeconds float64         `json:"ttl_seconds,omitempty"` // 0 means for ever
-	Reason     string          `json:"reason"`
-}
-
-func (b memoryWrite) check() error {
-	const century = 100 * 365 * 24 * 3600
-	switch {
-	case len(b.Value) == 0:
-		return problem.BadBody("value is missing")
-	case b.TTLSeconds < 0 || b.TTLSeconds > century:
-		return problem.BadBody("ttl_seconds must be 0 (for ever) to %d", century)
-	}
-	return reasonRequest{b.Reason}.check()
-}
-
-type conflictDecision struct {
-	Decision string `json:"decision"` // keep, or take
-	Reason   string `json:"reason"`
-}
-
-func (d conflictDecision) check() error {
-	if d.Decision != "keep" && d.Decision != "take" {
-		return problem.BadBody("decision is %.60q; use keep (the stored value) or take (the late value)", d.Decision)
-	}
-	return reasonRequest{d.Reason}.check()
-}
-
 func (s *server) memoryRoutes() []route {
 	return []route{
 		{
@@ -81,6 +52,69 @@ func (s *server) memoryRoutes() []route {
 				"revision of If-Match, default that of the conflict; otherwise 412, and the conflict stays open.",
 		},
 	}
+}
+
+// listMemory lists entries, or searches them if q is set. A search has one page, because its order has no stable
+// cursor.
+func (s *server) listMemory(r request) (response, error) {
+	if q := r.query["q"]; q != "" {
+		for _, other := range []string{"cursor", "category", "prefix", "trace_id"} {
+			if r.query[other] != "" {
+				return response{}, problem.BadParameter("q cannot be combined with %s", other)
+			}
+		}
+		owner, err := s.owner(r)
+		if err != nil {
+			return response{}, err
+		}
+		found, err := s.memory.Search(r.Context(), s.pool, owner, q, r.query.limit())
+		return response{body: pageOf(found, "")}, err
+	}
+	var only *memory.Owner
+	if r.query["agent"] != "" {
+		owner, err := s.owner(r)
+		if err != nil {
+			return response{}, err
+		}
+		only = &owner
+	}
+	listing, err := readPage("memory", r.query, func(e memory.Entry) string { return e.ID },
+		func(before string, limit int) ([]memory.Entry, error) {
+			return memory.List(r.Context(), s.pool, memory.Filter{
+				Owner: only, Category: r.query["category"], Prefix: r.query["prefix"], TraceIDs: r.query.traceIDs(),
+				Before: before, Limit: limit,
+			})
+		})
+	return response{body: listing}, err
+}
+
+type memoryWrite struct {
+	Value      json.RawMessage `json:"value"`
+	TTLSeconds float64         `json:"ttl_seconds,omitempty"` // 0 means for ever
+	Reason     string          `json:"reason"`
+}
+
+func (b memoryWrite) check() error {
+	const century = 100 * 365 * 24 * 3600
+	switch {
+	case len(b.Value) == 0:
+		return problem.BadBody("value is missing")
+	case b.TTLSeconds < 0 || b.TTLSeconds > century:
+		return problem.BadBody("ttl_seconds must be 0 (for ever) to %d", century)
+	}
+	return reasonRequest{b.Reason}.check()
+}
+
+type conflictDecision struct {
+	Decision string `json:"decision"` // keep, or take
+	Reason   string `json:"reason"`
+}
+
+func (d conflictDecision) check() error {
+	if d.Decision != "keep" && d.Decision != "take" {
+		return problem.BadBody("decision is %.60q; use keep (the stored value) or take (the late value)", d.Decision)
+	}
+	return reasonRequest{d.Reason}.check()
 }
 
 // agentParam selects the owner of a memory.
@@ -257,4 +291,22 @@ func (s *server) decideMemoryConflict(r request) (response, error) {
 		return response{}, memoryError(err)
 	}
 	return response{body: decided, revision: decided.Revision, trace: done.TraceID}, nil
+}
+
+// forget deletes an entry. The audit row keeps category and key, but not the value.
+func (s *server) forget(r request, fn func(tx pgx.Tx) (memory.Entry, error)) (response, error) {
+	input := map[string]any{}
+	var deleted memory.Entry
+	done, err := s.record(r.Context(), "forget_memory", r.body.(reasonRequest).Reason, input,
+		func(tx pgx.Tx, _ string) (_ any, err error) {
+			deleted, err = fn(tx)
+			input["id"] = deleted.ID
+			maps.Copy(input, memoryInput(deleted.Owner, deleted.Category, deleted.Key))
+			return map[string]bool{"changed": true}, err
+		})
+	if err != nil {
+		return response{}, err
+	}
+	done.Name, done.Changed = deleted.Key, true
+	return response{body: done, trace: done.TraceID}, nil
 }

@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"strings"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/monitor"
 )
@@ -24,6 +25,11 @@ func (s *server) monitorRoutes() []route {
 	}
 }
 
+func (s *server) verdict(r request) (response, error) {
+	status, err := s.monitor.Status(r.Context(), s.pool)
+	return response{body: status}, err
+}
+
 type acknowledgeRequest struct {
 	Mark   string `json:"mark"`
 	Reason string `json:"reason"`
@@ -36,11 +42,6 @@ func (b acknowledgeRequest) check() error {
 	return reasonRequest{b.Reason}.check()
 }
 
-func (s *server) verdict(r request) (response, error) {
-	status, err := s.monitor.Status(r.Context(), s.pool)
-	return response{body: status}, err
-}
-
 func (s *server) acknowledge(r request) (response, error) {
 	body, _ := r.body.(acknowledgeRequest)
 	status, traceID, err := s.monitor.Acknowledge(r.Context(), s.pool, body.Mark, body.Reason, actorName(r.Context()))
@@ -49,4 +50,23 @@ func (s *server) acknowledge(r request) (response, error) {
 			Kind("verdict-changed", "Verdict changed")
 	}
 	return response{body: status, trace: traceID}, err
+}
+
+func (s *server) countExecutions(r request) (response, error) {
+	counts, err := executions.CountByStatus(r.Context(), s.pool)
+	return response{body: page[executions.StatusCount]{Items: counts}}, err
+}
+
+func (s *server) listWaiting(r request) (response, error) {
+	return s.waitingRows(r, r.query["for"], false)
+}
+
+func (s *server) listStuck(r request) (response, error) { return s.waitingRows(r, "", true) }
+
+func (s *server) waitingRows(r request, kind string, stuck bool) (response, error) {
+	waiting, err := executions.ListWaiting(r.Context(), s.pool, kind, stuck, 500)
+	for i := range waiting {
+		waiting[i] = waiting[i].Redacted(r.Context())
+	}
+	return response{body: page[executions.WaitingRow]{Items: waiting}}, err
 }

@@ -2,12 +2,9 @@ package api
 
 import (
 	"cmp"
-	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"maps"
-	"net/http"
 	"net/url"
 	"slices"
 	"strconv"
@@ -16,9 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
-	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -221,150 +216,9 @@ func (q query) flag(name string) *bool {
 	return &v
 }
 
-const (
-	defaultPage = 50
-	maxPage     = activity.MaxLimit
-)
-
-// page is the format of all listings.
-type page[T any] struct {
-	Items []T `json:"items"`
-	// NextCursor leads to the next page; null after the last page.
-	NextCursor *string `json:"next_cursor"`
-}
-
-// pageOf builds a page; next is empty after the last page.
-func pageOf[T any](rows []T, next string) page[T] {
-	p := page[T]{Items: rows}
-	if rows == nil {
-		p.Items = []T{}
+func checkUUID(text string) error {
+	if !uuidForm.MatchString(text) {
+		return errors.New("must be a uuid")
 	}
-	if next != "" {
-		p.NextCursor = &next
-	}
-	return p
-}
-
-// encodeCursor makes the key of a page's last row opaque. The listing's name prevents use elsewhere.
-func encodeCursor(listing, key string) string {
-	return base64.RawURLEncoding.EncodeToString([]byte(listing + "\n" + key))
-}
-
-// decodeCursor returns the key; empty for the first page.
-func decodeCursor(listing, cursor string) (string, error) {
-	if cursor == "" {
-		return "", nil
-	}
-	raw, err := base64.RawURLEncoding.DecodeString(cursor)
-	key, matches := strings.CutPrefix(string(raw), listing+"\n")
-	if err != nil || !matches || key == "" || !postgres.IsText(key) {
-		return "", activity.ErrCursor
-	}
-	return key, nil
-}
-
-// decodeIDCursor is decodeCursor for listings by id.
-func decodeIDCursor(listing, cursor string) (string, error) {
-	id, err := decodeCursor(listing, cursor)
-	if err != nil || (id != "" && !uuidForm.MatchString(id)) {
-		return "", activity.ErrCursor
-	}
-	return id, nil
-}
-
-// readPage reads a page of a listing by id, newest first, and checks for a next page. The arguments of read are the id
-// to continue after and the row count.
-func readPage[T any](
-	listing string, q query, id func(T) string, read func(before string, limit int) ([]T, error),
-) (page[T], error) {
-	before, err := decodeIDCursor(listing, q["cursor"])
-	if err != nil {
-		return page[T]{}, err
-	}
-	rows, err := read(before, q.limit())
-	if err != nil || len(rows) < q.limit() {
-		return pageOf(rows, ""), err
-	}
-	last := id(rows[len(rows)-1])
-	more, err := read(last, 1)
-	if err != nil || len(more) == 0 {
-		return pageOf(rows, ""), err
-	}
-	return pageOf(rows, encodeCursor(listing, last)), nil
-}
-
-// etag formats a revision as an entity tag.
-func etag(revision int) string { return `"` + strconv.Itoa(revision) + `"` }
-
-// precondition is the state that a change expects.
-type precondition struct {
-	given    bool
-	absent   bool // If-None-Match: *
-	exists   bool // If-Match: *
-	revision int  // If-Match: "3"
-}
-
-// readPrecondition parses If-Match and If-None-Match.
-func (r request) readPrecondition() (precondition, error) {
-	match, none := r.Header.Values("If-Match"), r.Header.Values("If-None-Match")
-	switch {
-	case len(match)+len(none) == 0:
-		return precondition{}, nil
-	case len(match)+len(none) > 1:
-		return precondition{}, badPrecondition("send either If-Match or If-None-Match, once")
-	case len(none) == 1:
-		if strings.TrimSpace(none[0]) != "*" {
-			return precondition{}, badPrecondition("If-None-Match is %.60q; use *", none[0])
-		}
-		return precondition{given: true, absent: true}, nil
-	}
-	tag := strings.TrimSpace(match[0])
-	if tag == "*" {
-		return precondition{given: true, exists: true}, nil
-	}
-	plain := strings.TrimPrefix(tag, "W/") // compressing proxies weaken tags
-	number, err := strconv.Atoi(strings.Trim(plain, `"`))
-	if err != nil || number < 1 || etag(number) != plain {
-		return precondition{}, badPrecondition("If-Match is %.60q; use the ETag of a response, or *", match[0])
-	}
-	return precondition{given: true, revision: number}, nil
-}
-
-func badPrecondition(format string, args ...any) *problem.Problem {
-	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-precondition", "Bad precondition")
-}
-
-// require rejects a change without a precondition.
-func (p precondition) require() error {
-	if p.given {
-		return nil
-	}
-	return problem.New(http.StatusPreconditionRequired, "send If-Match with the ETag that you read, or "+
-		"If-None-Match: * for a new object").Kind("precondition-required", "Precondition required")
-}
-
-// ifMatch returns the precondition of a route whose object must exist.
-func (r request) ifMatch() (revision int, err error) {
-	p, err := r.readPrecondition()
-	if err == nil && p.absent {
-		err = badPrecondition("If-None-Match: * is invalid here: the object must exist")
-	}
-	return p.revision, err
-}
-
-// memoryRevision converts the precondition for package memory. It calls read only for If-Match: *.
-func (p precondition) memoryRevision(
-	ctx context.Context, read func(ctx context.Context) (memory.Entry, error),
-) (int, error) {
-	switch {
-	case p.absent:
-		return memory.Absent, nil
-	case !p.exists:
-		return p.revision, nil
-	}
-	e, err := read(ctx)
-	if err != nil {
-		return 0, fmt.Errorf("read the object of If-Match: *: %w", err)
-	}
-	return e.Revision, nil
+	return nil
 }

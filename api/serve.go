@@ -1,25 +1,16 @@
 package api
 
 import (
-	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
-	"errors"
-	"io"
 	"net/http"
-	"reflect"
-	"runtime/debug"
 	"strconv"
-	"strings"
-	"time"
-	"unicode"
-	"unicode/utf8"
 
-	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/principals"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // request is a validated request.
@@ -40,6 +31,39 @@ func (s *server) serve(rt route) http.Handler {
 		next = s.withIdempotency(rt, next)
 	}
 	return s.authenticateAndAdmit(rt, s.withDeadline(rt, next))
+}
+
+// authenticateAndAdmit authenticates the caller and admits the request with its complete body.
+func (s *server) authenticateAndAdmit(rt route, next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if rec, ok := w.(*statusRecorder); ok {
+			rec.route = rt
+		}
+		setDeadline(http.NewResponseController(w).SetWriteDeadline, s.timeouts.request+s.timeouts.send)
+		r, err := s.auth.authenticate(w, r, rt)
+		if err == nil {
+			var release func()
+			if r, release, err = s.admit(w, r, rt); err == nil {
+				defer release()
+			}
+		}
+		if err != nil {
+			if r.ContentLength != 0 { // the server did not read the body
+				w.Header().Set("Connection", "close")
+			}
+			s.writeError(w, r, rt, err, "")
+			return
+		}
+		if s.read.Configured() && r.Method != http.MethodGet && r.Method != http.MethodHead {
+			if caller := principals.From(r.Context()); caller != nil && caller.SessionID != "" {
+				replica.Wrote(w, r) // this browser's next pages must show the change
+			}
+		}
+		if traceparent := r.Header.Get("Traceparent"); traceparent != "" {
+			r = r.WithContext(trace.WithCaller(r.Context(), traceparent))
+		}
+		next.ServeHTTP(w, r)
+	})
 }
 
 // apiHandler adapts rt.fn to http.Handler. writeCSV reads several pages, so its response has no replica header.
@@ -145,230 +169,4 @@ func (s *server) write(w http.ResponseWriter, r *http.Request, rt route, resp re
 	if _, err := w.Write(encoded); err != nil {
 		s.log.DebugContext(r.Context(), "write response", "path", problem.Path(r), "error", err)
 	}
-}
-
-// encode writes JSON with UTC times and without HTML escapes.
-func encode(v any) ([]byte, error) {
-	var b bytes.Buffer
-	enc := json.NewEncoder(&b)
-	enc.SetEscapeHTML(false)
-	if err := enc.Encode(inUTC(v)); err != nil {
-		return nil, err
-	}
-	return b.Bytes(), nil
-}
-
-// withMiddleware adds security headers, the log line, and panic handling.
-func (s *server) withMiddleware(next http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		began := time.Now()
-		rec := &statusRecorder{ResponseWriter: w}
-		defer func() {
-			s.log.DebugContext(r.Context(), "request", "method", r.Method, "path", problem.Path(r), "status", rec.status,
-				"bytes", rec.bytes, "duration", time.Since(began))
-		}()
-		defer func() {
-			if value := recover(); value != nil {
-				s.handlePanic(rec, r, value)
-			}
-		}()
-		setSecurityHeaders(w.Header())
-		if s.isDraining() {
-			w.Header().Set("Connection", "close") // makes the client reconnect to another process
-		}
-		next.ServeHTTP(rec, r)
-	})
-}
-
-// setSecurityHeaders sets strict defaults. Page handlers override them.
-func setSecurityHeaders(h http.Header) {
-	h.Set("X-Content-Type-Options", "nosniff")
-	h.Set("X-Frame-Options", "DENY")
-	h.Set("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
-	h.Set("Cross-Origin-Resource-Policy", "same-origin")
-	h.Set("Referrer-Policy", "no-referrer")
-	h.Set("Cache-Control", "no-store")
-}
-
-// handlePanic writes a 500 unless the handler already wrote.
-func (s *server) handlePanic(w *statusRecorder, r *http.Request, value any) {
-	if value == http.ErrAbortHandler { //nolint:errorlint // net/http compares the value
-		panic(value)
-	}
-	s.log.ErrorContext(r.Context(), "request panicked", "method", r.Method, "path", problem.Path(r), "panic", value,
-		"stack", string(debug.Stack()))
-	if w.status != 0 {
-		panic(http.ErrAbortHandler) // abort the partial response
-	}
-	s.writeError(w, r, w.route, problem.New(http.StatusInternalServerError, "internal server error"), "")
-}
-
-// statusRecorder stores status and size for the log, and the route for the response to a panic.
-type statusRecorder struct {
-	http.ResponseWriter
-	status, bytes int
-	route         route // set by authenticateAndAdmit
-}
-
-func (w *statusRecorder) WriteHeader(status int) {
-	if w.status == 0 && status >= http.StatusOK {
-		w.status = status
-	}
-	w.ResponseWriter.WriteHeader(status)
-}
-
-func (w *statusRecorder) Write(b []byte) (int, error) {
-	w.status = cmp.Or(w.status, http.StatusOK)
-	n, err := w.ResponseWriter.Write(b)
-	w.bytes += n
-	return n, err
-}
-
-// Unwrap supports http.ResponseController.
-func (w *statusRecorder) Unwrap() http.ResponseWriter { return w.ResponseWriter }
-
-// maxBody is the default body limit in bytes.
-const maxBody = 1 << 20
-
-// maxReason bounds a reason in bytes.
-const maxReason = 1000
-
-// reasonRequest is the body of a change that needs only a reason.
-type reasonRequest struct {
-	Reason string `json:"reason"`
-}
-
-func (b reasonRequest) check() error {
-	switch {
-	case strings.TrimSpace(b.Reason) == "":
-		return problem.BadBody("reason is missing; it is kept in the audit log")
-	case len(b.Reason) > maxReason:
-		return problem.BadBody("reason is longer than %d bytes", maxReason)
-	case !isPrintableText(b.Reason):
-		return problem.BadBody("reason has control characters")
-	}
-	return nil
-}
-
-// readBody decodes the body into a new value of zero's type, and rejects unknown fields. If zero is nil, the body must
-// be absent or an empty object.
-func readBody(r *http.Request, zero any) (any, error) {
-	raw, err := admission.Bytes(r.Body)
-	if err != nil {
-		return nil, err
-	}
-	if zero == nil {
-		if len(bytes.TrimSpace(raw)) == 0 {
-			return nil, nil
-		}
-		return nil, decode(raw, &struct{}{})
-	}
-	into := reflect.New(reflect.TypeOf(zero))
-	if err := decode(raw, into.Interface()); err != nil {
-		return nil, err
-	}
-	body := into.Elem().Interface()
-	if c, ok := body.(interface{ check() error }); ok {
-		return body, c.check()
-	}
-	return body, nil
-}
-
-// decode reads exactly one JSON object into a struct.
-func decode(raw []byte, into any) error {
-	if start := bytes.TrimLeft(raw, " \t\r\n"); len(start) == 0 || start[0] != '{' {
-		return problem.BadBody("the body is not a JSON object")
-	}
-	if !utf8.Valid(raw) { // the decoder would replace invalid bytes
-		return problem.BadBody("the body is not UTF-8")
-	}
-	dec := json.NewDecoder(bytes.NewReader(raw))
-	dec.DisallowUnknownFields()
-	if err := dec.Decode(into); err != nil {
-		if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok && wrong.Field != "" {
-			return problem.BadBody("%s must be %s, got %s", wrong.Field, describeType(wrong.Type), wrong.Value)
-		}
-		return problem.BadBody("%s", strings.TrimPrefix(err.Error(), "json: "))
-	}
-	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
-		return problem.BadBody("unexpected data after the JSON object")
-	}
-	name, err := problem.UnknownField(raw, into)
-	switch {
-	case err != nil:
-		return problem.BadBody("%s", err)
-	case name != "":
-		return problem.BadBody("unknown field %.60q", name)
-	}
-	return nil
-}
-
-// describeType names the JSON type of a field.
-func describeType(t reflect.Type) string {
-	switch t.Kind() {
-	case reflect.Bool:
-		return "a boolean"
-	case reflect.String:
-		return "a string"
-	case reflect.Slice, reflect.Array:
-		return "an array"
-	case reflect.Struct, reflect.Map, reflect.Pointer:
-		return "an object"
-	case reflect.Float32, reflect.Float64:
-		return "a number"
-	default:
-		return "an integer"
-	}
-}
-
-// isPrintableText reports whether PostgreSQL can store a text and a terminal can print it.
-func isPrintableText(s string) bool {
-	return utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool {
-		return unicode.IsControl(r) && r != '\n' && r != '\t'
-	})
-}
-
-var timeType = reflect.TypeFor[time.Time]()
-
-// inUTC returns a copy of v with its times in UTC. It copies structs, slices and pointers only: times in maps, arrays
-// and interface values stay unchanged. Embedded structs must be exported. Times of the database are in UTC already.
-func inUTC(v any) any {
-	if v == nil {
-		return nil
-	}
-	return copyUTC(reflect.ValueOf(v)).Interface()
-}
-
-func copyUTC(v reflect.Value) reflect.Value {
-	if v.Type() == timeType {
-		return reflect.ValueOf(v.Interface().(time.Time).UTC())
-	}
-	switch v.Kind() {
-	case reflect.Pointer:
-		if v.IsNil() {
-			return v
-		}
-		to := reflect.New(v.Type().Elem())
-		to.Elem().Set(copyUTC(v.Elem()))
-		return to
-	case reflect.Slice:
-		if v.IsNil() || v.Type().Elem().Kind() == reflect.Uint8 {
-			return v
-		}
-		to := reflect.MakeSlice(v.Type(), v.Len(), v.Len())
-		for i := range v.Len() {
-			to.Index(i).Set(copyUTC(v.Index(i)))
-		}
-		return to
-	case reflect.Struct:
-		to := reflect.New(v.Type()).Elem()
-		to.Set(v)
-		for i := range v.NumField() {
-			if v.Type().Field(i).IsExported() {
-				to.Field(i).Set(copyUTC(v.Field(i)))
-			}
-		}
-		return to
-	}
-	return v
 }

@@ -1,14 +1,8 @@
 package api
 
 import (
-	"context"
-	"errors"
-
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/prompts"
-	"github.com/lanekeeper/lanekeeper/retention"
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
@@ -65,54 +59,6 @@ func (s *server) listActivity(r request) (response, error) {
 	return logPage("activity", rows, next, err)
 }
 
-// reportRoutes returns the routes of frequent questions about the log. Their figures match the views agent_spend,
-// agent_slowest_skills, agent_failing_skills and agent_audit.
-func (s *server) reportRoutes() []route {
-	skill := textParam("skill", "Name of the skill")
-	since := timeParam("since", "Start of the period; default the last 7 days")
-	return []route{
-		{
-			method: "GET", path: "/v1/activity/spend", response: page[activity.Spending]{}, handle: s.listSpend, replica: true,
-			csv: true,
-			about: "Cost of model calls by day (UTC), skill, surface and model, the latest day first. A call's " +
-				"cost is split over the skills that its answer calls; without skills it counts for its surface, " +
-				"with an empty skill. since and until are cut to whole days.",
-			params: listParams(enumParam("by", "Group by skill (default) or by purpose",
-				stringsOf(activity.BySkill, activity.ByPurpose)...),
-				skill, surfaceParam, textParam("model", "Name of the model"), sinceParam, timeParam("until", "End of the period")),
-		}, {
-			method: "GET", path: "/v1/activity/slowest", response: page[activity.Slow]{}, handle: s.listSlowest, replica: true,
-			about: "Skills by call duration, the slowest first.", params: listParams(skill, since),
-		}, {
-			method: "GET", path: "/v1/activity/failing", response: page[activity.Failure]{},
-			handle: s.listFailing, replica: true,
-			about: "Skills with failed calls, the most failures first.", params: listParams(skill, since),
-		}, {
-			method: "GET", path: "/v1/activity/audit", response: page[activity.AuditEntry]{}, handle: s.listAudit, replica: true,
-			csv: true,
-			about: "The audit log, newest first: actor, action, object, reason, result. A page before the last may " +
-				"be short or empty, because a request scans at most 10,000 rows.",
-			params: listParams(skill, surfaceParam, traceParam, sinceParam, timeParam("until", "End of the period")),
-		},
-	}
-}
-
-// report reads a page of a report of package activity.
-func report[T any](
-	s *server, r request, listing string,
-	read func(context.Context, postgres.DB, activity.ReportFilter) ([]T, string, error),
-) (response, error) {
-	cursor, err := decodeCursor(listing, r.query["cursor"])
-	if err != nil {
-		return response{}, err
-	}
-	rows, next, err := read(r.Context(), s.read, activity.ReportFilter{
-		Since: r.query.time("since"), Until: r.query.time("until"), Skill: r.query["skill"], Surface: r.query["surface"],
-		Model: r.query["model"], Limit: r.query.limit(), Cursor: cursor,
-	})
-	return logPage(listing, rows, next, err)
-}
-
 // logPage converts the cursor of package activity, which names no listing, to a cursor of the listing.
 func logPage[T any](listing string, rows []T, next string, err error) (response, error) {
 	if err != nil {
@@ -122,36 +68,6 @@ func logPage[T any](listing string, rows []T, next string, err error) (response,
 		next = encodeCursor(listing, next)
 	}
 	return response{body: pageOf(rows, next)}, nil
-}
-
-func (s *server) listSpend(r request) (response, error) {
-	if r.query["by"] == string(activity.ByPurpose) {
-		if r.query["skill"] != "" {
-			return response{}, problem.BadParameter("%s", activity.ErrSkillOrPurpose)
-		}
-		return report(s, r, "spend by purpose", activity.SpendByPurpose)
-	}
-	return report(s, r, "spend", activity.Spend)
-}
-
-func (s *server) listSlowest(r request) (response, error) {
-	return report(s, r, "slowest", activity.Slowest)
-}
-
-func (s *server) listFailing(r request) (response, error) {
-	return report(s, r, "failing", activity.Failing)
-}
-
-func (s *server) listAudit(r request) (response, error) {
-	cursor, err := decodeCursor("audit", r.query["cursor"])
-	if err != nil {
-		return response{}, err
-	}
-	audit, err := activity.Audit(r.Context(), s.read, activity.Filter{
-		Surface: r.query["surface"], Skill: r.query["skill"], TraceID: r.query["trace_id"], Since: r.query.time("since"),
-		Until: r.query.time("until"), Limit: r.query.limit(), Cursor: cursor,
-	})
-	return logPage("audit", audit.Rows, audit.Next, err)
 }
 
 func (s *server) whyRoutes() []route {
@@ -168,52 +84,4 @@ func (s *server) getWhy(r request) (response, error) {
 		return response{}, err
 	}
 	return response{body: a, trace: a.TraceID}, nil
-}
-
-func (s *server) retentionRoutes() []route {
-	return []route{
-		{
-			method: "GET", path: "/v1/retention", response: retentionResponse{}, handle: s.getRetention,
-			about: "How long finished rows of each kind are kept, and how many were pruned. Unfinished rows are never pruned.",
-		}, {
-			method: "PUT", path: "/v1/retention", body: retentionRequest{}, response: retention.Change{}, handle: s.setRetention,
-			about: "Set the retention of kinds of rows: a duration such as 90d, or forever. Other kinds stay unchanged. " +
-				"All are changed or, with 400, none; changed is false if nothing had to change.",
-		},
-	}
-}
-
-type retentionResponse struct {
-	Items []retention.Policy `json:"items"`
-}
-
-type retentionRequest struct {
-	reasonRequest
-	Keep map[string]string `json:"keep"`
-}
-
-func (b retentionRequest) check() error {
-	if len(b.Keep) == 0 {
-		return problem.BadBody(`keep is missing: send kinds and durations, such as {"activity": "90d"}`)
-	}
-	for name, time := range b.Keep {
-		if !isPrintableText(name) || !isPrintableText(time) {
-			return problem.BadBody("keep has control characters at %.60q", name)
-		}
-	}
-	return b.reasonRequest.check()
-}
-
-func (s *server) getRetention(r request) (response, error) {
-	list, err := retention.Show(r.Context(), s.pool)
-	return response{body: retentionResponse{list}}, err
-}
-
-func (s *server) setRetention(r request) (response, error) {
-	b := r.body.(retentionRequest)
-	policy, err := retention.Set(r.Context(), s.pool, b.Keep, actorName(r.Context()), b.Reason)
-	if errors.Is(err, retention.ErrInvalid) {
-		return response{}, problem.BadBody("%s", err)
-	}
-	return response{body: policy, trace: policy.TraceID}, err
 }

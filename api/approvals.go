@@ -1,0 +1,70 @@
+package api
+
+import (
+	"errors"
+
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func (s *server) listApprovals(r request) (response, error) {
+	listing, err := readPage("approvals", r.query, func(a approvals.Approval) string { return a.ID },
+		func(before string, limit int) ([]approvals.Approval, error) {
+			return approvals.List(r.Context(), s.pool, approvals.Filter{
+				Status: r.query["status"], Skill: r.query["skill"], TraceIDs: r.query.traceIDs(), Before: before, Limit: limit,
+			})
+		})
+	return response{body: listing}, err
+}
+
+func approvalStatuses() []string {
+	return []string{"pending", "approved", "rejected", "expired", "consumed"}
+}
+
+func (s *server) getApproval(r request) (response, error) {
+	id, err := pathUUID(r, "an approval")
+	if err != nil {
+		return response{}, err
+	}
+	a, err := approvals.Get(r.Context(), s.pool, id)
+	return response{body: a, trace: a.TraceID}, err
+}
+
+type decisionRequest struct {
+	Decision string `json:"decision"` // approve or reject
+	Reason   string `json:"reason,omitempty"`
+}
+
+func (d decisionRequest) check() error {
+	switch {
+	case d.Decision != "approve" && d.Decision != "reject":
+		return problem.BadBody("decision is %.60q; use approve or reject", d.Decision)
+	case len(d.Reason) > maxReason:
+		return problem.BadBody("reason is longer than %d bytes", maxReason)
+	case !isPrintableText(d.Reason):
+		return problem.BadBody("reason has control characters")
+	}
+	return nil
+}
+
+// decideApproval decides an approval. The decision has an op_ trace of its own, because the approval's trace belongs to
+// the waiting execution.
+func (s *server) decideApproval(r request) (response, error) {
+	id, err := pathUUID(r, "an approval")
+	if err != nil {
+		return response{}, err
+	}
+	body := r.body.(decisionRequest)
+	audit := trace.New(trace.Operate)
+	ctx := trace.With(r.Context(), trace.Span{TraceID: audit, Surface: trace.Operate})
+	decided, err := approvals.Decide(ctx, s.pool, id, body.Decision == "approve", actorName(r.Context()), body.Reason)
+	if errors.Is(err, approvals.ErrDecided) {
+		current, getErr := approvals.Get(r.Context(), s.pool, id)
+		return response{trace: current.TraceID}, errors.Join(err, getErr)
+	}
+	if err != nil {
+		return response{}, err
+	}
+	return response{body: decided, trace: string(audit)}, nil
+}
