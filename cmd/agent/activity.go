@@ -63,14 +63,6 @@ func writeActivities(w io.Writer, rows []activity.Row, decisions map[string]acti
 		})
 }
 
-// truncate cuts a text to at most n characters.
-func truncate(text string, n int) string {
-	if r := []rune(text); len(r) > n {
-		return string(r[:n]) + "…"
-	}
-	return text
-}
-
 // reportCommand describes a command that lists the rows of a report.
 type reportCommand[T any] struct {
 	use, short, empty string

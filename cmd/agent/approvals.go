@@ -8,8 +8,6 @@ import (
 	"io"
 	"slices"
 	"strings"
-	"unicode"
-	"unicode/utf16"
 
 	"github.com/spf13/cobra"
 
@@ -124,21 +122,6 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 	}
 	fmt.Fprintf(w, "  arguments\n  %s\n", escapeJSON(pretty.String()))
 	return nil
-}
-
-// escapeJSON escapes unprintable characters, because the admin must see the exact arguments.
-func escapeJSON(text string) string {
-	var b strings.Builder
-	for _, r := range text {
-		if r == '\n' || unicode.IsPrint(r) {
-			b.WriteRune(r)
-			continue
-		}
-		for _, unit := range utf16.Encode([]rune{r}) {
-			fmt.Fprintf(&b, `\u%04x`, unit)
-		}
-	}
-	return b.String()
 }
 
 func (c *cli) decideCommand(approve bool) *cobra.Command {

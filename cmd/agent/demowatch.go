@@ -1,49 +1,14 @@
 package main
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"fmt"
-	"io"
-	"log/slog"
-	"net/http"
 	"net/url"
 	"slices"
 	"strings"
 	"sync"
 	"time"
-
-	"github.com/lanekeeper/lanekeeper/internal/config"
-	"github.com/lanekeeper/lanekeeper/internal/logging"
 )
-
-const demoPollInterval = 25 * time.Millisecond // between two polls of the thread
-
-// Kinds of story events.
-const (
-	acquired  = "acquired" // an execution acquires the thread's lane
-	inherited = "inherited"
-	stale     = "stale"  // an expired lane is cleared
-	queued    = "queued" // a message waits, because another execution holds the lane
-	said      = "said"
-	triggers  = "triggers" // a child
-	waits     = "waits"
-	ended     = "ended"
-	released  = "released" // the lane is free
-	returned  = "returned" // the lane returns to the parent
-	acts      = "acts"     // an external participant
-)
-
-type storyEvent struct {
-	At        string `json:"at"`         // by the story's clock
-	ElapsedMS int64  `json:"elapsed_ms"` // by the machine's clock, when emitted
-	Who       string `json:"who"`
-	Event     string `json:"event"`
-	Subject   string `json:"other,omitempty"` // the holder, lender, former holder or child; the object of a wait
-	Text      string `json:"text,omitempty"`  // the message, or the status at the end
-	Execution string `json:"execution_id,omitempty"`
-}
 
 // watcher polls a thread and its executions over HTTP and emits their events in order.
 //
@@ -75,31 +40,6 @@ type pendingEvent struct {
 	at    time.Time
 	poll  int
 	ready func() []storyEvent
-}
-
-// messageJSON and executionJSON are the parts of API responses that the story needs.
-type messageJSON struct {
-	ID          string     `json:"id"`
-	Seq         *int64     `json:"seq"`
-	Role        string     `json:"role"`
-	Content     string     `json:"content"`
-	Status      string     `json:"status"`
-	ExecutionID *string    `json:"execution_id"`
-	CreatedAt   time.Time  `json:"created_at"`
-	SentAt      *time.Time `json:"sent_at"`
-}
-
-type executionJSON struct {
-	ID           string     `json:"id"`
-	Flow         string     `json:"flow"`
-	ParentID     *string    `json:"parent_id"`
-	Status       string     `json:"status"`
-	WaitingFor   *string    `json:"waiting_for"`
-	WaitNumber   int        `json:"wait_number"`
-	ErrorMessage *string    `json:"error_message"`
-	CreatedAt    time.Time  `json:"created_at"`
-	UpdatedAt    time.Time  `json:"updated_at"`
-	CompletedAt  *time.Time `json:"completed_at"`
 }
 
 func newWatcher(c *client, logs *logCapture, thread, participant string, out chan<- storyEvent) *watcher {
@@ -144,6 +84,8 @@ func (w *watcher) run(ctx context.Context) error {
 	}
 }
 
+const demoPollInterval = 25 * time.Millisecond // between two polls of the thread
+
 // poll reads the current state and emits the events that are complete.
 func (w *watcher) poll(ctx context.Context) error {
 	w.polls++
@@ -175,6 +117,56 @@ func (w *watcher) poll(ctx context.Context) error {
 	w.flush(ctx)
 	return nil
 }
+
+// messageJSON and executionJSON are the parts of API responses that the story needs.
+type messageJSON struct {
+	ID          string     `json:"id"`
+	Seq         *int64     `json:"seq"`
+	Role        string     `json:"role"`
+	Content     string     `json:"content"`
+	Status      string     `json:"status"`
+	ExecutionID *string    `json:"execution_id"`
+	CreatedAt   time.Time  `json:"created_at"`
+	SentAt      *time.Time `json:"sent_at"`
+}
+
+type executionJSON struct {
+	ID           string     `json:"id"`
+	Flow         string     `json:"flow"`
+	ParentID     *string    `json:"parent_id"`
+	Status       string     `json:"status"`
+	WaitingFor   *string    `json:"waiting_for"`
+	WaitNumber   int        `json:"wait_number"`
+	ErrorMessage *string    `json:"error_message"`
+	CreatedAt    time.Time  `json:"created_at"`
+	UpdatedAt    time.Time  `json:"updated_at"`
+	CompletedAt  *time.Time `json:"completed_at"`
+}
+
+type storyEvent struct {
+	At        string `json:"at"`         // by the story's clock
+	ElapsedMS int64  `json:"elapsed_ms"` // by the machine's clock, when emitted
+	Who       string `json:"who"`
+	Event     string `json:"event"`
+	Subject   string `json:"other,omitempty"` // the holder, lender, former holder or child; the object of a wait
+	Text      string `json:"text,omitempty"`  // the message, or the status at the end
+	Execution string `json:"execution_id,omitempty"`
+}
+
+// Kinds of story events.
+const (
+	acquired  = "acquired" // an execution acquires the thread's lane
+	inherited = "inherited"
+	stale     = "stale"  // an expired lane is cleared
+	queued    = "queued" // a message waits, because another execution holds the lane
+	said      = "said"
+	triggers  = "triggers" // a child
+	waits     = "waits"
+	ended     = "ended"
+	released  = "released" // the lane is free
+	returned  = "returned" // the lane returns to the parent
+	acts      = "acts"     // an external participant
+)
 
 func (w *watcher) enqueue(at time.Time, ready func() []storyEvent) {
 	w.pending = append(w.pending, pendingEvent{at, w.polls, ready})
@@ -313,182 +305,4 @@ func (w *watcher) flush(ctx context.Context) {
 			}
 		}
 	}
-}
-
-// laneLine is a log line about the lane of a thread.
-type laneLine struct {
-	message   string
-	execution string // the execution of the line
-	other     string // the execution that holds, lends or held the lane
-	count     int64  // of released locks
-}
-
-// logCapture stores the log lines about lanes of threads. A lane's line follows the commit of its message.
-type logCapture struct {
-	mu    sync.Mutex
-	lines []laneLine
-}
-
-// tee returns a logger that also writes into the capture.
-func (j *logCapture) tee(log *slog.Logger) *slog.Logger {
-	return slog.New(slog.NewMultiHandler(log.Handler(), logging.Handler(&captureHandler{capture: j})))
-}
-
-// matching lists the captured lines of an execution, oldest first.
-func (j *logCapture) matching(execution string, messages ...string) []laneLine {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	var found []laneLine
-	for _, l := range j.lines {
-		if l.execution == execution && slices.Contains(messages, l.message) {
-			found = append(found, l)
-		}
-	}
-	return found
-}
-
-func (j *logCapture) count(messages ...string) (n int) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	for _, l := range j.lines {
-		if slices.Contains(messages, l.message) {
-			n++
-		}
-	}
-	return n
-}
-
-// laneLines are the log messages about the lane of a thread.
-var laneLines = []string{"lane acquired", "lane busy", "lane inherited", "lane stale, clearing"}
-
-const releasedLine = "locks released"
-
-// captureHandler is the slog handler of a logCapture.
-type captureHandler struct {
-	capture *logCapture
-	attrs   []slog.Attr
-}
-
-func (h *captureHandler) Enabled(_ context.Context, level slog.Level) bool {
-	return level >= slog.LevelInfo
-}
-
-func (h *captureHandler) WithAttrs(attrs []slog.Attr) slog.Handler {
-	return &captureHandler{h.capture, slices.Concat(h.attrs, attrs)}
-}
-
-func (h *captureHandler) WithGroup(string) slog.Handler { return h }
-
-func (h *captureHandler) Handle(_ context.Context, r slog.Record) error {
-	if r.Message != releasedLine && !slices.Contains(laneLines, r.Message) {
-		return nil
-	}
-	values := map[string]slog.Value{}
-	keep := func(a slog.Attr) bool {
-		values[a.Key] = a.Value.Resolve()
-		return true
-	}
-	for _, a := range h.attrs {
-		keep(a)
-	}
-	r.Attrs(keep)
-	if lane, ok := values["lane"]; r.Message != releasedLine && (!ok || !strings.HasPrefix(lane.String(), "thread:")) {
-		return nil
-	}
-	l := laneLine{message: r.Message, execution: firstAttr(values, "execution_id", "owner", "to")}
-	l.other = firstAttr(values, "holder", "from")
-	if n, ok := values["count"]; ok && n.Kind() == slog.KindInt64 {
-		l.count = n.Int64()
-	}
-	h.capture.mu.Lock()
-	defer h.capture.mu.Unlock()
-	h.capture.lines = append(h.capture.lines, l)
-	return nil
-}
-
-// firstAttr returns the first attribute present. An owner is an execution and its claim number; the number is cut
-// off.
-func firstAttr(values map[string]slog.Value, names ...string) string {
-	for _, name := range names {
-		if v, ok := values[name]; ok {
-			execution, _, _ := strings.Cut(v.String(), "#")
-			return execution
-		}
-	}
-	return ""
-}
-
-// client sends the HTTP requests of all external participants: admin, workers, other systems and the candidate.
-type client struct {
-	base, admin, chat string
-	http              *http.Client
-}
-
-func newClient(base string, cfg config.Config) *client {
-	return &client{
-		base: base, admin: cfg.AdminToken.Reveal(), chat: browserKey(cfg),
-		http: &http.Client{Transport: &http.Transport{}, Timeout: 2 * time.Minute},
-	}
-}
-
-func (c *client) get(ctx context.Context, path string, into any) error {
-	return c.call(ctx, http.MethodGet, path, nil, into)
-}
-
-func (c *client) post(ctx context.Context, path string, body, into any) error {
-	return c.call(ctx, http.MethodPost, path, body, into)
-}
-
-func (c *client) call(ctx context.Context, method, path string, body, into any) error {
-	return c.send(ctx, method, path, http.Header{"Authorization": {"Bearer " + c.admin}}, body, into)
-}
-
-// sendChat sends a chat message as the candidate. The response is ignored.
-func (c *client) sendChat(ctx context.Context, thread, words string) error {
-	type message struct {
-		Role    string `json:"role"`
-		Content string `json:"content"`
-	}
-	body := struct {
-		Model    string    `json:"model"`
-		Messages []message `json:"messages"`
-	}{"agent", []message{{"user", words}}}
-	header := http.Header{"Authorization": {"Bearer " + c.chat}, "X-Thread-Id": {thread}}
-	return c.send(ctx, http.MethodPost, "/v1/chat/completions", header, body, nil)
-}
-
-func (c *client) send(ctx context.Context, method, path string, header http.Header, body, into any) error {
-	var content io.Reader
-	if body != nil {
-		encoded, err := json.Marshal(body)
-		if err != nil {
-			return fmt.Errorf("%s %s: %w", method, path, err)
-		}
-		content = bytes.NewReader(encoded)
-		header.Set("Content-Type", "application/json")
-	}
-	req, err := http.NewRequestWithContext(ctx, method, c.base+path, content)
-	if err != nil {
-		return fmt.Errorf("%s %s: %w", method, path, err)
-	}
-	req.Header = header
-	answer, err := c.http.Do(req)
-	if err != nil {
-		return fmt.Errorf("%s %s: %w", method, path, err)
-	}
-	defer answer.Body.Close()
-	got, err := io.ReadAll(io.LimitReader(answer.Body, 16<<20))
-	if err != nil {
-		return fmt.Errorf("%s %s: %w", method, path, err)
-	}
-	if answer.StatusCode/100 != 2 {
-		return fmt.Errorf("%s %s: status %d: %.300s", method, path, answer.StatusCode, got)
-	}
-	if into == nil {
-		return nil
-	}
-	if err := json.Unmarshal(got, into); err != nil {
-		return fmt.Errorf("%s %s: read the answer: %w", method, path, err)
-	}
-	return nil
 }

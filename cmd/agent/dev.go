@@ -7,25 +7,20 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"maps"
 	"net"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
-	"github.com/lanekeeper/lanekeeper/builtins"
-	"github.com/lanekeeper/lanekeeper/examples"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/config"
-	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -112,33 +107,6 @@ func (c *cli) reportDotEnv(file config.DotEnv) {
 	if len(file.Ignored) > 0 {
 		c.infof(".env cannot set %s; set them in the environment", strings.Join(file.Ignored, ", "))
 	}
-}
-
-// readWorkspace reads a folder, from its files or from those that a caller sent, or the caretaker example without one.
-// It rejects builtins unknown to this binary.
-func readWorkspace(dir string, sent fs.FS) (workspace.Workspace, error) {
-	if dir != "" {
-		var files workspace.Workspace
-		var err error
-		if sent != nil {
-			files, err = workspace.LoadFrom(sent, dir)
-		} else {
-			files, err = workspace.LoadDir(dir)
-		}
-		if err == nil {
-			err = files.CheckBuiltins(builtins.Names())
-			files.Reserved = executions.Reserved()
-		}
-		if err != nil {
-			return workspace.Workspace{}, &exitError{exitUsage, err}
-		}
-		return files, nil
-	}
-	source, err := examples.Caretaker()
-	if err != nil {
-		return workspace.Workspace{}, err
-	}
-	return workspace.Load(source)
 }
 
 // prepareDev opens the database and migrates it.
@@ -249,13 +217,6 @@ func (c *cli) reportApplied(diff workspace.Diff, opts devOptions) error {
 	return nil
 }
 
-func plural(noun string, n int) string {
-	if n == 1 {
-		return noun
-	}
-	return noun + "s"
-}
-
 // firstHeartbeat runs and prints one heartbeat. A failed heartbeat does not end dev.
 func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app.App) error {
 	c.infof("running a heartbeat …")
@@ -317,33 +278,4 @@ func browserKey(cfg config.Config) string {
 		names = slices.Collect(maps.Keys(cfg.ChatKeys))
 	}
 	return cfg.ChatKeys[slices.Min(names)].Reveal()
-}
-
-// restartServer starts the local PostgreSQL again when it went down.
-func (s *session) restartServer(ctx context.Context, c *cli) error {
-	if s.server == nil {
-		return nil
-	}
-	for {
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-s.server.Done():
-		}
-		s.log.ErrorContext(ctx, "local PostgreSQL went down; restarting it")
-		restarted, err := pgserver.Start(ctx, s.serverConfig(c))
-		if err != nil {
-			s.log.ErrorContext(ctx, "local PostgreSQL did not start", "error", err)
-			select {
-			case <-ctx.Done():
-				return nil
-			case <-time.After(2 * time.Second):
-			}
-			continue
-		}
-		s.server = restarted
-		if restarted.URL() != s.url {
-			return fmt.Errorf("the local PostgreSQL has a new address; restart agent dev")
-		}
-	}
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/models/modelcheck"
@@ -264,4 +265,53 @@ func failureOf(r modelcheck.Result) error {
 		return errors.New(r.Detail)
 	}
 	return hint(errors.New(r.Detail), "%s", r.Help)
+}
+
+func diagnoseReplica(ctx context.Context, s *session, add func(string, error, string) bool) {
+	if !s.Read.Configured() {
+		return
+	}
+	behind, err := s.Read.Measure(ctx)
+	if err != nil {
+		err = replicaError(err)
+	}
+	add("replica", err, fmt.Sprintf("a standby of this database, %.1f s behind", behind.Seconds()))
+}
+
+// diagnoseEmbedding checks semantic search of memories.
+func diagnoseEmbedding(ctx context.Context, s *session, add func(string, error, string) bool) {
+	const check = "embeddings"
+	index, err := app.NewIndex(s.config, s.log)
+	if err != nil || index == nil {
+		add(check, err, "off: memory search matches words only; set AGENT_EMBEDDING_MODEL to enable them")
+		return
+	}
+	state, err := index.State(ctx, s.Pool)
+	if err == nil && state.Extension == "" {
+		err = missingExtension(s.config.Embedding.Model, state)
+	}
+	if err != nil {
+		add(check, err, "")
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+	defer cancel()
+	dimensions, err := index.Check(ctx)
+	if err != nil {
+		err = fmt.Errorf("memory search matches words only: %w", err)
+	}
+	add(check, err, fmt.Sprintf("%s, %d dimensions, pgvector %s; %d of %d memories are embedded",
+		s.config.Embedding.Model, dimensions, state.Extension, state.Embedded, state.Entries))
+}
+
+// missingExtension explains how to install the extension vector.
+func missingExtension(model string, state memory.EmbeddingState) error {
+	wrong := fmt.Sprintf(
+		"%s is set, but memory search matches words only: the database has no extension vector (pgvector)", model)
+	if state.Available {
+		return hint(errors.New(wrong), "run as a superuser: create extension vector;")
+	}
+	return hint(errors.New(wrong), "install pgvector on its server (a package such as postgresql-%d-pgvector), then run "+
+		"in the database as a superuser: create extension vector;",
+		state.Server)
 }

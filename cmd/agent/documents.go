@@ -149,13 +149,6 @@ func (c *cli) documentsShowCommand() *cobra.Command {
 	}
 }
 
-func textOrDash(text *string) string {
-	if text == nil {
-		return "-"
-	}
-	return printable(*text)
-}
-
 type fetched struct {
 	documents.Document
 	Path string `json:"path"`

@@ -1,9 +1,7 @@
 package main
 
 import (
-	"cmp"
 	"context"
-	"encoding/xml"
 	"errors"
 	"fmt"
 	"io"
@@ -19,10 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/runner"
-	"github.com/lanekeeper/lanekeeper/evals/stats"
 	"github.com/lanekeeper/lanekeeper/internal/app"
-	"github.com/lanekeeper/lanekeeper/internal/human"
-	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
@@ -31,18 +26,6 @@ func (c *cli) evalCommand() *cobra.Command {
 		c.evalRunCommand(), c.evalCounterfactualCommand(), c.evalShadowCommand(), c.evalListCommand(), c.evalShowCommand(),
 		c.evalAddCommand(), c.evalLabelCommand(), c.evalLabelsCommand())
 }
-
-// evalOptions are the flags of agent eval run.
-type evalOptions struct {
-	runner.Options
-	concurrent             int
-	against, resume, junit string
-	candidate              string
-	prune                  bool
-}
-
-// defaultConcurrency is enough for 100 cases in 5 trials within a minute, with a model that answers in 200 ms.
-const defaultConcurrency = 8
 
 func (c *cli) evalRunCommand() *cobra.Command {
 	var o evalOptions
@@ -74,6 +57,18 @@ with gate: passes, agent apply DIR passes its gate.`,
 	o.flags(cmd.Flags())
 	return cmd
 }
+
+// evalOptions are the flags of agent eval run.
+type evalOptions struct {
+	runner.Options
+	concurrent             int
+	against, resume, junit string
+	candidate              string
+	prune                  bool
+}
+
+// defaultConcurrency is enough for 100 cases in 5 trials within a minute, with a model that answers in 200 ms.
+const defaultConcurrency = 8
 
 // flags are those of the commands that play runs.
 func (o *evalOptions) flags(flags *pflag.FlagSet) {
@@ -219,14 +214,6 @@ func (c *cli) startEvals(
 	return runs, nil
 }
 
-func errNoSuite(name string) error {
-	return hint(fmt.Errorf("there is no eval %.100q", name), "see agent eval ls")
-}
-
-func errNoEval() error {
-	return hint(errors.New("there is no eval"), "declare one as kind: eval in the workspace, see docs/evals.md")
-}
-
 // evalError adds the exit code and the next step to an error of a run.
 func evalError(err error) error {
 	switch {
@@ -289,19 +276,6 @@ func (c *cli) startCandidates(
 	return runs, nil
 }
 
-// findRun reads a run by its id.
-func findRun(ctx context.Context, s *session, id string) (evals.Run, error) {
-	if !uuidForm.MatchString(id) {
-		err := hint(fmt.Errorf("%.60q is not the id (uuid) of a run", id), "see agent eval ls --runs")
-		return evals.Run{}, &exitError{exitUsage, err}
-	}
-	run, err := evals.GetRun(ctx, s.Pool, id)
-	if errors.Is(err, evals.ErrNotFound) {
-		err = hint(fmt.Errorf("there is no run %s", id), "see agent eval ls --runs")
-	}
-	return run, err
-}
-
 // workEval plays the trials of a run, and reports it.
 func (c *cli) workEval(
 	ctx context.Context, s *session, a *app.App, run evals.Run, o evalOptions,
@@ -333,347 +307,4 @@ func total[K comparable](counts map[K]int) (n int) {
 		n += count
 	}
 	return n
-}
-
-// reportEval reports a run, and compares it if asked.
-func (c *cli) reportEval(ctx context.Context, s *session, id, against string) (evals.Report, error) {
-	run, err := findRun(ctx, s, id)
-	if err != nil {
-		return evals.Report{}, err
-	}
-	report, err := evals.NewReport(ctx, s.Pool, run)
-	if err != nil {
-		return report, err
-	}
-	if who := principals.From(ctx); who != nil && !who.May(principals.ThreadsRead) {
-		report.HideTexts()
-	}
-	if against == "" {
-		return report, nil
-	}
-	other, err := evals.Run{}, error(nil)
-	if against == "last" {
-		if other, err = evals.Baseline(ctx, s.Pool, run); errors.Is(err, evals.ErrNotFound) {
-			err = hint(fmt.Errorf("%s has no earlier run to compare with", run.Suite), "leave out --against the first time")
-		}
-	} else {
-		other, err = findRun(ctx, s, against)
-	}
-	if err != nil {
-		return report, err
-	}
-	if other.Suite != run.Suite {
-		return report, usageError("run %s is of %s, not of %s", other.ID, other.Suite, run.Suite)
-	}
-	subject, err := evals.ReadSubject(ctx, s.Pool, run)
-	if err != nil {
-		return report, err
-	}
-	return report, report.CompareWith(ctx, s.Pool, other, subject.Suite.Definition.Margin())
-}
-
-// evalExit is the exit code of reports: that of the worst one.
-func evalExit(reports []evals.Report) error {
-	code := 0
-	for _, r := range reports {
-		switch {
-		case r.Comparison != nil && r.Comparison.Answer == stats.Worse, r.Comparison == nil && r.Status == evals.Failed:
-			code = exitFailed
-		case code == 0 && (r.Comparison != nil && r.Comparison.Answer == stats.Undecided ||
-			r.Comparison == nil && r.Status != evals.Passed):
-			code = exitUndecided
-		}
-	}
-	if code == 0 {
-		return nil
-	}
-	return &exitError{code, nil}
-}
-
-func writeReports(w io.Writer, reports []evals.Report) {
-	for i, r := range reports {
-		if i > 0 {
-			fmt.Fprintln(w)
-		}
-		writeEvalReport(w, r)
-	}
-}
-
-func writeEvalReport(w io.Writer, r evals.Report) {
-	defer writeContinue(w, r.Run)
-	if r.ControlRun != nil {
-		writeCounterfactual(w, r)
-		return
-	}
-	fmt.Fprintf(w, "%s version %d, agent %s version %d, model %s, run %s%s\n\n", r.Suite, r.Version, r.Agent,
-		r.AgentVersion, printable(r.Model), r.ID, map[bool]string{true: ", not applied"}[r.Candidate])
-	writeRows(w, "no case", []string{"CASE", "PASSED", "95 %", "PASS^K", "COST", "TRACE", "WHY"}, r.Cases,
-		func(c evals.CaseResult) []string {
-			return []string{
-				c.Case, fmt.Sprintf("%d/%d", c.Passed, c.Trials), fmt.Sprintf("%.2f–%.2f", c.Rate.Low, c.Rate.High), passK(c),
-				human.Cost(c.CostUSD, c.Tokens), c.TraceID, strings.Join(c.Reasons, "; "),
-			}
-		})
-	fmt.Fprintf(w, "\n%s, %s, %s tokens\n", r.State(), human.Cost(r.CostUSD, r.Tokens), human.Count(r.Tokens))
-	for _, j := range r.Judges {
-		writeJudge(w, j)
-	}
-	if r.JudgeUSD > 0 {
-		fmt.Fprintf(w, "judges of trials: %s besides\n", human.Money(r.JudgeUSD))
-	}
-	if r.CalibrationTokens > 0 {
-		fmt.Fprintf(w, "calibration of judges: %s besides\n", human.Money(r.CalibrationUSD))
-	}
-	if r.Comparison != nil {
-		fmt.Fprintf(w, "%s: %+.2f (%.2f to %.2f) against run %s of version %d, %s\n", r.Comparison.Answer,
-			r.Comparison.Difference, r.Difference.Low, r.Difference.High, r.Against.ID, r.Against.Version,
-			printable(r.Against.Model))
-	}
-	if r.Control.Answer == stats.Better || r.Control.Answer == stats.Worse {
-		fmt.Fprintln(w, "warning: the even trials of this run differ from its odd ones; do not trust a comparison")
-	}
-}
-
-// writeContinue prints how to continue an interrupted run.
-func writeContinue(w io.Writer, r evals.Run) {
-	if r.Status == evals.Interrupted && !r.Control() {
-		fmt.Fprintln(w, "interrupted; "+resumeCommand(r)+" continues the run")
-	}
-}
-
-// resumeCommand continues a run.
-func resumeCommand(r evals.Run) string {
-	if r.Kind == evals.OfCounterfactual {
-		return "agent eval counterfactual --resume " + r.ID
-	}
-	return "agent eval run --resume " + r.ID
-}
-
-// whyTrial has the reasons of a trial, and its judges' verdicts.
-func whyTrial(t evals.Trial) string {
-	all := slices.Clone(t.Reasons)
-	for _, j := range t.Judgements {
-		all = append(all, j.String())
-	}
-	return printable(strings.Join(all, "; "))
-}
-
-// writeJudge prints a judge's agreement with people.
-func writeJudge(w io.Writer, j evals.Calibration) {
-	own := map[bool]string{true: ", the model that it judges"}[j.Same]
-	if j.Judged > 0 {
-		fmt.Fprintf(w, "judge %s%s: agrees with people on %d of %d answers (%.2f–%.2f), wrongly passes %.2f–%.2f, "+
-			"wrongly fails %.2f–%.2f\n", printable(j.Model), own, j.Agreed, j.Judged, j.Agreement.Low, j.Agreement.High,
-			j.FalsePass.Low, j.FalsePass.High, j.FalseFail.Low, j.FalseFail.High)
-	}
-	if !j.Calibrated {
-		fmt.Fprintf(w, "judge %s%s: not calibrated, decides nothing: %s\n", printable(j.Model), own, j.Why)
-	}
-}
-
-func passK(c evals.CaseResult) string {
-	if c.K == 0 {
-		return ""
-	}
-	return fmt.Sprintf("%.2f (k=%d)", c.PassK, c.K)
-}
-
-// JUnit XML, as CI servers read it.
-type (
-	junitSuites struct {
-		XMLName xml.Name     `xml:"testsuites"`
-		Suites  []junitSuite `xml:"testsuite"`
-	}
-	junitSuite struct {
-		Name     string      `xml:"name,attr"`
-		Tests    int         `xml:"tests,attr"`
-		Failures int         `xml:"failures,attr"`
-		Errors   int         `xml:"errors,attr"`
-		Skipped  int         `xml:"skipped,attr"`
-		Cases    []junitCase `xml:"testcase"`
-	}
-	junitCase struct {
-		Class   string        `xml:"classname,attr"`
-		Name    string        `xml:"name,attr"`
-		Seconds string        `xml:"time,attr,omitempty"`
-		Failure *junitMessage `xml:"failure"`
-		Error   *junitMessage `xml:"error"`
-		Skipped *junitMessage `xml:"skipped"`
-	}
-	junitMessage struct {
-		Message string `xml:"message,attr"`
-		Text    string `xml:",chardata"`
-	}
-)
-
-// junit renders the trials of reports: fail as failure, diverged and error as error, undecided as skipped.
-func junit(reports []evals.Report) ([]byte, error) {
-	var all junitSuites
-	for _, r := range reports {
-		suite := junitSuite{Name: r.Suite, Tests: len(r.TrialRows)}
-		if r.ControlRun != nil {
-			all.Suites = append(all.Suites, junitComparison(r))
-			continue
-		}
-		for _, t := range r.TrialRows {
-			one := junitCase{
-				Class: r.Suite, Name: fmt.Sprintf("%s #%d", t.Case, t.Trial),
-				Seconds: fmt.Sprintf("%.3f", float64(t.DurationMS)/1000),
-			}
-			message := &junitMessage{strings.Join(t.Reasons, "; "), "trace " + t.TraceID}
-			switch t.Verdict {
-			case evals.Pass:
-			case evals.Fail:
-				one.Failure = message
-				suite.Failures++
-			case evals.Diverged, evals.Error:
-				one.Error = message
-				suite.Errors++
-			default:
-				one.Skipped = message
-				suite.Skipped++
-			}
-			suite.Cases = append(suite.Cases, one)
-		}
-		all.Suites = append(all.Suites, suite)
-	}
-	text, err := xml.MarshalIndent(all, "", "  ")
-	if err != nil {
-		return nil, fmt.Errorf("render JUnit: %w", err)
-	}
-	return append([]byte(xml.Header), append(text, '\n')...), nil
-}
-
-// junitComparison renders the comparison with a control as one test. A single recorded turn fails nothing.
-func junitComparison(r evals.Report) junitSuite {
-	suite := junitSuite{Name: r.Kind + " of " + r.Agent, Tests: 1}
-	one := junitCase{Class: suite.Name, Name: "not worse than the control"}
-	message := &junitMessage{
-		fmt.Sprintf("%s: %+.2f (%.2f to %.2f)", r.Comparison.Answer, r.Comparison.Difference, r.Difference.Low,
-			r.Difference.High), "run " + r.ID,
-	}
-	switch r.Comparison.Answer {
-	case stats.Worse:
-		one.Failure, suite.Failures = message, 1
-	case stats.Undecided:
-		one.Skipped, suite.Skipped = message, 1
-	case stats.Better, stats.NotWorse:
-	}
-	suite.Cases = []junitCase{one}
-	return suite
-}
-
-// listedEval is a suite with its newest run.
-type listedEval struct {
-	Name    string     `json:"name"`
-	Version int        `json:"version"`
-	Agent   string     `json:"agent"`
-	Cases   int        `json:"cases"`
-	Trials  int        `json:"trials"`
-	Last    *evals.Run `json:"last_run"`
-}
-
-func (c *cli) evalListCommand() *cobra.Command {
-	var runs bool
-	cmd := &cobra.Command{
-		Use: "ls [SUITE]", Short: "List the suites, or with --runs their newest runs",
-		Args: positionalArgs(0, 1, "at most one suite"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			suite := cmp.Or(append(args, "")...)
-			if runs || suite != "" {
-				return c.listRuns(cmd.Context(), s, suite)
-			}
-			suites, err := evals.List(cmd.Context(), s.Pool)
-			if err != nil {
-				return err
-			}
-			listed := make([]listedEval, len(suites))
-			for i, one := range suites {
-				d := one.Definition
-				listed[i] = listedEval{one.Name, one.Version, d.Agent, len(d.Cases), d.TrialCount(), nil}
-				last, err := evals.Runs(cmd.Context(), s.Pool, one.Name, 1)
-				if err != nil {
-					return err
-				}
-				if len(last) > 0 {
-					listed[i].Last = &last[0]
-				}
-			}
-			return printRows(c, listed, "", "no eval; declare one as kind: eval in the workspace",
-				[]string{"EVAL", "VERSION", "AGENT", "CASES", "TRIALS", "LAST RUN", "RESULT"}, func(e listedEval) []string {
-					row := []string{e.Name, fmt.Sprint(e.Version), e.Agent, fmt.Sprint(e.Cases), fmt.Sprint(e.Trials), "", ""}
-					if e.Last != nil {
-						row[5], row[6] = e.Last.ID, e.Last.Status
-					}
-					return row
-				})
-		}),
-	}
-	cmd.Flags().BoolVar(&runs, "runs", false, "list the newest runs")
-	return cmd
-}
-
-// knownSuite returns an error for the name of a suite that never existed.
-func knownSuite(ctx context.Context, s *session, name string) error {
-	if name == "" {
-		return nil
-	}
-	_, err := evals.Version(ctx, s.Pool, name, 1)
-	if errors.Is(err, evals.ErrNotFound) {
-		return errNoSuite(name)
-	}
-	return err
-}
-
-func (c *cli) listRuns(ctx context.Context, s *session, suite string) error {
-	runs, err := evals.Runs(ctx, s.Pool, suite, 50)
-	if err == nil && len(runs) == 0 {
-		err = knownSuite(ctx, s, suite)
-	}
-	if err != nil {
-		return err
-	}
-	reports, err := evals.Outcomes(ctx, s.Pool, runs)
-	if err != nil {
-		return err
-	}
-	states := map[string]string{}
-	for _, r := range reports {
-		states[r.ID] = r.State()
-	}
-	heading := []string{"RUN", "EVAL", "VERSION", "AGENT", "MODEL", "TRIALS", "BEGAN", "RESULT"}
-	return printRows(c, runs, "", "no run", heading,
-		func(r evals.Run) []string {
-			return []string{
-				r.ID, r.Suite, fmt.Sprint(r.Version), fmt.Sprintf("%s %d", r.Agent, r.AgentVersion), r.Model, fmt.Sprint(r.Trials),
-				formatTime(r.CreatedAt), states[r.ID],
-			}
-		})
-}
-
-func (c *cli) evalShowCommand() *cobra.Command {
-	var against string
-	cmd := &cobra.Command{
-		Use: "show RUN", Short: "Show a run with its trials, and compare it with --against",
-		Args: positionalArgs(1, 1, "a run's id"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			report, err := c.reportEval(cmd.Context(), s, args[0], against)
-			if err != nil {
-				return err
-			}
-			return c.print(report, func(w io.Writer) {
-				writeEvalReport(w, report)
-				fmt.Fprintln(w)
-				writeRows(w, "no trial", []string{"CASE", "TRIAL", "VERDICT", "CALLS", "COST", "TRACE", "WHY"}, report.TrialRows,
-					func(t evals.Trial) []string {
-						return []string{
-							t.Case, fmt.Sprint(t.Trial), cmp.Or(string(t.Verdict), "open"), fmt.Sprint(t.Iterations),
-							human.Cost(t.CostUSD, t.Tokens), t.TraceID, whyTrial(t),
-						}
-					})
-			})
-		}),
-	}
-	cmd.Flags().StringVar(&against, "against", "", "compare with this run, or with the last one before")
-	return cmd
 }

@@ -132,27 +132,3 @@ func (c *cli) appendCase(path, begin string, made evals.Case) error {
 	}
 	return c.writeFile(path, []byte(after), true)
 }
-
-// readInput reads a file that the caller names.
-func (c *cli) readInput(path string) ([]byte, error) {
-	file, err := c.openFile(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, &exitError{exitUsage, &missingFile{path}}
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read %s: %w", path, err)
-	}
-	defer file.Close()
-	text, err := io.ReadAll(file)
-	if err != nil {
-		return nil, fmt.Errorf("read %s: %w", path, err)
-	}
-	return text, nil
-}
-
-// missingFile reports a missing file.
-type missingFile struct{ path string }
-
-func (m *missingFile) Error() string { return "there is no file " + m.path }
-
-func (m *missingFile) Is(target error) bool { return target == fs.ErrNotExist }

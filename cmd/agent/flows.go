@@ -155,3 +155,12 @@ func (c *cli) flowsSchemaCommand() *cobra.Command {
 		},
 	}
 }
+
+// goFlows lists the flows in Go, of this program and of live processes.
+func (c *cli) goFlows(ctx context.Context, s *session) ([]string, error) {
+	a, err := c.app(s, nil)
+	if err != nil {
+		return nil, err
+	}
+	return a.Engine.Flows(ctx)
+}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -14,7 +13,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func (c *cli) heartbeatCommand() *cobra.Command {
@@ -97,94 +95,4 @@ func (c *cli) writeHeartbeat(w io.Writer, story activity.Trace, x executions.Exe
 		fmt.Fprintf(w, "\n%s\n", printable(x.ResultSummary))
 	}
 	return nil
-}
-
-func (c *cli) pauseCommand() *cobra.Command {
-	var reason string
-	cmd := &cobra.Command{
-		Use: "pause --reason WHY", Short: "Pause all autonomous work",
-		Args: positionalArgs(0, 0, "no arguments; name the reason with --reason"),
-		Long: `Pause all autonomous work in all processes until agent resume. No heartbeat, automation, webhook or flow starts; running
-ones stop before their next step. Scheduled times are recorded as skipped; deliveries, events and messages are stored.
-agent operate and the chat continue. In SQL: select pause_agent('why').`,
-		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := executions.PauseAll(cmd.Context(), s.Pool, actor(cmd.Context()), reason)
-			if err != nil {
-				return err
-			}
-			return c.print(got, func(w io.Writer) {
-				text := got.String()
-				if !got.Changed {
-					text = "already: " + text
-				}
-				fmt.Fprintf(w, "%s\ntrace %s; `agent resume` ends it\n", printable(text), got.TraceID)
-			})
-		}),
-	}
-	cmd.Flags().StringVar(&reason, "reason", "", "reason, shown while it is paused")
-	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error {
-		if strings.TrimSpace(reason) == "" {
-			return &exitError{exitUsage, helpHint(errors.New("name the reason with --reason"), cmd)}
-		}
-		return nil
-	}
-	return cmd
-}
-
-func (c *cli) resumeCommand() *cobra.Command {
-	var reason string
-	cmd := &cobra.Command{
-		Use: "resume", Short: "Resume autonomous work", Args: positionalArgs(0, 0, "no arguments"),
-		Long: `End the pause of agent pause. Ready work continues at once; missed scheduled times stay skipped. In SQL: select
-resume_agent().`,
-		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := executions.ResumeAll(cmd.Context(), s.Pool, actor(cmd.Context()), reason)
-			if err != nil {
-				return err
-			}
-			return c.print(got, func(w io.Writer) {
-				if !got.Changed {
-					fmt.Fprintln(w, "the agent is not paused")
-					return
-				}
-				fmt.Fprintf(w, "resumed; it was paused since %s UTC by %s: %s\ntrace %s\n",
-					formatTime(*got.PausedAt), printable(got.PausedBy), printable(got.Reason), got.TraceID)
-			})
-		}),
-	}
-	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")
-	return cmd
-}
-
-// warnPaused prints a note on stderr while the agent is paused.
-func (c *cli) warnPaused(ctx context.Context, s *session) error {
-	p, err := executions.CurrentPause(ctx, s.Pool)
-	if err == nil && p.Paused {
-		c.infof("%s; `agent resume` ends it", printable(p.String()))
-	}
-	return err
-}
-
-// skipHeartbeat records a heartbeat skipped by a pause and prints its trace.
-func (c *cli) skipHeartbeat(ctx context.Context, s *session, agent string, p executions.Pause) error {
-	id, err := executions.RecordSkipped(ctx, s.Pool, executions.Spec{
-		Flow: heartbeat.Flow, Surface: trace.Heartbeat, Agent: agent,
-	}, p)
-	if err != nil {
-		return err
-	}
-	story, err := activity.TraceOf(ctx, s.Pool, string(id))
-	if err != nil {
-		return err
-	}
-	return c.tryPrint(struct {
-		Skipped string         `json:"skipped"`
-		Trace   activity.Trace `json:"trace"`
-	}{p.String(), story}, func(w io.Writer) error {
-		if err := activity.WriteStory(w, story, c.colour()); err != nil {
-			return err
-		}
-		_, err := fmt.Fprintf(w, "\nskipped: %s; `agent resume` ends that\n", printable(p.String()))
-		return err
-	})
 }

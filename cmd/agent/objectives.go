@@ -10,15 +10,11 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 )
-
-// admin is the actor of all commands.
-const admin = activity.Admin
 
 func (c *cli) objectivesCommand() *cobra.Command {
 	return group("objectives", "List objectives, decide proposals, confirm steps",
@@ -32,31 +28,6 @@ func (c *cli) objectivesCommand() *cobra.Command {
 			objectives.Active, objectives.Paused),
 		c.objectivesStatusCommand("resume NAME", "Resume a paused objective", "resume_objective",
 			objectives.Paused, objectives.Active))
-}
-
-// recordChange makes an admin's change and records it in one transaction under a new trace. input names the object
-// and the reason. A change without effect leaves no record.
-func recordChange(
-	ctx context.Context, s *session, verb string, input map[string]any,
-	change func(tx pgx.Tx, traceID string) (bool, error),
-) (changed bool, err error) {
-	return recordChangeWith(ctx, s, verb, input, map[string]any{}, change)
-}
-
-// recordChangeWith is recordChange with output that change fills in.
-func recordChangeWith(
-	ctx context.Context, s *session, verb string, input, output map[string]any,
-	change func(tx pgx.Tx, traceID string) (bool, error),
-) (changed bool, err error) {
-	reason, _ := input["reason"].(string)
-	_, err = activity.Record(ctx, s.Pool, activity.Act{Name: verb, Reason: reason, Input: input},
-		func(tx pgx.Tx, traceID string) (any, error) {
-			if changed, err = change(tx, traceID); err != nil || !changed {
-				return activity.Unchanged, err
-			}
-			return output, nil
-		})
-	return changed, err
 }
 
 func objectiveHint(err error) error {

@@ -1,9 +1,7 @@
 package main
 
 import (
-	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -12,13 +10,10 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"golang.org/x/term"
 
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/internal/human"
-	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
@@ -287,134 +282,5 @@ func (c *console) cancelQuestion(operate.Event) {
 	if c.asking.Load() {
 		c.resumed.Store(true)
 		c.keyboard.typeKeys(emptyLine + "\r")
-	}
-}
-
-// eventPrinter prints events of turns as text or JSON lines. The answer goes to out, everything else to status.
-type eventPrinter struct {
-	out, status io.Writer
-	json        bool
-	live        bool // print calls also at their start
-	colour      bool
-	midLine     bool  // out is inside a line
-	err         error // the first write error
-}
-
-func (c *cli) newEventPrinter() *eventPrinter {
-	live := terminal(c.err)
-	return &eventPrinter{out: c.out, status: c.err, json: c.json, live: live, colour: c.colour() && live}
-}
-
-func (s *eventPrinter) print(e operate.Event) {
-	if s.json {
-		s.printJSON(e)
-		return
-	}
-	switch data := e.Data.(type) {
-	case operate.Delta:
-		text := printableText(data.Text)
-		if text == "" {
-			return
-		}
-		s.write(s.out, text)
-		s.midLine = !strings.HasSuffix(text, "\n")
-	case operate.ToolCall:
-		s.printCall(data)
-	case operate.Approval:
-		s.printNote("33", "waits for approval: "+data.Skill+" "+escapeJSON(string(data.Arguments))+
-			"\n  "+data.ID+", until "+formatTime(data.ExpiresAt)+" UTC")
-	case operate.Done:
-		s.printNote("2", doneLine(data))
-	case operate.Holder:
-		s.printHolder(data)
-	case *problem.Problem:
-		s.endLine() // the command prints it
-	case nil:
-		s.printNote("33", "the answer broke off; retrying the model call")
-	}
-}
-
-func (s *eventPrinter) printJSON(e operate.Event) {
-	encoder := json.NewEncoder(s.out)
-	encoder.SetEscapeHTML(false)
-	data := e.Data
-	if data == nil {
-		data = struct{}{}
-	}
-	err := encoder.Encode(struct {
-		Event string `json:"event"`
-		Data  any    `json:"data"`
-	}{e.Name, data})
-	if s.err == nil {
-		s.err = err
-	}
-}
-
-// printCall prints a finished tool call in one line. In live mode it also prints its start.
-func (s *eventPrinter) printCall(c operate.ToolCall) {
-	arguments := truncate(printable(string(c.Arguments)), 120)
-	if c.Status == "started" {
-		if s.live {
-			s.printNote("2", fmt.Sprintf("· %s %s …", printable(c.Name), arguments))
-		}
-		return
-	}
-	sign, tint := "✓", "32"
-	switch c.Status {
-	case "error", "unknown", "denied":
-		sign, tint = "✗", "31"
-	case "pending_approval", "skipped":
-		sign, tint = "·", "33"
-	}
-	result := truncate(printable(cmp.Or(c.Error, string(c.Result))), 160)
-	took := ""
-	if c.DurationMS != nil {
-		took = " (" + formatMillis(c.DurationMS) + ")"
-	}
-	s.printNote(tint, fmt.Sprintf("%s %s %s → %s%s%s", sign, printable(c.Name), arguments, c.Status+" ", result, took))
-}
-
-// doneLine describes a turn that has ended or was left open.
-func doneLine(d operate.Done) string {
-	line := fmt.Sprintf("%s  %s  %s tokens", d.TraceID, d.Ended, human.Count(int64(d.Usage.TotalTokens)))
-	if d.CostUSD > 0 {
-		line += "  " + human.Money(d.CostUSD)
-	}
-	return line
-}
-
-// printHolder prints the current admin for a watcher.
-func (s *eventPrinter) printHolder(h operate.Holder) {
-	if !h.Held {
-		s.printNote("2", "no admin is active")
-		return
-	}
-	line := printable(h.Holder) + " is active"
-	if h.SessionID != "" {
-		line = printable(h.SessionID) + " is active, as " + printable(h.Holder)
-	}
-	s.printNote("2", fmt.Sprintf("%s, for %s", line, (time.Duration(h.HeldFor)*time.Second)))
-}
-
-// printNote prints a line beside the answer.
-func (s *eventPrinter) printNote(tint, line string) {
-	s.endLine()
-	if s.colour {
-		line = "\x1b[" + tint + "m" + line + "\x1b[0m"
-	}
-	s.write(s.status, line+"\n")
-}
-
-// endLine ends an unfinished line of the answer.
-func (s *eventPrinter) endLine() {
-	if s.midLine {
-		s.write(s.out, "\n")
-		s.midLine = false
-	}
-}
-
-func (s *eventPrinter) write(w io.Writer, text string) {
-	if _, err := io.WriteString(w, text); err != nil && s.err == nil {
-		s.err = err
 	}
 }

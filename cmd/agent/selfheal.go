@@ -7,12 +7,66 @@ import (
 	"io"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/selfheal/faults"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
+
+func (c *cli) selfhealCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "selfheal",
+		Short: "Disable failing skills now",
+		Long: `Disable skills that keep failing, and pause their automations. Every heartbeat does this too. AGENT_SELFHEAL_FAILURES,
+_WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
+		Args: positionalArgs(0, 0, "no arguments"),
+		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
+			report, err := heal(cmd.Context(), s)
+			if err != nil {
+				return err
+			}
+			return c.print(report, func(w io.Writer) {
+				fmt.Fprintf(w, "%d %s checked, %d taken out of service\n", report.Checked, plural("skill", report.Checked),
+					len(report.Healed))
+				for _, h := range report.Healed {
+					fmt.Fprintf(w, "  %s: %s\n", h.Skill, h.Reason)
+					for _, a := range h.AutomationsPaused {
+						fmt.Fprintf(w, "    automation %s paused\n", a)
+					}
+					fmt.Fprintf(w, "    keep it as a case: agent eval add --outage %s\n", h.Skill)
+				}
+			})
+		}),
+	}
+	cmd.AddCommand(c.selfhealReportCommand())
+	return cmd
+}
+
+// heal runs self-heal and records each disabled skill in one transaction.
+func heal(ctx context.Context, s *session) (selfheal.Report, error) {
+	var report selfheal.Report
+	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate, Agent: admin})
+	err := pgx.BeginFunc(ctx, s.Pool, func(tx pgx.Tx) error {
+		var err error
+		if report, err = selfheal.Run(ctx, tx, app.HealPolicy(s.config)); err != nil {
+			return err
+		}
+		for _, h := range report.Healed {
+			_, err := activity.Note(ctx, tx, activity.Entry{Skill: "heal_skill", Input: map[string]string{"skill": h.Skill}},
+				activity.Outcome{Output: h})
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	return report, err
+}
 
 // healReport compares the rule with "3 in a row".
 type healReport struct {

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -20,9 +21,98 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
+
+// session is a command's database connection and configuration.
+type session struct {
+	app.Database
+	config    config.Config
+	log       *slog.Logger
+	serving   bool             // connections are reserved
+	shared    bool             // the connections belong to a server and stay open
+	server    *pgserver.Server // nil with DATABASE_URL
+	ephemeral bool
+	url       string
+}
+
+// session opens DATABASE_URL or the local database of agent dev, and checks the schema version.
+func (c *cli) session(ctx context.Context) (*session, error) {
+	if err := c.loadDevDotEnv(); err != nil {
+		return nil, err
+	}
+	c.quietLogs()
+	cfg, log, err := c.settings()
+	if err != nil {
+		return nil, err
+	}
+	s, err := c.openSession(ctx, cfg, log)
+	if err != nil {
+		return nil, c.orServer(err)
+	}
+	if err := migrations.Check(ctx, s.Pool); err != nil {
+		s.close(ctx)
+		return nil, c.orServer(err)
+	}
+	return s, nil
+}
+
+// errNoDatabase reports that no database is configured, and that the folder has no local one.
+var errNoDatabase = errors.New("no database")
+
+// withSession runs a command with an open database.
+func (c *cli) withSession(
+	work func(cmd *cobra.Command, args []string, s *session) error,
+) func(*cobra.Command, []string) error {
+	return func(cmd *cobra.Command, args []string) error {
+		s, err := c.session(cmd.Context())
+		if err != nil {
+			return err
+		}
+		defer s.close(cmd.Context())
+		cmd.SetContext(acting(cmd.Context()))
+		return work(cmd, args, s)
+	}
+}
+
+// withPromptSession is withSession for changes: a wait for a lock fails after a second, as over HTTP.
+func (c *cli) withPromptSession(
+	work func(cmd *cobra.Command, args []string, s *session) error,
+) func(*cobra.Command, []string) error {
+	return c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		prompt, err := s.prompt(cmd.Context())
+		if err != nil {
+			return err
+		}
+		defer prompt.Pool.Close()
+		return work(cmd, args, prompt)
+	})
+}
+
+// prompt returns the session with a pool of its own, whose waits for locks fail after a second, as over HTTP. The
+// caller closes that pool.
+func (s *session) prompt(ctx context.Context) (*session, error) {
+	pool, err := postgres.Reserve(ctx, s.Pool, 2)
+	if err != nil {
+		return nil, err
+	}
+	prompt := *s
+	prompt.Pool = pool
+	return &prompt, nil
+}
+
+// close releases all connections and stops the local server.
+func (s *session) close(ctx context.Context) {
+	if s.shared {
+		return
+	}
+	s.Close()
+	if s.server != nil {
+		if err := s.server.Stop(context.WithoutCancel(ctx)); err != nil {
+			s.log.WarnContext(ctx, "local PostgreSQL did not stop", "error", err)
+		}
+	}
+}
 
 // stateDir holds the data of agent dev in the project's folder.
 const stateDir = ".agent"
@@ -56,67 +146,6 @@ func (c *cli) quietLogs() {
 		c.environ["AGENT_LOG_LEVEL"] = "warn"
 	}
 }
-
-// session is a command's database connection and configuration.
-type session struct {
-	app.Database
-	config    config.Config
-	log       *slog.Logger
-	serving   bool             // connections are reserved
-	shared    bool             // the connections belong to a server and stay open
-	server    *pgserver.Server // nil with DATABASE_URL
-	ephemeral bool
-	url       string
-}
-
-// prompt returns the session with a pool of its own, whose waits for locks fail after a second, as over HTTP. The
-// caller closes that pool.
-func (s *session) prompt(ctx context.Context) (*session, error) {
-	pool, err := postgres.Reserve(ctx, s.Pool, 2)
-	if err != nil {
-		return nil, err
-	}
-	prompt := *s
-	prompt.Pool = pool
-	return &prompt, nil
-}
-
-// close releases all connections and stops the local server.
-func (s *session) close(ctx context.Context) {
-	if s.shared {
-		return
-	}
-	s.Close()
-	if s.server != nil {
-		if err := s.server.Stop(context.WithoutCancel(ctx)); err != nil {
-			s.log.WarnContext(ctx, "local PostgreSQL did not stop", "error", err)
-		}
-	}
-}
-
-// session opens DATABASE_URL or the local database of agent dev, and checks the schema version.
-func (c *cli) session(ctx context.Context) (*session, error) {
-	if err := c.loadDevDotEnv(); err != nil {
-		return nil, err
-	}
-	c.quietLogs()
-	cfg, log, err := c.settings()
-	if err != nil {
-		return nil, err
-	}
-	s, err := c.openSession(ctx, cfg, log)
-	if err != nil {
-		return nil, c.orServer(err)
-	}
-	if err := migrations.Check(ctx, s.Pool); err != nil {
-		s.close(ctx)
-		return nil, c.orServer(err)
-	}
-	return s, nil
-}
-
-// errNoDatabase reports that no database is configured, and that the folder has no local one.
-var errNoDatabase = errors.New("no database")
 
 // orServer adds a hint to the error of a missing or unreachable database: the caller has logged in to a server.
 func (c *cli) orServer(err error) error {
@@ -230,81 +259,31 @@ func (s *session) displayURL() string {
 	return fmt.Sprintf("%s at %s, as %s", c.Database, net.JoinHostPort(c.Host, strconv.Itoa(int(c.Port))), c.User)
 }
 
-// withReader is withSession for queries that may read from the replica. Without a primary the session has only the
-// replica.
-func (c *cli) withReader(
-	work func(cmd *cobra.Command, args []string, s *session) error,
-) func(*cobra.Command, []string) error {
-	return func(cmd *cobra.Command, args []string) error {
-		ctx := cmd.Context()
-		s, err := c.session(ctx)
-		if postgres.Unreachable(err) {
-			s, err = c.replicaSession(ctx, err)
-		}
-		if err != nil {
-			return err
-		}
-		defer s.close(ctx)
-		if s.Read.Configured() {
-			if _, err := s.Read.Measure(ctx); err != nil {
-				c.infof("read from the primary, not the replica: %v", err)
-			}
-		}
-		from, err := s.Read.Do(ctx, false, func(ctx context.Context) error {
-			cmd.SetContext(ctx)
-			return work(cmd, args, s)
-		})
-		if from.Replica() {
-			c.infof("read from the replica, %s", from)
-		}
-		return err
-	}
-}
-
-// replicaSession opens a session with only the replica. It returns cause when there is none.
-func (c *cli) replicaSession(ctx context.Context, cause error) (*session, error) {
-	cfg, log, err := c.settings()
-	if err != nil {
-		return nil, err
-	}
-	if !cfg.ReadURL.IsSet() {
-		return nil, cause
-	}
-	s := &session{config: cfg, log: log}
-	s.Read = app.ReplicaOnly(cfg)
-	if _, err := s.Read.Measure(ctx); err != nil {
-		s.close(ctx)
-		return nil, cause
-	}
-	return s, nil
-}
-
-func diagnoseReplica(ctx context.Context, s *session, add func(string, error, string) bool) {
-	if !s.Read.Configured() {
-		return
-	}
-	behind, err := s.Read.Measure(ctx)
-	if err != nil {
-		err = replicaError(err)
-	}
-	add("replica", err, fmt.Sprintf("a standby of this database, %.1f s behind", behind.Seconds()))
-}
-
-// checkReplica rejects a replica of another database. One that is unreachable or lagging may recover.
-func (s *session) checkReplica(ctx context.Context) error {
-	if !s.Read.Configured() {
+// restartServer starts the local PostgreSQL again when it went down.
+func (s *session) restartServer(ctx context.Context, c *cli) error {
+	if s.server == nil {
 		return nil
 	}
-	if _, err := s.Read.Measure(ctx); errors.Is(err, replica.ErrOther) {
-		return &exitError{exitUsage, replicaError(err)}
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-s.server.Done():
+		}
+		s.log.ErrorContext(ctx, "local PostgreSQL went down; restarting it")
+		restarted, err := pgserver.Start(ctx, s.serverConfig(c))
+		if err != nil {
+			s.log.ErrorContext(ctx, "local PostgreSQL did not start", "error", err)
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-time.After(2 * time.Second):
+			}
+			continue
+		}
+		s.server = restarted
+		if restarted.URL() != s.url {
+			return fmt.Errorf("the local PostgreSQL has a new address; restart agent dev")
+		}
 	}
-	return nil
-}
-
-func replicaError(err error) error {
-	todo := "reads use DATABASE_URL until it is available"
-	if errors.Is(err, replica.ErrOther) {
-		todo = "name a streaming standby of DATABASE_URL, or unset it to read from DATABASE_URL"
-	}
-	return hint(fmt.Errorf("DATABASE_READ_URL: %w", err), "%s", todo)
 }

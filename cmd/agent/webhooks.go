@@ -1,10 +1,8 @@
 package main
 
 import (
-	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -110,18 +108,6 @@ func writeDelivery(w io.Writer, d webhook.Shown) {
 	writeUntrustedJSON(w, "outcome", d.Outcome)
 	for _, o := range d.OtherBodies {
 		writeUntrustedJSON(w, "another body, received "+formatTime(o.ReceivedAt)+", sha256 "+o.BodySHA256, o.Body)
-	}
-}
-
-// writeUntrustedJSON prints foreign JSON escaped, so that it cannot control the terminal.
-func writeUntrustedJSON(w io.Writer, heading string, value json.RawMessage) {
-	var indented bytes.Buffer
-	if len(value) == 0 || json.Indent(&indented, value, "  ", "  ") != nil {
-		return
-	}
-	fmt.Fprintf(w, "\n%s\n", heading)
-	for line := range strings.Lines("  " + indented.String()) {
-		fmt.Fprintln(w, printable(strings.TrimSuffix(line, "\n")))
 	}
 }
 

@@ -1,0 +1,118 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/internal/config"
+)
+
+func (c *cli) healthcheckCommand() *cobra.Command {
+	var ready bool
+	cmd := &cobra.Command{
+		Use:   "healthcheck",
+		Short: "Check the agent that serves on this machine",
+		Long: `Check whether the agent at AGENT_LISTEN on this machine is alive; with --ready whether it accepts requests. The exit
+code is 0 or 1. It needs no other setting, no database and no shell, so containers can use it in HEALTHCHECK.`,
+		Args: positionalArgs(0, 0, "no arguments"),
+		RunE: func(cmd *cobra.Command, _ []string) error { return c.healthcheck(cmd.Context(), ready) },
+	}
+	cmd.Flags().BoolVar(&ready, "ready", false, "check /readyz instead of /healthz")
+	return cmd
+}
+
+// healthTimeout bounds a probe.
+const healthTimeout = 3 * time.Second
+
+func (c *cli) healthcheck(ctx context.Context, ready bool) error {
+	path := "/healthz"
+	if ready {
+		path = "/readyz"
+	}
+	base, err := c.probeURL()
+	if err != nil {
+		return &exitError{exitUsage, err}
+	}
+	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
+	defer cancel()
+	body, err := probe(ctx, base+path)
+	if err != nil {
+		return err
+	}
+	return c.printf(json.RawMessage(body), "%s%s: ok\n", base, path)
+}
+
+// probeURL derives the local address from AGENT_LISTEN and ignores all other settings.
+func (c *cli) probeURL() (string, error) {
+	cfg, err := config.Load(map[string]string{"AGENT_LISTEN": c.environ["AGENT_LISTEN"]})
+	if err != nil {
+		return "", err
+	}
+	host, port, err := net.SplitHostPort(cfg.Listen)
+	if err != nil {
+		return "", err
+	}
+	if addr, err := netip.ParseAddr(host); host == "" || err == nil && addr.IsUnspecified() {
+		host = "127.0.0.1"
+		if addr.Is6() {
+			host = "::1"
+		}
+	}
+	return "http://" + net.JoinHostPort(host, port), nil
+}
+
+// probe requests url once and returns the body of a 200 response.
+func probe(ctx context.Context, url string) ([]byte, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
+	if err != nil {
+		return nil, fmt.Errorf("probe %s: %w", url, err)
+	}
+	client := &http.Client{Transport: &http.Transport{Proxy: nil, DisableKeepAlives: true}}
+	resp, err := client.Do(req)
+	if err != nil {
+		return nil, hint(err, "check that agent serve runs with this AGENT_LISTEN")
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
+	if err != nil {
+		return nil, fmt.Errorf("probe %s: %w", url, err)
+	}
+	if resp.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("%s: %s%s", url, resp.Status, failedChecks(body))
+	}
+	return body, nil
+}
+
+// failedChecks lists the failed checks of a /readyz response.
+func failedChecks(body []byte) string {
+	var got struct {
+		Checks map[string]struct {
+			OK     bool
+			Detail string
+		}
+	}
+	if json.Unmarshal(body, &got) != nil {
+		return ""
+	}
+	var bad []string
+	for name, check := range got.Checks {
+		if !check.OK {
+			bad = append(bad, name+": "+check.Detail)
+		}
+	}
+	slices.Sort(bad)
+	if len(bad) == 0 {
+		return ""
+	}
+	return " (" + strings.Join(bad, "; ") + ")"
+}
