@@ -30,9 +30,10 @@
 //     object. Internal causes go to the log.
 //   - The server rejects unknown parameters, body fields and values by name. Otherwise a misspelt filter would list
 //     everything.
-//   - A listing is {"items": […], "next_cursor": "…" or null}, newest first. A cursor names the last row of its page by
-//     a key that only grows. New rows do not shift pages: a listing has each row that existed at the start exactly
-//     once.
+//   - A listing is {"items": […], "next_cursor": "…" or null}; most are newest first. A cursor names the last row of
+//     its page by a key that does not change, so new rows do not shift pages: a listing has each row that existed at
+//     the start, and was not deleted meanwhile, once. Conversations are the exception. Their key is the last message,
+//     so the later pages miss a conversation that gets a message during the listing.
 //   - A POST with an Idempotency-Key runs once; see idempotency.go.
 //   - Another client's transaction may lock a row, such as an event id, an idempotency key or a thread's lane. The
 //     server waits for a second, mostly without a connection. Then the response is 503 with Retry-After and names that

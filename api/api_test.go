@@ -150,6 +150,13 @@ func TestBadRequestProblems(t *testing.T) {
 		"cut body":        {"POST", "/v1/lanes/x/break", `{"reason":"x`, 400, "unexpected"},
 		"more":            {"POST", "/v1/lanes/x/break", `{"reason":"x"} {}`, 400, "unexpected data after"},
 		"too large":       {"POST", "/v1/lanes/x/break", `{"reason":"` + strings.Repeat("x", 1<<20) + `"}`, 413, "1048576"},
+		"lifetime of a token": {
+			"POST", "/v1/tokens", `{"principal":"x","scopes":["*"],"expires_in":"soon","reason":"x"}`, 400,
+			`expires_in is "soon"`,
+		},
+		"lifetime of a join token": {
+			"POST", "/v1/threads/x/join_tokens", `{"expires_in":"soon"}`, 400, `expires_in is "soon"`,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a.t = t

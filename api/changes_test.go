@@ -240,7 +240,9 @@ func TestEveryChangeIsAudited(t *testing.T) {
 	const because = `{"reason":"why not"}`
 	pgtest.Exec(t, a.pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour');
 		insert into agent_skills (name, description, tool_definition, handler, enabled, disabled_by, disabled_at)
-		select 'broken', description, tool_definition, handler, false, 'self_heal', now() from agent_skills where name = 'fetch'`)
+		select 'broken', description, tool_definition, handler, false, 'self_heal', now()
+		  from agent_skills
+		 where name = 'fetch'`)
 	var verdict struct{ Mark string }
 	a.get("/v1/monitor/verdict", &verdict)
 	seen := map[string]bool{}

@@ -41,8 +41,11 @@ func (s *server) listChannels(r request) (response, error) {
 	return response{body: pageOf(list, "")}, err
 }
 
+// maxSenders bounds the listed senders.
+const maxSenders = 500
+
 func (s *server) listPairings(r request) (response, error) {
-	list, err := channels.Identities(r.Context(), s.pool, 500)
+	list, err := channels.Identities(r.Context(), s.pool, maxSenders)
 	return response{body: pageOf(list, "")}, err
 }
 
@@ -105,7 +108,7 @@ func (s *server) channelRoutes() []route {
 			about: "Channels by name, with their state, their queues and maybe-sent messages.",
 		}, {
 			method: "GET", path: "/v1/channels/senders", response: page[channels.Identity]{}, handle: s.listPairings,
-			about: "Senders of channels: waiting for an admin, or paired.",
+			about: "Senders of channels: waiting for an admin, or paired; at most 500.",
 		}, {
 			method: "POST", path: "/v1/channels/pair", body: pairRequest{}, response: change{}, handle: s.pairSender,
 			conflicts: true,

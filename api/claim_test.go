@@ -99,7 +99,8 @@ func TestClaimWaitsForFirstExecution(t *testing.T) {
 	pgtest.Equal(t, a.pool, 0, `select count(*)::int from agent_idle_workers`)
 	defer pgtest.Equal(t, a.pool, "{external:sum}", `select flows::text from agent_idle_workers where owner = 'w'
 		and expires_at > clock_timestamp() and since <= seen_at`)
-	if got := a.claimRuns("external:sum", "w", `,"wait_seconds":0.3`); len(got) != 0 || time.Since(began) < 300*time.Millisecond {
+	got := a.claimRuns("external:sum", "w", `,"wait_seconds":0.3`)
+	if len(got) != 0 || time.Since(began) < 300*time.Millisecond {
 		t.Errorf("without work: %+v after %s", got, time.Since(began))
 	}
 	claimed := make(chan []lockAnswer, 1)

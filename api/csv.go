@@ -18,8 +18,8 @@ import (
 const maxCSVRows = 10_000
 
 // csvParam selects the format of a listing.
-var csvParam = enumParam("format", "json (default) or csv. csv returns up to limit rows (default and maximum 10,000) after "+
-	"cursor; Accept: text/csv selects it too", "json", "csv")
+var csvParam = enumParam("format", "json (default) or csv. csv returns up to limit rows (default and maximum 10,000) "+
+	"after cursor; Accept: text/csv selects it too", "json", "csv")
 
 // wantsCSV reports whether the client asked for CSV.
 func wantsCSV(rt route, req request) bool {

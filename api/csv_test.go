@@ -82,6 +82,8 @@ func TestCSVRowLimit(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	pgtest.Exec(t, a.pool, `set session_replication_role = replica;
-		insert into agent_executions (trace_id, surface, flow, status) select 'fl_' || n, 'flow', 'many', 'pending' from generate_series(1, 10001) n`)
+		insert into agent_executions (trace_id, surface, flow, status)
+		select 'fl_' || n, 'flow', 'many', 'pending'
+		  from generate_series(1, 10001) n`)
 	assert.Equal(t, 10_000, len(a.table("/v1/executions?format=csv", "")))
 }

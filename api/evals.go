@@ -185,8 +185,8 @@ const maxEvalLabels = 10_000
 func (s *server) evalRoutes() []route {
 	suite := textParam("suite", "Name of a suite")
 	against := param{name: "against", about: "Compare with this run of the suite", check: checkUUID}
-	calls := enumParam("calls", "Whether trials have their answers, calls and judgements; false by default. true needs the "+
-		"scope threads:read", "true", "false")
+	calls := enumParam("calls", "Whether trials have their answers, calls and judgements; false by default. true needs "+
+		"the scope threads:read", "true", "false")
 	run := param{name: "run", about: "Id of a run", check: checkUUID}
 	return []route{
 		{

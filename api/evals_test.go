@@ -40,7 +40,10 @@ func TestUnknownEvalProblems(t *testing.T) {
 	for _, r := range [][4]string{
 		{"GET", "/v1/evals/runs/" + none, "", "no run " + none},
 		{"GET", "/v1/evals/runs/" + run + "?against=" + none, "", "against: no run " + none},
-		{"POST", "/v1/evals/labels", `{"run":"` + run + `","case":"x","label":"good"}`, `no trial 1 of case \"x\" in run ` + run},
+		{
+			"POST", "/v1/evals/labels", `{"run":"` + run + `","case":"x","label":"good"}`,
+			`no trial 1 of case \"x\" in run ` + run,
+		},
 	} {
 		if w := a.raw(r[0], r[1], r[2], asAdmin()); w.Code != http.StatusNotFound ||
 			!strings.Contains(w.Body.String(), `"detail":"`+r[3]+`"`) {

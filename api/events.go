@@ -3,8 +3,6 @@ package api
 import (
 	"cmp"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -70,7 +68,7 @@ func (s *server) raiseEvent(r request) (response, error) {
 	e := r.body.(eventRequest)
 	keyed := ""
 	if e.ID == "" {
-		keyed = eventKey(r.Request, e)
+		keyed = derivedKey(r.Request, e.Event, e.Key, string(e.Data))
 	}
 	var delivered executions.Delivered
 	err := withFreshKey(r.Context(), s.pool, keyed, func(key string) (_ string, err error) {
@@ -151,15 +149,4 @@ func messageContent(e eventRequest) (data map[string]any, content string) {
 		data[name] = value
 	}
 	return data, content
-}
-
-// eventKey derives the event id from the Idempotency-Key. So the event counts once even if the process dies before it
-// stores the response.
-func eventKey(r *http.Request, e eventRequest) string {
-	key := r.Header.Get(keyHeader)
-	if key == "" {
-		return ""
-	}
-	sum := sha256.Sum256([]byte(strings.Join([]string{key, e.Event, e.Key, string(e.Data)}, "\n")))
-	return "request " + hex.EncodeToString(sum[:])
 }

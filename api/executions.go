@@ -115,11 +115,15 @@ func (s *server) mayCancel(ctx context.Context, x executions.Execution) error {
 		return nil
 	}
 	if x.Flow == "operate" {
-		var began bool
-		err := s.pool.QueryRow(ctx, `select exists (select from agent_links l
-			where l.cause = 'principal ' || @name and l.kind = 'asked' and l.effect = 'execution ' || @id)`,
-			postgres.Strict{"name": caller.Name, "id": x.ID}).Scan(&began)
-		if err != nil || began {
+		var started bool
+		err := s.pool.QueryRow(ctx, `
+			select exists (
+			  select from agent_links l
+			   where l.cause = 'principal ' || @name
+			     and l.kind = 'asked'
+			     and l.effect = 'execution ' || @id)`,
+			postgres.Strict{"name": caller.Name, "id": x.ID}).Scan(&started)
+		if err != nil || started {
 			return err
 		}
 	}
@@ -154,8 +158,14 @@ func (s *server) cancel(ctx context.Context, x executions.Execution, reason stri
 
 // valueError maps errors of unstorable values, such as \u0000 in JSON, to problems.
 func valueError(err error) error {
-	if refused, ok := errors.AsType[*pgconn.PgError](err); ok && postgres.IsCode(err, "22003", "22023", "22P02", "22P05") {
-		return problem.BadBody("%s", postgres.RefusalText(refused))
+	refused, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok || !postgres.IsCode(err,
+		"22003", // numeric_value_out_of_range
+		"22023", // invalid_parameter_value: the functions of the schema refuse bad input with it
+		"22P02", // invalid_text_representation: not JSON
+		"22P05", // untranslatable_character: \u0000
+	) {
+		return err
 	}
-	return err
+	return problem.BadBody("%s", postgres.RefusalText(refused))
 }

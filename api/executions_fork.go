@@ -12,8 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// timeTravelRoutes returns the routes that fork, retry and replay executions, and monitor live executions.
-func (s *server) timeTravelRoutes() []route {
+// forkRoutes returns the routes that fork, retry and replay executions.
+func (s *server) forkRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/executions/{id}/fork", body: forkRequest{}, response: forkResponse{},
@@ -34,17 +34,6 @@ func (s *server) timeTravelRoutes() []route {
 			conflicts: true,
 			about: "Replay the flow with recorded results and without side effects. Returns the digests of record " +
 				"and replay, and the first different step. 409 while it runs.",
-		}, {
-			method: "GET", path: "/v1/monitor/status", response: page[executions.StatusCount]{}, handle: s.countExecutions,
-			about: "Number of pending, running and waiting executions, with their mean age in seconds.",
-		}, {
-			method: "GET", path: "/v1/monitor/waiting", response: page[executions.WaitingRow]{}, handle: s.listWaiting,
-			params: []param{enumParam("for", "Kind of the wait", "response", "agent", "document", "signature", "test", "event",
-				"delay", "approval", "lane")},
-			about: "Waiting executions, the nearest deadline first; at most 500.",
-		}, {
-			method: "GET", path: "/v1/monitor/stuck", response: page[executions.WaitingRow]{}, handle: s.listStuck,
-			about: "Executions waiting past their deadline without an update for an hour; at most 500.",
 		},
 	}
 }

@@ -2,8 +2,6 @@ package api
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -181,19 +179,13 @@ func (s *server) start(ctx context.Context, spec executions.Spec, reason string)
 	return x, err
 }
 
-// startKey derives the dedupe key from the Idempotency-Key. So the execution starts once even if the process dies
-// before it stores the response.
+// startKey derives the dedupe key of a start.
 func startKey(r *http.Request, b startRequest) string {
-	key := r.Header.Get(keyHeader)
-	if key == "" {
-		return ""
-	}
-	parts := []string{key, b.Flow, string(b.Input), b.ThreadID, b.ParentID}
+	parts := []string{b.Flow, string(b.Input), b.ThreadID, b.ParentID}
 	if b.WaitForCompletion {
 		parts = append(parts, "waited for")
 	}
-	sum := sha256.Sum256([]byte(strings.Join(parts, "\n")))
-	return "request " + hex.EncodeToString(sum[:])
+	return derivedKey(r, parts...)
 }
 
 // openForFlow gives the flow, and the named chat key, access to the thread.

@@ -61,14 +61,6 @@ func (s *server) executionRoutes() []route {
 	}
 }
 
-const (
-	defaultTTL    = 30   // seconds
-	maxHeartbeats = 1000 // locks of one request
-	maxLockID     = 200  // bytes
-	maxStep       = 500  // characters
-	maxSummary    = 64 << 10
-)
-
 // lockRequest requests the lock on an execution.
 type lockRequest struct {
 	Owner      string `json:"owner"`                 // one process of a worker
@@ -121,6 +113,9 @@ func (s *server) lockExecution(r request) (response, error) {
 	}
 	return response{body: lockOf(lock), trace: lock.Execution.TraceID}, nil
 }
+
+// defaultTTL is the lease of a lock without ttl_seconds, in seconds.
+const defaultTTL = 30
 
 func ttl(seconds *int) time.Duration {
 	return time.Duration(cmp.Or(postgres.Deref(seconds), defaultTTL)) * time.Second
@@ -227,11 +222,17 @@ func (s *server) pathLock(r request) (id, lockID string, err error) {
 	return id, lockID, s.mayWork(r.Context(), id)
 }
 
+// maxLockID bounds the id of a lock in bytes.
+const maxLockID = 200
+
 func isLockID(id string) bool { return id != "" && len(id) <= maxLockID && isPrintableText(id) }
 
 type heartbeatsRequest struct {
 	LockIDs []string `json:"lock_ids"`
 }
+
+// maxHeartbeats bounds the locks of one request.
+const maxHeartbeats = 1000
 
 func (b heartbeatsRequest) check() error {
 	if len(b.LockIDs) == 0 || len(b.LockIDs) > maxHeartbeats {
@@ -288,6 +289,10 @@ type checkpointRequest struct {
 // waitStep matches the steps that record the outcomes of an external worker's waits.
 var waitStep = regexp.MustCompile(`^wait [a-z]+ [0-9]+$`)
 
+// maxStep bounds the name of a step in characters. This package counts bytes, of which a character has at most four; the
+// database counts the characters.
+const maxStep = 500
+
 func (c checkpointRequest) check() error {
 	switch {
 	case !isLockID(c.LockID):
@@ -295,7 +300,8 @@ func (c checkpointRequest) check() error {
 	case strings.TrimSpace(c.Step) == "" || len(c.Step) > 4*maxStep || !isPrintableText(c.Step):
 		return problem.BadBody("step must be 1 to %d characters of text", maxStep)
 	case waitStep.MatchString(c.Step):
-		return problem.BadBody("step is %.60q; steps named \"wait KIND NUMBER\" are reserved for the outcomes of waits", c.Step)
+		return problem.BadBody("step is %.60q; steps named \"wait KIND NUMBER\" are reserved for the outcomes of waits",
+			c.Step)
 	case c.Output == nil:
 		return problem.BadBody("output is missing; null is valid")
 	}
@@ -337,6 +343,9 @@ type releaseRequest struct {
 	Timeout       json.RawMessage   `json:"timeout,omitempty"` // seconds, or text such as "24h" or "7d"
 }
 
+// maxSummary bounds the summary of a result, and an error's message, in bytes.
+const maxSummary = 64 << 10
+
 func (r releaseRequest) check() error {
 	waiting := r.Status == executions.Waiting
 	switch {
@@ -355,7 +364,7 @@ func (r releaseRequest) check() error {
 	case waiting && r.WaitingFor == "agent" && r.WaitingKey != "" && !uuidForm.MatchString(r.WaitingKey):
 		return problem.BadBody("waiting_key is %.60q; for agent it must be the id of an execution", r.WaitingKey)
 	}
-	_, err := timeout(r.Timeout)
+	_, err := readDuration("timeout", r.Timeout)
 	return err
 }
 
@@ -365,7 +374,7 @@ func (s *server) releaseLock(r request) (response, error) {
 		return response{}, err
 	}
 	b := r.body.(releaseRequest)
-	within, err := timeout(b.Timeout)
+	within, err := readDuration("timeout", b.Timeout)
 	if err != nil {
 		return response{}, err
 	}

@@ -2,13 +2,28 @@ package api
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"fmt"
+	"net/http"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
+
+// derivedKey derives the database key of a request from its Idempotency-Key, its caller, and the parts that name its
+// effect; "" without an Idempotency-Key. Under that key the effect happens once, even if the process dies before it
+// stores the response.
+func derivedKey(r *http.Request, parts ...string) string {
+	key := r.Header.Get(keyHeader)
+	if key == "" {
+		return ""
+	}
+	sum := sha256.Sum256([]byte(strings.Join(append([]string{callerOf(r.Context()), key}, parts...), "\n")))
+	return "request " + hex.EncodeToString(sum[:])
+}
 
 // withFreshKey runs do under a key derived from the Idempotency-Key, and returns the row's id. Rows outlive keys. If
 // the row is older than a key's lifetime, the key is free again. Then withFreshKey runs do with a new key, derived from

@@ -232,11 +232,12 @@ func TestBuiltinRoutesHonourKeys(t *testing.T) {
 		postgres.Strict{"s": "disable_skill"})
 }
 
-// A key lasts for a day. Its effects last longer.
+// A key lasts for a day and belongs to its caller. Its effects last longer.
 func TestKeyExpires(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	pgtest.Exec(t, a.pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
+	_, otherToken := a.key(principals.User, principals.Admin, 0, "*")
 	for name, test := range map[string]struct {
 		path, body, table string
 		status            int
@@ -247,23 +248,25 @@ func TestKeyExpires(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			a.t = t
-			made := func(want int) {
+			requireRows := func(want int, caller string) {
 				t.Helper()
 				pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // like a dead process, or a key older than a day
-				w := a.postWithKey(test.path, test.body, token, "nightly")
+				w := a.postWithKey(test.path, test.body, caller, "nightly")
 				require.Truef(t, w.Code == test.status, "got %d %s", w.Code, w.Body)
 				pgtest.Equal(t, a.pool, want, `select count(*) from `+test.table)
 			}
-			made(1)
-			made(1)
+			requireRows(1, token)
+			requireRows(1, token)
+			requireRows(2, otherToken)
+			requireRows(2, otherToken)
 			pgtest.Exec(t, a.pool, `update `+test.table+
 				` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '25 hours')`)
-			made(2)
-			made(2)
+			requireRows(3, token)
+			requireRows(3, token)
 			pgtest.Exec(t, a.pool, `update `+test.table+
 				` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '23 hours')
 					where id > lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '1 hour')`)
-			made(2)
+			requireRows(3, token)
 		})
 	}
 }

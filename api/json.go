@@ -110,13 +110,14 @@ func notNull(v json.RawMessage) json.RawMessage {
 // isSet reports a value other than null.
 func isSet(v json.RawMessage) bool { return len(v) > 0 && string(v) != "null" }
 
-// timeout parses seconds, or text such as "90m", "24h" or "7d"; 0 if absent.
-func timeout(raw json.RawMessage) (time.Duration, error) {
+// readDuration parses a field that holds seconds, or text such as "90m", "24h" or "7d"; 0 if absent.
+func readDuration(field string, raw json.RawMessage) (time.Duration, error) {
 	if !isSet(raw) {
 		return 0, nil
 	}
 	var text string
-	wrong := problem.BadBody("timeout is %.60s; use a positive number of seconds, or text such as \"90m\", \"24h\" or \"7d\"", raw)
+	wrong := problem.BadBody("%s is %.60s; use a positive number of seconds, or text such as \"90m\", \"24h\" or \"7d\"",
+		field, raw)
 	if json.Unmarshal(raw, &text) != nil {
 		seconds, err := strconv.ParseFloat(string(raw), 64)
 		if err != nil || !(seconds > 0) || seconds > 1e9 {

@@ -100,7 +100,8 @@ func (a *agent) send(ctx context.Context, method, path, body string, header http
 	maps.Copy(r.Header, header)
 	w := httptest.NewRecorder()
 	a.handler.ServeHTTP(w, r)
-	assert.Truef(a.t, !strings.Contains(w.Body.String(), `+02:00"`), "%s %s: a time is not in UTC: %s", method, path, w.Body)
+	assert.Truef(a.t, !strings.Contains(w.Body.String(), `+02:00"`),
+		"%s %s: a time is not in UTC: %s", method, path, w.Body)
 	return w
 }
 

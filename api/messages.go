@@ -2,8 +2,6 @@ package api
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"net/http"
@@ -19,17 +17,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-const (
-	maxMessage = 64 << 10          // bytes
-	maxIdle    = 30 * 24 * 60 * 60 // seconds
-)
-
 // messageRequest is a message from the admin, or from an execution that an external worker has locked.
 type messageRequest struct {
 	Content     string `json:"content"`
 	ExecutionID string `json:"execution_id,omitempty"`
 	LockID      string `json:"lock_id,omitempty"`
 }
+
+// maxMessage bounds a message in bytes.
+const maxMessage = 64 << 10
 
 func (b messageRequest) check() error {
 	switch {
@@ -64,7 +60,10 @@ func (s *server) sendMessage(r request) (response, error) {
 	if _, err := threads.Get(r.Context(), s.pool, id); err != nil {
 		return response{}, threadError(err)
 	}
-	o := threads.Outgoing{ThreadID: id, Content: b.Content, ExecutionID: b.ExecutionID, Key: messageKey(r.Request, id, b)}
+	o := threads.Outgoing{
+		ThreadID: id, Content: b.Content, ExecutionID: b.ExecutionID,
+		Key: derivedKey(r.Request, id, b.ExecutionID, b.Content),
+	}
 	if b.ExecutionID == "" {
 		return s.sendAsAdmin(r, o)
 	}
@@ -86,7 +85,7 @@ func (s *server) sendMessage(r request) (response, error) {
 		})
 		return sent.MessageID, err
 	})
-	if postgres.IsCode(err, "LK001") { // the worker lost the lock meanwhile
+	if postgres.IsCode(err, "LK001") { // the fence of the claim: the worker lost the lock meanwhile
 		if _, err = s.engine.LockClaim(r.Context(), x.ID, b.LockID); err == nil {
 			err = executions.ErrVoid
 		}
@@ -118,7 +117,7 @@ func (s *server) messageExecution(r request, b messageRequest) (executions.Execu
 	switch {
 	case err != nil:
 		return x, err
-	case x.Flow != "external" && !strings.HasPrefix(x.Flow, "external:"):
+	case !executions.IsExternal(x.Flow):
 		return x, problem.New(http.StatusForbidden,
 			"execution %s of flow %s runs in this program and sends its own messages; omit execution_id to send as the admin",
 			x.ID, x.Flow).WithTrace(x.TraceID)
@@ -167,15 +166,4 @@ func messageError(err error) error {
 		return problem.BadBody("%s", refused.Message)
 	}
 	return err
-}
-
-// messageKey derives the message's key from the Idempotency-Key. So the server sends the message once even if the
-// process dies before it stores the response.
-func messageKey(r *http.Request, thread string, b messageRequest) string {
-	key := r.Header.Get(keyHeader)
-	if key == "" {
-		return ""
-	}
-	sum := sha256.Sum256([]byte(strings.Join([]string{key, thread, b.ExecutionID, b.Content}, "\n")))
-	return "request " + hex.EncodeToString(sum[:])
 }

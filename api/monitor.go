@@ -13,6 +13,17 @@ import (
 func (s *server) monitorRoutes() []route {
 	return []route{
 		{
+			method: "GET", path: "/v1/monitor/status", response: page[executions.StatusCount]{}, handle: s.countExecutions,
+			about: "Number of pending, running and waiting executions, with their mean age in seconds.",
+		}, {
+			method: "GET", path: "/v1/monitor/waiting", response: page[executions.WaitingRow]{}, handle: s.listWaiting,
+			params: []param{enumParam("for", "Kind of the wait", "response", "agent", "document", "signature", "test", "event",
+				"delay", "approval", "lane")},
+			about: "Waiting executions, the nearest deadline first; at most 500.",
+		}, {
+			method: "GET", path: "/v1/monitor/stuck", response: page[executions.WaitingRow]{}, handle: s.listStuck,
+			about: "Executions waiting past their deadline without an update for an hour; at most 500.",
+		}, {
 			method: "GET", path: "/v1/monitor/verdict", response: monitor.Status{}, handle: s.verdict,
 			about: "Whether the agent works: working, degraded or stopped, and why with links to pages. It has each agent's " +
 				"verdict, the heartbeats, today's spend against its limits, and failures, grouped by root error.",

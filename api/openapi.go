@@ -1,6 +1,7 @@
 package api
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -19,7 +20,7 @@ import (
 
 // openAPI serves the OpenAPI document of the routes.
 func (s *server) openAPI(table []route) (http.Handler, error) {
-	encoded, err := encode(document(table))
+	encoded, err := encode(buildDocument(table))
 	if err != nil {
 		return nil, fmt.Errorf("describe API: %w", err)
 	}
@@ -34,8 +35,8 @@ func (s *server) openAPI(table []route) (http.Handler, error) {
 
 var pathParam = regexp.MustCompile(`\{(\w+)\}`)
 
-// document builds the OpenAPI 3.1 description of the table.
-func document(table []route) object {
+// buildDocument builds the OpenAPI 3.1 description of the table.
+func buildDocument(table []route) object {
 	s := &schemas{components: object{}}
 	paths := object{}
 	for _, rt := range table {
@@ -43,14 +44,14 @@ func document(table []route) object {
 			continue
 		}
 		path := plainPath(rt.path)
-		at, known := paths[path].(object)
+		pathItem, known := paths[path].(object)
 		if !known {
-			at = object{}
-			paths[path] = at
+			pathItem = object{}
+			paths[path] = pathItem
 		}
-		at[strings.ToLower(rt.method)] = s.operation(rt)
+		pathItem[strings.ToLower(rt.method)] = s.operation(rt)
 	}
-	s.schema(reflect.TypeFor[problem.Problem]())
+	s.schema(reflect.TypeFor[problem.Problem]()) // registers the component, which each error response refers to
 	return object{
 		"openapi": "3.1.0",
 		"servers": []object{{"url": "/"}},
@@ -65,7 +66,8 @@ func document(table []route) object {
 			"schemas": s.components,
 			"securitySchemes": object{
 				"principal": object{
-					"type": "http", "scheme": "bearer", "description": "An API token lk_…, whose principal has the scope, or AGENT_ADMIN_TOKEN",
+					"type": "http", "scheme": "bearer",
+					"description": "An API token lk_…, whose principal has the scope, or AGENT_ADMIN_TOKEN",
 				},
 				"visitor": object{"type": "http", "scheme": "bearer", "description": "a key of AGENT_CHAT_KEY"},
 			},
@@ -99,7 +101,7 @@ func (s *schemas) operation(rt route) object {
 	return op
 }
 
-// tagOf returns the tag of a route: its first word behind /v1.
+// tagOf returns the tag of a route: its first path segment after /v1.
 func tagOf(rt route) string {
 	words := strings.Split(strings.TrimPrefix(rt.path, "/v1"), "/")
 	return words[1]
@@ -122,14 +124,14 @@ func tags(table []route) (list []object) {
 // summaryLength bounds a summary in characters.
 const summaryLength = 80
 
-// summary returns the first sentence of a description, or its beginning.
+// summary returns the first sentence of a description up to a colon, cut at a blank if it is too long.
 func summary(about string) string {
 	sentence, _, _ := strings.Cut(about, ". ")
 	sentence, _, _ = strings.Cut(sentence, ": ")
 	sentence = strings.TrimSuffix(sentence, ".")
 	if runes := []rune(sentence); len(runes) > summaryLength {
 		cut := string(runes[:summaryLength])
-		return strings.TrimRight(cut[:strings.LastIndexByte(cut, ' ')], ",;") + " …"
+		return strings.TrimRight(cut[:max(strings.LastIndexByte(cut, ' '), 0)], ",;") + " …"
 	}
 	return sentence
 }
@@ -178,40 +180,50 @@ func (s *schemas) parameters(rt route) []object {
 
 // responses lists the possible responses of a route.
 func (s *schemas) responses(rt route) object {
-	answer := object{"description": "Done", "content": s.responseContent(rt)}
-	if headers := headersOf(rt); len(headers) > 0 {
-		answer["headers"] = headers
-	}
-	all := object{strconv.Itoa(max(rt.status, http.StatusOK)): answer}
+	done := s.responseContent(rt)
+	all := object{strconv.Itoa(cmp.Or(rt.status, http.StatusOK)): okResponse(rt, done)}
 	if rt.alreadyDone {
-		all["200"] = object{"description": "Already done", "content": answer["content"]}
+		all["200"] = object{"description": "Already done", "content": done}
 	}
 	if rt.deferred {
-		all["202"] = object{"description": "Accepted", "content": answer["content"]}
+		all["202"] = object{"description": "Accepted", "content": done}
 	}
 	if rt.unready {
-		all["503"] = object{"description": "Not ready", "content": answer["content"]}
+		all["503"] = object{"description": "Not ready", "content": done}
 	}
-	refused := content(problem.ContentType, s.schema(reflect.TypeFor[problem.Problem]()))
-	if rt.openAI {
-		refused = content("application/json", object{
-			"type": "object", "properties": object{"error": s.schema(reflect.TypeFor[chatwire.Failure]())},
-			"required": []string{"error"},
-		})
-	}
-	for _, status := range problems(rt) {
-		refusal := object{"description": http.StatusText(status), "content": refused}
+	failed := s.errorContent(rt)
+	for _, status := range errorStatuses(rt) {
+		failure := object{"description": http.StatusText(status), "content": failed}
 		if status == http.StatusTooManyRequests {
-			refusal["headers"] = object{"Retry-After": object{
+			failure["headers"] = object{"Retry-After": object{
 				"description": "Seconds until a retry.", "schema": object{"type": "integer", "minimum": 1},
 			}}
 		}
-		all[strconv.Itoa(status)] = refusal
+		all[strconv.Itoa(status)] = failure
 	}
 	if rt.httpHandler != nil && rt.path != "/openapi.json" {
-		all["default"] = object{"description": "Refused", "content": refused}
+		all["default"] = object{"description": "Refused", "content": failed}
 	}
 	return all
+}
+
+func okResponse(rt route, content object) object {
+	response := object{"description": "Done", "content": content}
+	if headers := headersOf(rt); len(headers) > 0 {
+		response["headers"] = headers
+	}
+	return response
+}
+
+// errorContent describes the errors of a route: problems, or OpenAI's error objects.
+func (s *schemas) errorContent(rt route) object {
+	if !rt.openAI {
+		return content(problem.ContentType, s.schema(reflect.TypeFor[problem.Problem]()))
+	}
+	return content("application/json", object{
+		"type": "object", "properties": object{"error": s.schema(reflect.TypeFor[chatwire.Failure]())},
+		"required": []string{"error"},
+	})
 }
 
 func headersOf(rt route) object {
@@ -251,13 +263,12 @@ func (s *schemas) responseContent(rt route) object {
 	return one
 }
 
-// problems lists the error statuses of a route.
-func problems(rt route) []int {
+// errorStatuses lists the error statuses of a route.
+func errorStatuses(rt route) []int {
 	var list []int
 	if rt.access != Public {
 		list = append(list, http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden,
-			http.StatusInternalServerError,
-			http.StatusServiceUnavailable)
+			http.StatusInternalServerError, http.StatusServiceUnavailable)
 		if strings.Contains(rt.path, "{") || rt.notFound {
 			list = append(list, http.StatusNotFound)
 		}
@@ -286,7 +297,10 @@ func problems(rt route) []int {
 	return list
 }
 
-func content(kind string, schema object) object { return object{kind: object{"schema": schema}} }
+// content describes a body of a media type.
+func content(mediaType string, schema object) object {
+	return object{mediaType: object{"schema": schema}}
+}
 
 // object is a part of the document.
 type object = map[string]any
@@ -320,7 +334,7 @@ func (s *schemas) schema(t reflect.Type) object {
 	case reflect.Map:
 		return object{"type": "object", "additionalProperties": s.schema(t.Elem())}
 	case reflect.Struct:
-		return s.structure(t)
+		return s.structSchema(t)
 	case reflect.Interface:
 		return object{}
 	}
@@ -336,8 +350,8 @@ func nullable(schema object) object {
 	return object{"anyOf": []object{schema, {"type": "null"}}}
 }
 
-// structure describes a struct, by reference if it is named.
-func (s *schemas) structure(t reflect.Type) object {
+// structSchema describes a struct, by reference if it is named.
+func (s *schemas) structSchema(t reflect.Type) object {
 	name := componentName(t)
 	if name == "" {
 		return s.fields(t)

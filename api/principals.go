@@ -192,7 +192,7 @@ func (s *server) listTokens(r request) (response, error) {
 
 func (s *server) createToken(r request) (response, error) {
 	b := r.body.(tokenRequest)
-	life, err := timeout(b.ExpiresIn)
+	life, err := readDuration("expires_in", b.ExpiresIn)
 	if err != nil {
 		return response{}, err
 	}
@@ -237,7 +237,8 @@ func (s *server) principalRoutes() []route {
 			about: "One principal by name or id, with its identities, tokens and sessions.",
 		}, {
 			method: "PATCH", path: "/v1/principals/{id}", body: principalPatch{}, response: principals.Principal{},
-			handle: withID(s.changePrincipal), about: "Set the role of a principal, or disable or enable it. Tokens and sessions follow at once.",
+			handle: withID(s.changePrincipal),
+			about:  "Set the role of a principal, or disable or enable it. Tokens and sessions follow at once.",
 		}, {
 			method: "POST", path: "/v1/principals/{id}/identities", body: identityRequest{}, response: change{},
 			handle: withID(s.linkIdentity), conflicts: true,

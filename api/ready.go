@@ -167,7 +167,7 @@ func (s *server) checkDatabase(ctx context.Context) (database, schema check) {
 // checkConnections reports whether the server accepts another connection, if the next request needs one.
 func (s *server) checkConnections(ctx context.Context) check {
 	if now := s.pool.Stat(); now.IdleConns() == 0 && now.TotalConns() < now.MaxConns() {
-		if err := s.pool.Ping(ctx); postgres.IsCode(err, "53300") {
+		if err := s.pool.Ping(ctx); postgres.IsCode(err, "53300") { // too_many_connections
 			what, _ := postgres.Diagnose(err)
 			return check{false, what}
 		}

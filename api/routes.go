@@ -69,8 +69,8 @@ type response struct {
 func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 	table := slices.Concat(
 		s.probeRoutes(), s.readRoutes(), s.agentRoutes(), s.reportRoutes(), s.whyRoutes(), s.stateRoutes(), s.actionRoutes(),
-		s.executionRoutes(), s.timeTravelRoutes(),
-		s.flowRoutes(), s.decisionRoutes(), s.memoryRoutes(), s.messageRoutes(), s.accessRoutes(), s.webhookRoutes(),
+		s.executionRoutes(), s.forkRoutes(),
+		s.flowRoutes(), s.decisionRoutes(), s.memoryRoutes(), s.threadRoutes(), s.accessRoutes(), s.webhookRoutes(),
 		s.loginRoutes(), s.oidcRoutes(), s.principalRoutes(), s.pauseRoutes(), s.monitorRoutes(),
 		s.retentionRoutes(), s.documentRoutes(), s.channelRoutes(), s.evalRoutes(),
 	)

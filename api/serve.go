@@ -66,7 +66,7 @@ func (s *server) authenticateAndAdmit(rt route, next http.Handler) http.Handler 
 	})
 }
 
-// apiHandler adapts rt.fn to http.Handler. writeCSV reads several pages, so its response has no replica header.
+// apiHandler adapts rt.handle to http.Handler. writeCSV reads several pages, so its response has no replica header.
 func (s *server) apiHandler(rt route) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		req, err := parseRequest(r, rt)
@@ -89,7 +89,7 @@ func (s *server) apiHandler(rt route) http.Handler {
 	})
 }
 
-// dispatch calls the route's function, possibly on the replica.
+// dispatch calls the route's handler, possibly on the replica.
 func (s *server) dispatch(rt route, req request) (resp response, source *replica.Source, err error) {
 	if !rt.replica {
 		resp, err = rt.invoke(req)
@@ -108,7 +108,7 @@ func (s *server) dispatch(rt route, req request) (resp response, source *replica
 	return resp, source, err
 }
 
-// invoke calls the route's function. It retries repeatable requests after a broken database connection.
+// invoke calls the route's handler. It retries repeatable requests after a broken database connection.
 func (rt route) invoke(req request) (resp response, err error) {
 	retryable := req.Method == http.MethodGet || req.Method == http.MethodHead || rt.repeatable ||
 		rt.derivesKey && req.Header.Get(keyHeader) != ""

@@ -46,14 +46,11 @@ func (i joinTokenRequest) check() error {
 	if i.ExecutionID != "" && !uuidForm.MatchString(i.ExecutionID) {
 		return problem.BadBody("execution_id is %.60q; use the id of an execution", i.ExecutionID)
 	}
-	life, err := timeout(i.ExpiresIn)
-	switch {
-	case err != nil:
-		return problem.BadBody("expires_in must be a positive number of seconds, or text such as 90m, 24h or 7d")
-	case life > threads.MaxTokenLife:
-		return problem.BadBody("expires_in is at most 30 days")
+	life, err := readDuration("expires_in", i.ExpiresIn)
+	if err == nil && life > threads.MaxTokenLife {
+		err = problem.BadBody("expires_in is at most 30 days")
 	}
-	return nil
+	return err
 }
 
 func (s *server) createJoinToken(r request) (response, error) {
@@ -62,7 +59,7 @@ func (s *server) createJoinToken(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	life, err := timeout(b.ExpiresIn)
+	life, err := readDuration("expires_in", b.ExpiresIn)
 	if err != nil {
 		return response{}, err
 	}

@@ -19,7 +19,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-func (s *server) messageRoutes() []route {
+// threadRoutes returns the routes that create and name threads, and send messages to them. Others read them, and manage
+// access to them.
+func (s *server) threadRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/threads", body: threadRequest{}, response: threads.Thread{}, status: http.StatusCreated,
@@ -36,7 +38,8 @@ func (s *server) messageRoutes() []route {
 	}
 }
 
-// listThreads lists threads by their last message. A thread with a new message moves to the front during a listing.
+// listThreads lists threads by their last message. A thread that gets a message during a listing moves to the front, so
+// the later pages miss it.
 func (s *server) listThreads(r request) (response, error) {
 	after, err := decodeCursor("threads", r.query["cursor"])
 	if err != nil {
@@ -134,6 +137,9 @@ type threadRequest struct {
 	Owner       string `json:"owner,omitempty"`        // a chat key with access; empty: no access until an admin grants it
 	IdleSeconds *int   `json:"idle_seconds,omitempty"` // idle time after which other senders may send; default 600
 }
+
+// maxIdle bounds idle_seconds: 30 days.
+const maxIdle = 30 * 24 * 60 * 60
 
 func (o threadRequest) check() error {
 	channels := []string{threads.ChannelChat, threads.ChannelWebhook, threads.ChannelLog}
