@@ -117,7 +117,8 @@ func WithShutdownTimeout(d time.Duration) Option {
 // fewer, which pgxpool's default often is, workers wait for one another.
 func Open(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Runtime, error) {
 	if n := pool.Config().MaxConns; n < 2 {
-		return nil, fmt.Errorf("open runtime: the pool has %d connection: set MaxConns to the number of workers and 2 more", n)
+		return nil, fmt.Errorf("open runtime: the pool has %d connection: set MaxConns to the number of workers and 2 more",
+			n)
 	}
 	if err := migrations.Check(ctx, pool); err != nil {
 		if errors.Is(err, migrations.ErrOutdated) {

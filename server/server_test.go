@@ -71,7 +71,8 @@ func TestAProgramEmbedsTheAgentBesideItsFlows(t *testing.T) {
 	got, err := ship.Handle(started.ID).Wait(t.Context())
 	assert.Truef(t, err == nil && got == "order 7 is packed", "%q, %v", got, err)
 	for path, want := range map[string]string{
-		"/": "<title>Overview", "/chat": "<html", "/v1/traces/" + started.TraceID: `"pack"`, "/traces/" + started.TraceID: "pack",
+		"/": "<title>Overview", "/chat": "<html",
+		"/v1/traces/" + started.TraceID: `"pack"`, "/traces/" + started.TraceID: "pack",
 	} {
 		status, body := call(t, "GET", web.URL+path, "")
 		assert.Truef(t, status == http.StatusOK && strings.Contains(body, want), "%s: %d, without %s", path, status, want)

@@ -44,7 +44,7 @@ func (c *cli) activityListCommand() *cobra.Command {
 	cmd.Flags().StringVar(&f.Skill, "skill", "", "only this skill")
 	cmd.Flags().StringVar(&f.Lane, "lane", "", "only actions in this lane")
 	cmd.Flags().StringVar(&f.TraceID, "trace", "", "only this trace")
-	agoFlag(cmd.Flags(), &f.Since, "since", "", "only the last")
+	sinceFlag(cmd.Flags(), &f.Since, "since", "", "only the last")
 	limitFlag(cmd.Flags(), &f.Limit, 30)
 	cmd.Flags().StringVar(&f.Cursor, "cursor", "", "next_cursor of the previous page")
 	return cmd
@@ -77,16 +77,16 @@ func (r reportCommand[T]) command(c *cli) (*cobra.Command, *activity.ReportFilte
 	cmd := &cobra.Command{
 		Use: r.use, Short: r.short, Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withReader(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := r.read(cmd.Context(), s, f)
+			rows, next, err := r.read(cmd.Context(), s, f)
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, next, r.empty, r.heading, func(g T) []string {
+			return printRows(c, rows, next, r.empty, r.heading, func(g T) []string {
 				return r.row(g)
 			})
 		}),
 	}
-	agoFlag(cmd.Flags(), &f.Since, "since", "7d", "how far to look back")
+	sinceFlag(cmd.Flags(), &f.Since, "since", "7d", "how far to look back")
 	cmd.Flags().StringVar(&f.Skill, "skill", "", "only this skill")
 	cmd.Flags().StringVar(&f.Cursor, "cursor", "", "next_cursor of the previous page")
 	limitFlag(cmd.Flags(), &f.Limit, 100)
@@ -115,10 +115,10 @@ func (c *cli) spendCommand() *cobra.Command {
 			}
 		},
 	}.command(c)
-	cmd.Long = `Show the cost of model calls by day (UTC). The cost of a call is split over the skills that its answer calls.
-A call without skills counts for its surface, with SKILL -. The call counts once, for its most frequent skill.
+	cmd.Long = `Show the cost of model calls by day (UTC). The cost of a call is split over the skills that its answer
+calls. A call without skills counts for its surface, with SKILL -. The call counts once, for its most frequent skill.
 --by purpose groups by the reason for the call: a phase of the heartbeat, a turn, an automation.`
-	wordFlag(cmd.Flags(), &by, "by", "group the column SKILL by", string(activity.BySkill), string(activity.ByPurpose))
+	enumFlag(cmd.Flags(), &by, "by", "group the column SKILL by", string(activity.BySkill), string(activity.ByPurpose))
 	surfaceFlag(cmd.Flags(), &f.Surface)
 	cmd.Flags().StringVar(&f.Model, "model", "", "only this model")
 	return cmd
@@ -179,20 +179,20 @@ func (c *cli) auditCommand() *cobra.Command {
 		Use: "audit", Short: "List the audit log, newest first: actor, action, object, reason, result",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withReader(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := activity.Audit(cmd.Context(), s.Read, f)
+			result, err := activity.Audit(cmd.Context(), s.Read, f)
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got.Rows, got.Next), func(w io.Writer) {
-				writeAudit(w, got.Rows)
-				if got.Next != "" {
-					fmt.Fprintln(w, "\nmore: --cursor", got.Next)
+			return c.print(pageOf(result.Rows, result.Next), func(w io.Writer) {
+				writeAudit(w, result.Rows)
+				if result.Next != "" {
+					fmt.Fprintln(w, "\nmore: --cursor", result.Next)
 				}
 			})
 		}),
 	}
-	agoFlag(cmd.Flags(), &f.Since, "since", "24h", "start of the period, as an age")
-	agoFlag(cmd.Flags(), &f.Until, "until", "", "end of the period, as an age; default now")
+	sinceFlag(cmd.Flags(), &f.Since, "since", "24h", "start of the period, as an age")
+	sinceFlag(cmd.Flags(), &f.Until, "until", "", "end of the period, as an age; default now")
 	surfaceFlag(cmd.Flags(), &f.Surface)
 	cmd.Flags().StringVar(&f.Skill, "skill", "", "only this skill, phase or action")
 	cmd.Flags().StringVar(&f.TraceID, "trace", "", "only this trace")

@@ -98,8 +98,8 @@ func (o applyOptions) gate(s *session) *workspace.Gate {
 
 // gateAdvice adds the command that plays the evals which refuse an apply.
 func gateAdvice(err error, opts applyOptions) error {
-	refused, is := errors.AsType[*evals.GateError](err)
-	if !is {
+	refused, ok := errors.AsType[*evals.GateError](err)
+	if !ok {
 		return err
 	}
 	const otherwise = `agent apply with --without-evals --reason "…" goes on without`

@@ -22,22 +22,29 @@ func (c *cli) approvalsCommand() *cobra.Command {
 		c.approvalsListCommand(), c.approvalsShowCommand(), c.decideCommand(true), c.decideCommand(false))
 }
 
+// maxApprovals bounds the listed approvals.
+const maxApprovals = 200
+
 func (c *cli) approvalsListCommand() *cobra.Command {
-	var f approvals.Filter
+	f := approvals.Filter{Limit: maxApprovals}
 	var all bool
 	cmd := &cobra.Command{
-		Use: "ls", Short: "List pending calls, oldest first; with --all every call, newest first",
+		Use: "ls", Short: "List pending calls, oldest first; with --all every call, newest first; at most 200",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := approvals.Pending(cmd.Context(), s.Pool, 200)
+			var calls []approvals.Approval
+			var err error
+			empty := "no pending approvals"
 			if all || f.Status != "" || f.TraceIDs != nil {
-				f.Limit = 200
-				got, err = approvals.List(cmd.Context(), s.Pool, f)
+				empty = "no matching approvals"
+				calls, err = approvals.List(cmd.Context(), s.Pool, f)
+			} else {
+				calls, err = approvals.Pending(cmd.Context(), s.Pool, maxApprovals)
 			}
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no pending approvals",
+			return printRows(c, calls, "", empty,
 				[]string{"APPROVAL", "SKILL", "STATUS", "ARGUMENTS", "ASKED", "EXPIRES", "TRACE", "REASON"},
 				func(a approvals.Approval) []string {
 					return []string{

@@ -32,9 +32,9 @@ func (c *cli) automationsCommand() *cobra.Command {
 			func(ctx context.Context, tx pgx.Tx, name, _ string) (bool, error) {
 				return automations.Accept(ctx, tx, name, actor(ctx))
 			}))
-	cmd.Long = `An automation calls a skill or runs a prompt on a schedule (in heartbeats), on an event, or when a condition over the
-agent's counters becomes true. Several missed times run once. A failed run retries after 1, 4, 16 and then 60 minutes,
-and is dead after its last attempt.`
+	cmd.Long = `An automation calls a skill or runs a prompt on a schedule (in heartbeats), on an event, or when a
+condition over the agent's counters becomes true. Several missed times run once. A failed run retries after 1, 4, 16
+and then 60 minutes, and is dead after its last attempt.`
 	return cmd
 }
 
@@ -97,8 +97,8 @@ func (c *cli) automationsListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			got := shownAutomations(page)
-			return printRows(c, got, next, "no automations; `agent apply DIR` creates some",
+			listed := shownAutomations(page)
+			return printRows(c, listed, next, "no automations; `agent apply DIR` creates some",
 				[]string{"AUTOMATION", "STATE", "TRIGGER", "NEXT", "LAST", "DOES"}, func(a shownAutomation) []string {
 					return []string{
 						a.Name, a.state(), truncate(a.trigger(), 50), a.next(), timeOrDash(a.LastRunAt),
@@ -223,9 +223,9 @@ func writeRuns(w io.Writer, runs []automations.Run, none string) {
 // automationsRunsCommand lists runs, or only dead ones.
 func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 	f := automations.RunFilter{}
-	use, short, none := "runs [NAME]", "List runs, newest first", "no run matches"
+	use, short, empty := "runs [NAME]", "List runs, newest first", "no run matches"
 	if dead {
-		use, short, none = "dead [NAME]", "List dead runs, out of attempts", "no dead runs"
+		use, short, empty = "dead [NAME]", "List dead runs, out of attempts", "no dead runs"
 		f.Status = automations.Dead
 	}
 	cmd := &cobra.Command{
@@ -238,12 +238,12 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 				}
 				f.AutomationID = a.ID
 			}
-			got, next, err := readPage(cmd.Context(), s, automations.Runs, &f, &f.Limit,
+			list, next, err := readPage(cmd.Context(), s, automations.Runs, &f, &f.Limit,
 				func(r automations.Run) string { return r.ID })
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got, next), func(w io.Writer) { writeRuns(w, got, none) })
+			return c.print(pageOf(list, next), func(w io.Writer) { writeRuns(w, list, empty) })
 		}),
 	}
 	if !dead {

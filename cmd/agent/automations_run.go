@@ -23,9 +23,9 @@ func (c *cli) automationsRunCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "run NAME", Short: "Run an automation now, in this process",
 		Args: positionalArgs(1, 1, "an automation's name or id"),
-		Long: `Run an automation now, regardless of its trigger, even a disabled one. The run holds the automation's lane, and another
-process finishes it if this one dies. If the automation already runs elsewhere, the run is recorded as skipped with the
-holder, and the exit code is 75. The schedule stays as it is.`,
+		Long: `Run an automation now, regardless of its trigger, even a disabled one. The run holds the automation's lane,
+and another process finishes it if this one dies. If the automation already runs elsewhere, the run is recorded as
+skipped with the holder, and the exit code is 75. The schedule stays as it is.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
 				return c.runAutomation(ctx, s, a, args[0], reason)

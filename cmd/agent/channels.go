@@ -87,12 +87,12 @@ func (c *cli) channelSendsCommand() *cobra.Command {
 		Use: "sends", Short: "List messages that were maybe sent or given up, newest first",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(cmd.Context(), s, channels.Sends, &f, &f.Limit,
+			sends, next, err := readPage(cmd.Context(), s, channels.Sends, &f, &f.Limit,
 				func(x channels.Sent) string { return x.MessageID })
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, next, "no message was maybe sent or given up",
+			return printRows(c, sends, next, "no message was maybe sent or given up",
 				[]string{"MESSAGE", "CHANNEL", "THREAD", "STATUS", "ATTEMPTS", "CREATED", "ERROR"},
 				func(x channels.Sent) []string {
 					return []string{
@@ -108,12 +108,15 @@ func (c *cli) channelSendsCommand() *cobra.Command {
 	return cmd
 }
 
+// maxSenders bounds the listed senders.
+const maxSenders = 500
+
 func (c *cli) pairingsCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "pairings", Short: "List the senders of channels, waiting senders first",
+		Use: "pairings", Short: "List the senders of channels, waiting senders first; at most 500",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			all, err := channels.Identities(cmd.Context(), s.Pool, 500)
+			all, err := channels.Identities(cmd.Context(), s.Pool, maxSenders)
 			if err != nil {
 				return err
 			}
@@ -135,11 +138,11 @@ func (c *cli) pairCommand() *cobra.Command {
 		Use: "pair CODE", Short: "Pair a sender by its code; it may then write as a visitor",
 		Args: positionalArgs(1, 1, "a pairing code"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
-			var got channels.Identity
+			var paired channels.Identity
 			input := map[string]any{"reason": reason}
 			_, err := recordChange(cmd.Context(), s, "pair_sender", input, func(tx pgx.Tx, _ string) (_ bool, err error) {
-				got, err = channels.Pair(cmd.Context(), tx, args[0], actor(cmd.Context()))
-				input["channel"], input["sender"] = got.Channel, got.Subject
+				paired, err = channels.Pair(cmd.Context(), tx, args[0], actor(cmd.Context()))
+				input["channel"], input["sender"] = paired.Channel, paired.Subject
 				return err == nil, err
 			})
 			if errors.Is(err, channels.ErrCode) {
@@ -148,8 +151,8 @@ func (c *cli) pairCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(got, func(w io.Writer) {
-				fmt.Fprintf(w, "%s (%s) may write to %s\n", printable(got.Name), printable(got.Subject), got.Channel)
+			return c.print(paired, func(w io.Writer) {
+				fmt.Fprintf(w, "%s (%s) may write to %s\n", printable(paired.Name), printable(paired.Subject), paired.Channel)
 			})
 		}),
 	}

@@ -30,8 +30,8 @@ func (c *cli) chatCommand() *cobra.Command {
 		Use:   "chat [MESSAGE]",
 		Short: "Talk to the agent as a visitor",
 		Long: `Talk to the agent as a visitor, with visitor skills only. MESSAGE runs one turn; a pipe runs one turn per
-		line; a terminal is interactive (/help lists commands). The answer goes to stdout, the thread id to stderr; continue
-		with --thread. ^C cancels the turn; ^D leaves. --file attaches files to the first message.`,
+line; a terminal is interactive (/help lists commands). The answer goes to stdout, the thread id to stderr; continue
+with --thread. ^C cancels the turn; ^D leaves. --file attaches files to the first message.`,
 		Example: "  agent chat\n  agent chat 'when do you open?'\n  agent chat --thread th_… 'and on Sundays?' --json\n  " +
 			"agent chat --thread th_… --file damage.jpg 'here it is'",
 		Args: messageArg,
@@ -100,17 +100,18 @@ func grantCLIAccess(ctx context.Context, s *session, thread string) error {
 	if thread == "" {
 		return nil
 	}
-	got, err := threads.Get(ctx, s.Pool, thread)
+	existing, err := threads.Get(ctx, s.Pool, thread)
 	switch {
 	case errors.Is(err, threads.ErrNotFound):
 		return nil
 	case err != nil:
 		return err
-	case got.OwnerKind == threads.ByKey, got.OwnerKind == threads.ByVisitor, got.OwnerKind == "" && got.Owner != "":
+	case existing.OwnerKind == threads.ByKey, existing.OwnerKind == threads.ByVisitor,
+		existing.OwnerKind == "" && existing.Owner != "":
 		return nil
 	}
-	if _, err = threads.Grant(ctx, s.Pool, thread, threads.Key(cliVisitor), thread,
-		commandLine); errors.Is(err, threads.ErrTaken) {
+	_, err = threads.Grant(ctx, s.Pool, thread, threads.Key(cliVisitor), thread, grantor(ctx))
+	if errors.Is(err, threads.ErrTaken) {
 		return nil // the command line has a thread of this name
 	}
 	return err
@@ -135,7 +136,7 @@ func (v *chatSession) send(ctx context.Context, text string) error {
 	if v.json {
 		show = nil
 	}
-	got, err := v.chat.Say(ctx, chat.UserMessage{
+	reply, err := v.chat.Say(ctx, chat.UserMessage{
 		Owner: cliVisitor, Name: v.thread, Participant: "command line", Texts: []string{text}, Model: v.agent,
 		Files: [][]chat.File{v.fileIDs()},
 	}, show, func() {
@@ -145,26 +146,26 @@ func (v *chatSession) send(ctx context.Context, text string) error {
 		v.infof("the answer waits for an approval")
 	})
 	v.files = nil
-	if got.ThreadID != "" {
-		v.thread = got.ThreadID
+	if reply.ThreadID != "" {
+		v.thread = reply.ThreadID
 	}
-	if !v.json && got.ThreadID != "" {
+	if !v.json && reply.ThreadID != "" {
 		fmt.Fprintln(out)
 	}
 	refusal, refused := errors.AsType[*chat.Refusal](err)
 	switch {
 	case ctx.Err() != nil:
 		return &exitError{exitInterrupted, nil}
-	case refused && got.TraceID != "":
-		return &tracedError{refusal, got.TraceID}
+	case refused && reply.TraceID != "":
+		return &tracedError{refusal, reply.TraceID}
 	case err != nil:
 		return err
 	case v.json:
-		return v.print(got, nil)
+		return v.print(reply, nil)
 	case out.err != nil:
 		return fmt.Errorf("print answer: %w", out.err)
 	}
-	v.infof("thread %s, trace %s", printable(got.ThreadID), got.TraceID)
+	v.infof("thread %s, trace %s", printable(reply.ThreadID), reply.TraceID)
 	return nil
 }
 

@@ -36,10 +36,10 @@ func (c *cli) demoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo [NAME]",
 		Short: "Play a conversation of several agents in one thread and check its order",
-		Long: `Play a story of several agents in one thread and check the order of its events. Without NAME, or with list, it lists
-the stories. It needs no setup: it runs agent dev --ephemeral with the example workspace onboarding, and plays all
-external participants over HTTP: the candidate, workers, and systems that raise events. A story minute lasts about a
-second. At the end it prints the thread from SQL. With DATABASE_URL it creates the database agent_demo_… on that
+		Long: `Play a story of several agents in one thread and check the order of its events. Without NAME, or with list, it
+lists the stories. It needs no setup: it runs agent dev --ephemeral with the example workspace onboarding, and plays
+all external participants over HTTP: the candidate, workers, and systems that raise events. A story minute lasts about
+a second. At the end it prints the thread from SQL. With DATABASE_URL it creates the database agent_demo_… on that
 server and drops it at the end. --json prints JSON lines. The exit code is 1 when the story went differently.`,
 		Example: "  agent demo chained",
 		Args:    positionalArgs(0, 1, "at most one story"),

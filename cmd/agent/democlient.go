@@ -66,22 +66,22 @@ func (c *client) send(ctx context.Context, method, path string, header http.Head
 		return fmt.Errorf("%s %s: %w", method, path, err)
 	}
 	req.Header = header
-	answer, err := c.http.Do(req)
+	resp, err := c.http.Do(req)
 	if err != nil {
 		return fmt.Errorf("%s %s: %w", method, path, err)
 	}
-	defer answer.Body.Close()
-	got, err := io.ReadAll(io.LimitReader(answer.Body, 16<<20))
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, 16<<20))
 	if err != nil {
 		return fmt.Errorf("%s %s: %w", method, path, err)
 	}
-	if answer.StatusCode/100 != 2 {
-		return fmt.Errorf("%s %s: status %d: %.300s", method, path, answer.StatusCode, got)
+	if resp.StatusCode/100 != 2 {
+		return fmt.Errorf("%s %s: status %d: %.300s", method, path, resp.StatusCode, text)
 	}
 	if into == nil {
 		return nil
 	}
-	if err := json.Unmarshal(got, into); err != nil {
+	if err := json.Unmarshal(text, into); err != nil {
 		return fmt.Errorf("%s %s: read the answer: %w", method, path, err)
 	}
 	return nil

@@ -213,7 +213,7 @@ func (s *storyPlayer) verifyLog() error {
 
 func (s *storyPlayer) startFlow(ctx context.Context, flow string, input any) error {
 	s.showAction("an admin", "starts "+shortName(flow))
-	var got struct {
+	var started struct {
 		ID      string `json:"id"`
 		TraceID string `json:"trace_id"`
 	}
@@ -221,11 +221,11 @@ func (s *storyPlayer) startFlow(ctx context.Context, flow string, input any) err
 	if input != nil {
 		body["input"] = input
 	}
-	if err := s.client.post(ctx, "/v1/executions", body, &got); err != nil {
+	if err := s.client.post(ctx, "/v1/executions", body, &started); err != nil {
 		return err
 	}
-	s.runs[shortName(flow)] = got.ID
-	s.watcher.follow(got.ID, flow, got.TraceID)
+	s.runs[shortName(flow)] = started.ID
+	s.watcher.follow(started.ID, flow, started.TraceID)
 	return nil
 }
 
@@ -251,38 +251,38 @@ func (s *storyPlayer) showAction(who, what string) {
 // lockExecution locks an execution as an external worker.
 func (s *storyPlayer) lockExecution(ctx context.Context, worker string) error {
 	s.showAction(worker, "is a worker outside: it locks its run")
-	var got struct {
+	var locked struct {
 		LockID string `json:"lock_id"`
 	}
 	err := s.client.post(ctx, "/v1/executions/"+s.runs[worker]+"/lock",
-		map[string]any{"owner": "worker " + worker, "ttl_seconds": 300}, &got)
-	s.lock = got.LockID
+		map[string]any{"owner": "worker " + worker, "ttl_seconds": 300}, &locked)
+	s.lock = locked.LockID
 	return err
 }
 
 // sendMessage sends a message as an external worker.
 func (s *storyPlayer) sendMessage(ctx context.Context, worker, words string) error {
-	var got struct {
+	var response struct {
 		Success bool `json:"success"`
 		Queued  bool `json:"queued"`
 	}
 	body := map[string]any{"content": words, "execution_id": s.runs[worker], "lock_id": s.lock}
-	err := s.client.post(ctx, "/v1/threads/"+url.PathEscape(s.story.thread)+"/messages", body, &got)
-	if err == nil && (!got.Success || got.Queued) {
-		err = fmt.Errorf("%s's message was not sent at once: %+v", worker, got)
+	err := s.client.post(ctx, "/v1/threads/"+url.PathEscape(s.story.thread)+"/messages", body, &response)
+	if err == nil && (!response.Success || response.Queued) {
+		err = fmt.Errorf("%s's message was not sent at once: %+v", worker, response)
 	}
 	return err
 }
 
 // heartbeat renews an external worker's lock.
 func (s *storyPlayer) heartbeat(ctx context.Context, worker, what string) error {
-	var got struct {
+	var renewed struct {
 		Status          string `json:"status"`
 		CancelRequested bool   `json:"cancel_requested"`
 	}
-	err := s.client.call(ctx, "PUT", "/v1/executions/"+s.runs[worker]+"/lock/"+url.PathEscape(s.lock), nil, &got)
-	if err == nil && (got.Status != "running" || got.CancelRequested) {
-		err = fmt.Errorf("%s's run is %s", worker, got.Status)
+	err := s.client.call(ctx, "PUT", "/v1/executions/"+s.runs[worker]+"/lock/"+url.PathEscape(s.lock), nil, &renewed)
+	if err == nil && (renewed.Status != "running" || renewed.CancelRequested) {
+		err = fmt.Errorf("%s's run is %s", worker, renewed.Status)
 	}
 	if err == nil {
 		s.showAction(worker, what)
@@ -313,20 +313,20 @@ func (s *storyPlayer) holder(ctx context.Context) (string, error) {
 func (s *storyPlayer) waitUntilStale(ctx context.Context) error {
 	ctx, stop := context.WithTimeoutCause(ctx, demoTimeout, errors.New("the thread's lane did not become stale"))
 	defer stop()
-	look := time.NewTicker(demoPollInterval)
-	defer look.Stop()
+	ticker := time.NewTicker(demoPollInterval)
+	defer ticker.Stop()
 	for {
-		got, err := s.holder(ctx)
-		if err != nil || got == "" {
+		holder, err := s.holder(ctx)
+		if err != nil || holder == "" {
 			return err
 		}
-		if got != s.runs["agente_a"] {
-			return fmt.Errorf("the thread is held by %s", got)
+		if holder != s.runs["agente_a"] {
+			return fmt.Errorf("the thread is held by %s", holder)
 		}
 		select {
 		case <-ctx.Done():
 			return context.Cause(ctx)
-		case <-look.C:
+		case <-ticker.C:
 		}
 	}
 }

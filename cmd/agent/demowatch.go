@@ -70,8 +70,8 @@ func shortName(flow string) string {
 }
 
 func (w *watcher) run(ctx context.Context) error {
-	look := time.NewTicker(demoPollInterval)
-	defer look.Stop()
+	ticker := time.NewTicker(demoPollInterval)
+	defer ticker.Stop()
 	for {
 		if err := w.poll(ctx); err != nil && ctx.Err() == nil {
 			return err
@@ -79,7 +79,7 @@ func (w *watcher) run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-look.C:
+		case <-ticker.C:
 		}
 	}
 }
@@ -93,7 +93,7 @@ func (w *watcher) poll(ctx context.Context) error {
 		Messages []messageJSON `json:"messages"`
 	}
 	if err := w.client.get(ctx, "/v1/threads/"+url.PathEscape(w.thread)+"?limit=200", &thread); err != nil {
-		return fmt.Errorf("look at the story: %w", err)
+		return fmt.Errorf("poll the story: %w", err)
 	}
 	slices.SortFunc(thread.Messages, func(a, b messageJSON) int { return strings.Compare(a.ID, b.ID) })
 	for _, m := range thread.Messages {
@@ -107,7 +107,7 @@ func (w *watcher) poll(ctx context.Context) error {
 			Items []executionJSON `json:"items"`
 		}
 		if err := w.client.get(ctx, "/v1/executions?limit=200&trace_id="+url.QueryEscape(root), &page); err != nil {
-			return fmt.Errorf("look at the story: %w", err)
+			return fmt.Errorf("poll the story: %w", err)
 		}
 		slices.SortFunc(page.Items, func(a, b executionJSON) int { return strings.Compare(a.ID, b.ID) })
 		for _, x := range page.Items {
@@ -175,23 +175,24 @@ func (w *watcher) enqueue(at time.Time, ready func() []storyEvent) {
 // message queues the events of a message.
 func (w *watcher) message(m messageJSON) {
 	who := func() string { return w.participant }
-	var of string
+	var execution string
 	if m.Role == "assistant" && m.ExecutionID != nil {
-		of = *m.ExecutionID
-		who = func() string { return w.name(of) }
+		execution = *m.ExecutionID
+		who = func() string { return w.name(execution) }
 	}
 	if w.messages[m.ID] == 0 {
 		w.messages[m.ID] = 1
-		if of != "" && (w.attempts[of] == 0 || m.Seq == nil) { // its log line reports the acquisition or the refusal
-			w.attempts[of]++
-			n := w.attempts[of]
-			w.enqueue(m.CreatedAt, func() []storyEvent { return w.acquisition(of, n, m.Content) })
+		if execution != "" && (w.attempts[execution] == 0 || m.Seq == nil) {
+			// The log line of the attempt reports the acquisition or the refusal.
+			w.attempts[execution]++
+			n := w.attempts[execution]
+			w.enqueue(m.CreatedAt, func() []storyEvent { return w.acquisition(execution, n, m.Content) })
 		}
 	}
 	if w.messages[m.ID] == 1 && m.Seq != nil && m.SentAt != nil {
 		w.messages[m.ID] = 2
 		w.enqueue(*m.SentAt, func() []storyEvent {
-			return ifKnown(storyEvent{Who: who(), Event: said, Text: m.Content, Execution: of})
+			return ifKnown(storyEvent{Who: who(), Event: said, Text: m.Content, Execution: execution})
 		})
 	}
 }
@@ -204,7 +205,7 @@ func ifKnown(m storyEvent) []storyEvent {
 	return []storyEvent{m}
 }
 
-// acquisition reports from the log how an execution got the thread at its nth attempt.
+// acquisition reports from the log how an execution acquired the thread at its nth attempt.
 func (w *watcher) acquisition(execution string, n int, content string) []storyEvent {
 	lines := w.logs.matching(execution, "lane acquired", "lane inherited", "lane busy")
 	who := w.name(execution)
@@ -227,12 +228,12 @@ func (w *watcher) acquisition(execution string, n int, content string) []storyEv
 		w.laneEvents++
 		return []storyEvent{{Who: who, Event: inherited, Subject: other, Execution: execution}}
 	}
-	var got []storyEvent
+	var events []storyEvent
 	for _, l := range w.logs.matching(execution, "lane stale, clearing") {
-		got = append(got, storyEvent{Who: w.name(l.other), Event: stale, Execution: l.other})
+		events = append(events, storyEvent{Who: w.name(l.other), Event: stale, Execution: l.other})
 	}
-	w.laneEvents += 1 + len(got)
-	return append(got, storyEvent{Who: who, Event: acquired, Execution: execution})
+	w.laneEvents += 1 + len(events)
+	return append(events, storyEvent{Who: who, Event: acquired, Execution: execution})
 }
 
 // execution queues the events of an execution.
@@ -269,17 +270,17 @@ func (w *watcher) completion(x executionJSON) []storyEvent {
 		return nil
 	}
 	who := w.name(x.ID)
-	got := []storyEvent{{Who: who, Event: ended, Text: x.Status, Execution: x.ID}}
+	events := []storyEvent{{Who: who, Event: ended, Text: x.Status, Execution: x.ID}}
 	if x.ErrorMessage != nil {
-		got[0].Text += ": " + *x.ErrorMessage
+		events[0].Text += ": " + *x.ErrorMessage
 	}
 	if lines[0].count == 0 {
-		return got
+		return events
 	}
 	if loans := w.logs.matching(x.ID, "lane inherited"); len(loans) > 0 {
-		return append(got, storyEvent{Who: who, Event: returned, Subject: w.name(loans[0].other), Execution: x.ID})
+		return append(events, storyEvent{Who: who, Event: returned, Subject: w.name(loans[0].other), Execution: x.ID})
 	}
-	return append(got, storyEvent{Who: who, Event: released, Execution: x.ID})
+	return append(events, storyEvent{Who: who, Event: released, Execution: x.ID})
 }
 
 // flush emits the events of earlier polls, and everything that happened before them.
@@ -292,12 +293,12 @@ func (w *watcher) flush(ctx context.Context) {
 		}
 	}
 	for ; last >= 0; last-- {
-		got := w.pending[0].ready()
-		if got == nil {
+		events := w.pending[0].ready()
+		if events == nil {
 			return // no later event precedes it
 		}
 		w.pending = w.pending[1:]
-		for _, m := range got {
+		for _, m := range events {
 			select {
 			case w.out <- m:
 			case <-ctx.Done():

@@ -262,7 +262,8 @@ func (c *cli) printWelcome(s *session, listener net.Listener, about string, acti
   model        %s
   heartbeat    %s (%s)
 
-  In another terminal, in this folder:  agent operate · agent trace last · agent skills ls · agent lanes ls · agent executions ls`,
+  In another terminal, in this folder:  agent operate · agent trace last · agent skills ls · agent lanes ls · `+
+		`agent executions ls`,
 		base, s.config.AdminToken.Reveal(), browserKey(s.config), s.displayURL(), kept, about,
 		acting.Heartbeat.Cron, acting.Timezone)
 	if opts.dir == "" {

@@ -154,12 +154,12 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	diagnoseEmbedding(ctx, s, add)
 }
 
-// commitLimit bounds a commit that is tried.
-const commitLimit = 5 * time.Second
+// commitTimeout bounds a commit that is tried.
+const commitTimeout = 5 * time.Second
 
 // tryCommit commits a record that changes no row, and waits for the disk and for synchronous standbys.
 func tryCommit(ctx context.Context, pool *pgxpool.Pool) error {
-	limited, cancel := context.WithTimeout(ctx, commitLimit)
+	limited, cancel := context.WithTimeout(ctx, commitTimeout)
 	defer cancel()
 	_, err := pool.Exec(limited, `select pg_logical_emit_message(true, 'lanekeeper', 'doctor')`)
 	if err == nil || limited.Err() == nil || ctx.Err() != nil {
@@ -169,7 +169,7 @@ func tryCommit(ctx context.Context, pool *pgxpool.Pool) error {
 	if err := pool.QueryRow(ctx, `select current_setting('synchronous_standby_names')`).Scan(&standbys); err != nil {
 		return fmt.Errorf("read synchronous_standby_names: %w", err)
 	}
-	err = fmt.Errorf("a commit is not finished after %s", commitLimit)
+	err = fmt.Errorf("a commit is not finished after %s", commitTimeout)
 	if standbys != "" {
 		return hint(err, "check that the standbys of synchronous_standby_names (%s) are connected: "+
 			"select * from pg_stat_replication", standbys)
@@ -215,7 +215,8 @@ func diagnoseChannels(ctx context.Context, s *session, add func(string, error, s
 	}
 	detail := fmt.Sprintf("%d, none failing", len(all))
 	if maybe+failed > 0 {
-		detail += fmt.Sprintf("; %d messages maybe sent and %d given up in 30 days, see `agent channels sends`", maybe, failed)
+		detail += fmt.Sprintf("; %d messages maybe sent and %d given up in 30 days, see `agent channels sends`",
+			maybe, failed)
 	}
 	add("channels", errors.Join(err, errors.Join(wrong...)), detail)
 }

@@ -42,8 +42,8 @@ func (c *cli) documentsAddCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
 		Use: "add FILE", Short: "Store a file as a document", Args: positionalArgs(1, 1, "a file, or - for standard input"),
-		Long: `Store a file in the database as a document. With --thread it is deleted with its thread; without, it stays until
-agent documents rm.`,
+		Long: `Store a file in the database as a document. With --thread it is deleted with its thread; without, it stays
+until agent documents rm.`,
 		Example: "  agent documents add contract.pdf --thread maria\n  pg_dump --schema-only shop | agent documents add - " +
 			"--name schema.sql",
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
@@ -111,12 +111,12 @@ func (c *cli) documentsListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List documents, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(cmd.Context(), s, documents.List, &f, &f.Limit,
+			page, next, err := readPage(cmd.Context(), s, documents.List, &f, &f.Limit,
 				func(d documents.Document) string { return d.ID })
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got, next), func(w io.Writer) { writeDocuments(w, got) })
+			return c.print(pageOf(page, next), func(w io.Writer) { writeDocuments(w, page) })
 		}),
 	}
 	cmd.Flags().StringVar(&f.ThreadID, "thread", "", "only this thread")

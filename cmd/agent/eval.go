@@ -31,8 +31,8 @@ func (c *cli) evalRunCommand() *cobra.Command {
 	var o evalOptions
 	cmd := &cobra.Command{
 		Use: "run [SUITE...]", Short: "Run suites, or all of them",
-		Long: `Run the trials of suites in this process and print the results of each case. Skills are answered by the stubs of the
-case, memory and approvals by its script. A trial has no effect outside itself.
+		Long: `Run the trials of suites in this process and print the results of each case. Skills are answered by the stubs
+of the case, memory and approvals by its script. A trial has no effect outside itself.
 
 Exit codes: 0 passed, 1 failed, 3 undecided because the budget was used up. With --against the comparison decides: 1 for
 worse, 3 for undecided, else 0. --resume continues an interrupted run; answered model calls are not paid again.
@@ -79,29 +79,36 @@ func (o *evalOptions) flags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.junit, "junit", "", "also write the result to this file, as JUnit XML")
 }
 
-// check checks the flags of a command that plays runs.
-func (o *evalOptions) check(cmd *cobra.Command, args []string) (err error) {
-	if o.resume != "" {
-		cmd.LocalNonPersistentFlags().VisitAll(func(f *pflag.Flag) {
-			if f.Changed && !slices.Contains([]string{"resume", "concurrency", "junit", "against"}, f.Name) {
-				err = usageError("--resume continues one run as it is; leave out --%s", f.Name)
-			}
-		})
-		if len(args) > 0 {
-			return usageError("--resume continues one run as it is; leave out the suites")
-		}
-	}
-	trials := cmd.Flags().Lookup("trials")
-	n, bad := strconv.Atoi(trials.Value.String())
-	switch {
-	case err != nil:
+// check validates the flags of a command that plays runs.
+func (o *evalOptions) check(cmd *cobra.Command, args []string) error {
+	if err := o.checkResume(cmd, args); err != nil {
 		return err
+	}
+	trials := cmd.Flags().Lookup("trials") // of evalOptions, or of runner.Counterfactual
+	n, err := strconv.Atoi(trials.Value.String())
+	switch {
 	case cmd.Flags().Changed("candidate") && o.candidate == "", o.prune && o.candidate == "":
 		return usageError("--candidate needs the folder of a workspace, and --prune needs --candidate")
-	case o.concurrent < 1 || o.concurrent > 100 || trials.Changed && (bad != nil || n < 1 || n > 100):
+	case o.concurrent < 1 || o.concurrent > 100 || trials.Changed && (err != nil || n < 1 || n > 100):
 		return usageError("--concurrency and --trials must be 1 to 100")
 	}
 	return nil
+}
+
+// checkResume rejects suites, and flags that would change the run, beside --resume.
+func (o *evalOptions) checkResume(cmd *cobra.Command, args []string) (err error) {
+	if o.resume == "" {
+		return nil
+	}
+	if len(args) > 0 {
+		return usageError("--resume continues one run as it is; leave out the suites")
+	}
+	cmd.LocalNonPersistentFlags().VisitAll(func(f *pflag.Flag) {
+		if f.Changed && !slices.Contains([]string{"resume", "concurrency", "junit", "against"}, f.Name) {
+			err = usageError("--resume continues one run as it is; leave out --%s", f.Name)
+		}
+	})
+	return err
 }
 
 // runEvals runs suites one after the other.
@@ -109,21 +116,22 @@ func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []stri
 	if err := c.checkJUnit(o.junit); err != nil {
 		return err
 	}
-	if o.against != "" && o.against != "last" { // before anything is paid
+	if o.against != "" && o.against != "last" { // an unknown run is an error before any model call is billed
 		if _, err := findRun(ctx, s, o.against); err != nil {
 			return err
 		}
 	}
-	runs, err := c.startEvals(ctx, s, a, names, o)
+	runs, err := c.startRuns(ctx, s, a, names, o)
 	if err != nil {
 		return err
 	}
-	return c.workEvals(ctx, s, a, runs, o)
+	return c.playRuns(ctx, s, a, runs, o)
 }
 
-// checkJUnit creates the file before anything is paid. A remote caller's file is created at the end.
+// checkJUnit creates the file, so that an error shows before any model call is billed. A remote caller's file is created
+// at the end.
 func (c *cli) checkJUnit(name string) error {
-	if _, far := c.out.(*callerStream); far || name == "" {
+	if _, remote := c.out.(*callerStream); remote || name == "" {
 		return nil
 	}
 	if err := c.writeFile(name, nil, true); err != nil {
@@ -132,14 +140,14 @@ func (c *cli) checkJUnit(name string) error {
 	return nil
 }
 
-// workEvals plays runs one after the other, and reports them.
-func (c *cli) workEvals(ctx context.Context, s *session, a *app.App, runs []evals.Run, o evalOptions) error {
+// playRuns plays the trials of runs, one run after the other, and prints the reports.
+func (c *cli) playRuns(ctx context.Context, s *session, a *app.App, runs []evals.Run, o evalOptions) error {
 	reports := make([]evals.Report, 0, len(runs))
 	for i, run := range runs {
-		c.onInterrupt(strings.Join(notOver(runs[i:]), "\n"))
-		report, err := c.workEval(ctx, s, a, run, o)
+		c.onInterrupt(strings.Join(resumeHints(runs[i:]), "\n"))
+		report, err := c.playRun(ctx, s, a, run, o)
 		if ctx.Err() != nil {
-			c.infof("%s", strings.Join(notOver(runs[i:]), "\n"))
+			c.infof("%s", strings.Join(resumeHints(runs[i:]), "\n"))
 		}
 		if err != nil {
 			return err
@@ -158,19 +166,19 @@ func (c *cli) workEvals(ctx context.Context, s *session, a *app.App, runs []eval
 	if err := c.print(pageOf(reports, ""), func(w io.Writer) { writeReports(w, reports) }); err != nil {
 		return err
 	}
-	return evalExit(reports)
+	return worstExit(reports)
 }
 
-// notOver explains how unfinished runs continue.
-func notOver(runs []evals.Run) (lines []string) {
+// resumeHints explains how to resume unfinished runs.
+func resumeHints(runs []evals.Run) (lines []string) {
 	for _, r := range runs {
 		lines = append(lines, fmt.Sprintf("run %s has not ended; %s continues it", r.ID, resumeCommand(r)))
 	}
 	return lines
 }
 
-// startEvals stores the runs of suites; all suites without names.
-func (c *cli) startEvals(
+// startRuns stores a run of each suite, or returns the run to resume. Without names it starts all suites.
+func (c *cli) startRuns(
 	ctx context.Context, s *session, a *app.App, names []string, o evalOptions,
 ) ([]evals.Run, error) {
 	if o.resume != "" {
@@ -181,27 +189,11 @@ func (c *cli) startEvals(
 		return []evals.Run{run}, err
 	}
 	if o.candidate != "" {
-		return c.startCandidates(ctx, s, a, names, o)
+		return c.startCandidateRuns(ctx, s, a, names, o)
 	}
-	suites, err := evals.List(ctx, s.Pool)
+	suites, err := findSuites(ctx, s, names)
 	if err != nil {
 		return nil, err
-	}
-	if len(names) > 0 {
-		suites = nil
-		for _, name := range names {
-			suite, err := evals.Get(ctx, s.Pool, name)
-			if errors.Is(err, evals.ErrNotFound) {
-				return nil, errNoSuite(name)
-			}
-			if err != nil {
-				return nil, err
-			}
-			suites = append(suites, suite)
-		}
-	}
-	if len(suites) == 0 {
-		return nil, errNoEval()
 	}
 	var runs []evals.Run
 	for _, suite := range suites {
@@ -214,7 +206,29 @@ func (c *cli) startEvals(
 	return runs, nil
 }
 
-// evalError adds the exit code and the next step to an error of a run.
+// findSuites reads the named suites, or all without names.
+func findSuites(ctx context.Context, s *session, names []string) (suites []evals.Suite, err error) {
+	if len(names) == 0 {
+		suites, err = evals.List(ctx, s.Pool)
+		if err == nil && len(suites) == 0 {
+			err = errNoSuites()
+		}
+		return suites, err
+	}
+	for _, name := range names {
+		suite, err := evals.Get(ctx, s.Pool, name)
+		if errors.Is(err, evals.ErrNotFound) {
+			return nil, errNoSuite(name)
+		}
+		if err != nil {
+			return nil, err
+		}
+		suites = append(suites, suite)
+	}
+	return suites, nil
+}
+
+// evalError adds the exit code and the advice to an error of a run.
 func evalError(err error) error {
 	switch {
 	case errors.Is(err, runner.ErrUnpriced), errors.Is(err, runner.ErrOffline), errors.Is(err, runner.ErrOtherSetup):
@@ -243,8 +257,8 @@ func (c *cli) readCandidate(
 	return files, options, c.checkSentWorkspace(ctx, s, files)
 }
 
-// startCandidates stores runs of the suites of a folder; all of them without names.
-func (c *cli) startCandidates(
+// startCandidateRuns stores a run of each suite of a folder. Without names it starts all suites.
+func (c *cli) startCandidateRuns(
 	ctx context.Context, s *session, a *app.App, names []string, o evalOptions,
 ) ([]evals.Run, error) {
 	files, options, err := c.readCandidate(ctx, s, o)
@@ -259,12 +273,12 @@ func (c *cli) startCandidates(
 		names = slices.Sorted(maps.Keys(all))
 	}
 	if len(names) == 0 {
-		return nil, errNoEval()
+		return nil, errNoSuites()
 	}
 	var runs []evals.Run
 	for _, name := range names {
-		subject, is := all[name]
-		if !is {
+		subject, known := all[name]
+		if !known {
 			return nil, fmt.Errorf("%s has no eval %.100q%s", o.candidate, name, suggestion(name, slices.Sorted(maps.Keys(all))))
 		}
 		run, err := a.Evals.StartCandidate(ctx, subject, o.Options)
@@ -276,8 +290,8 @@ func (c *cli) startCandidates(
 	return runs, nil
 }
 
-// workEval plays the trials of a run, and reports it.
-func (c *cli) workEval(
+// playRun plays the trials of one run, and returns its report. On a terminal it shows the progress.
+func (c *cli) playRun(
 	ctx context.Context, s *session, a *app.App, run evals.Run, o evalOptions,
 ) (report evals.Report, err error) {
 	var mu sync.Mutex

@@ -21,13 +21,13 @@ func (c *cli) evalAddCommand() *cobra.Command {
 	var name, to, outage string
 	cmd := &cobra.Command{
 		Use: "add [TRACE]", Short: "Make a case from a trace, or from an outage of a skill",
-		Long: `Make a case from a trace: its messages, and stubs of the calls that it made. The case is redacted and independent of
-the trace. Print it as YAML, or append it to the cases of a file that ends with them. The case expects the same calls in
-the same order; edit its expectations.
+		Long: `Make a case from a trace: its messages, and stubs of the calls that it made. The case is redacted and
+independent of the trace. Print it as YAML, or append it to the cases of a file that ends with them. The case expects
+the same calls in the same order; edit its expectations.
 
 With --outage the case has the messages of a run whose failure made self-heal disable the skill, and the skill fails at
-every call. Cases of the suite "selfheal" run when their skill comes back from its trial; --to starts that suite in a new
-file.`,
+every call. Cases of the suite "selfheal" run when their skill comes back from its trial; --to starts that suite in a
+new file.`,
 		Example: "  agent eval add ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE --name \"refund not due\" --to workspace/evals.yaml\n" +
 			"  agent eval add --outage fetch --to workspace/selfheal.yaml",
 		Args: positionalArgs(0, 1, "a trace id"),
@@ -75,15 +75,15 @@ func caseOfTrace(ctx context.Context, s *session, id, name string) (evals.Case, 
 	return made, err
 }
 
-// caseOfOutage makes a case of the newest failure that a model caused, or else of the newest one. begin is a file for
-// it.
+// caseOfOutage makes a case of the newest failure that a model caused, or else of the newest failure. begin is the text
+// of a new file for the case.
 func caseOfOutage(ctx context.Context, s *session, skill, name string) (made evals.Case, begin string, err error) {
-	of, err := skills.Get(ctx, s.Pool, skill)
+	broken, err := skills.Get(ctx, s.Pool, skill)
 	if err != nil {
 		return made, "", skillHint(err)
 	}
 	var evidence selfheal.Evidence
-	if json.Unmarshal(of.Evidence, &evidence) != nil || len(evidence.Failures) == 0 {
+	if json.Unmarshal(broken.Evidence, &evidence) != nil || len(evidence.Failures) == 0 {
 		return made, "", hint(fmt.Errorf("self-heal has not taken %s out of service", skill),
 			"see agent skills show %s", skill)
 	}
@@ -105,7 +105,7 @@ func caseOfOutage(ctx context.Context, s *session, skill, name string) (made eva
 		}
 	}
 	surface := "operate"
-	if of.Scope != skills.ScopeInternal {
+	if broken.Scope != skills.ScopeInternal {
 		surface = "chat"
 	}
 	made, err = evals.FromOutage(skill, chosen, story, name)

@@ -25,8 +25,8 @@ func (c *cli) evalCounterfactualCommand() *cobra.Command {
 	var of runner.Counterfactual
 	cmd := &cobra.Command{
 		Use: "counterfactual", Short: "Play recorded turns with another model or version, and compare",
-		Long: `Draw a sample of the agent's recorded turns and play them twice: with the agent as it is and the recorded models
-(the control), and with the candidate. Recorded results answer the calls, matched by skill and arguments, so no
+		Long: `Draw a sample of the agent's recorded turns and play them twice: with the agent as it is and the recorded
+models (the control), and with the candidate. Recorded results answer the calls, matched by skill and arguments, so no
 call has an effect.
 
 A trial passes when it makes the recorded calls, with the same arguments and in the same order, and answers. The first
@@ -65,7 +65,8 @@ func candidateFlags(flags *pflag.FlagSet, of *runner.Counterfactual, budget floa
 	flags.StringVar(&of.Model, "model", "", "the candidate's model")
 	flags.IntVar(&of.Version, "agent-version", 0, "the candidate's version of the agent")
 	flags.Float64Var(&of.Margin, "margin", 0.05, "a loss of the mean pass rate that counts as not worse")
-	flags.Float64Var(&of.BudgetUSD, "budget", budget, "dollars that control and candidate may cost together; 0 for no limit")
+	flags.Float64Var(&of.BudgetUSD, "budget", budget,
+		"dollars that control and candidate may cost together; 0 for no limit")
 }
 
 // checkCandidate checks the flags of candidateFlags. named reports a candidate that other flags name.
@@ -104,7 +105,7 @@ func (c *cli) runCounterfactual(
 	if err != nil {
 		return err
 	}
-	return c.workEvals(ctx, s, a, []evals.Run{run}, o)
+	return c.playRuns(ctx, s, a, []evals.Run{run}, o)
 }
 
 // planCounterfactual prints the estimated cost of a counterfactual and stores it.

@@ -66,7 +66,7 @@ func junitComparison(r evals.Report) junitSuite {
 	return suite
 }
 
-// JUnit XML, as CI servers read it.
+// The elements of JUnit XML that CI servers read.
 type (
 	junitSuites struct {
 		XMLName xml.Name     `xml:"testsuites"`

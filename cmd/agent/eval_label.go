@@ -20,7 +20,7 @@ func (c *cli) evalLabelCommand() *cobra.Command {
 		Use: "label RUN CASE good|bad|none", Short: "Say whether the answer of a trial is good",
 		Long: `Say whether the answer of a trial is good or bad; none withdraws your label. Judges are calibrated against the
 labels of people. The Engine Room has a key for each label.`,
-		Example: "  agent eval label 01a21abd-4de8-7876-b240-505ac1bc02d6 \"refund not due\" bad --trial 2 --note \"no reason given\"",
+		Example: `  agent eval label 01a21abd-4de8-7876-b240-505ac1bc02d6 "refund not due" bad --trial 2 --note "no reason given"`,
 		Args:    positionalArgs(3, 3, "a run's id, a case, and good, bad or none"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if l.Trial < 1 {
@@ -35,7 +35,7 @@ labels of people. The Engine Room has a key for each label.`,
 			if who == nil { // one person has one label, here and on the page without a login
 				ctx = activity.WithActor(ctx, activity.Actor{Name: principals.Root, Via: "cli"})
 			}
-			got, _, err := evals.PutLabel(ctx, s.Pool, l)
+			stored, _, err := evals.PutLabel(ctx, s.Pool, l)
 			switch {
 			case errors.Is(err, evals.ErrLabel), errors.Is(err, evals.ErrTrial):
 				return usageError("%s", err)
@@ -47,9 +47,9 @@ labels of people. The Engine Room has a key for each label.`,
 				return err
 			}
 			if who != nil && !who.May(principals.ThreadsRead) {
-				got.Answer = ""
+				stored.Answer = ""
 			}
-			return c.printf(got, "trial %d of %q: %s\n", got.Trial, got.Case, l.Word)
+			return c.printf(stored, "trial %d of %q: %s\n", stored.Trial, stored.Case, l.Word)
 		}),
 	}
 	cmd.Flags().IntVar(&l.Trial, "trial", 1, "the number of the trial")

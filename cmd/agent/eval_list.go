@@ -14,7 +14,7 @@ import (
 func (c *cli) evalListCommand() *cobra.Command {
 	var runs bool
 	cmd := &cobra.Command{
-		Use: "ls [SUITE]", Short: "List the suites, or with --runs their newest runs",
+		Use: "ls [SUITE]", Short: "List the suites; with SUITE or --runs the newest 50 runs",
 		Args: positionalArgs(0, 1, "at most one suite"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			suite := cmp.Or(append(args, "")...)
@@ -47,7 +47,7 @@ func (c *cli) evalListCommand() *cobra.Command {
 				})
 		}),
 	}
-	cmd.Flags().BoolVar(&runs, "runs", false, "list the newest runs")
+	cmd.Flags().BoolVar(&runs, "runs", false, "list the newest runs of all suites")
 	return cmd
 }
 
@@ -61,8 +61,11 @@ type listedEval struct {
 	Last    *evals.Run `json:"last_run"`
 }
 
+// maxRuns bounds the listed runs.
+const maxRuns = 50
+
 func (c *cli) listRuns(ctx context.Context, s *session, suite string) error {
-	runs, err := evals.Runs(ctx, s.Pool, suite, 50)
+	runs, err := evals.Runs(ctx, s.Pool, suite, maxRuns)
 	if err == nil && len(runs) == 0 {
 		err = knownSuite(ctx, s, suite)
 	}
@@ -103,6 +106,6 @@ func errNoSuite(name string) error {
 	return hint(fmt.Errorf("there is no eval %.100q", name), "see agent eval ls")
 }
 
-func errNoEval() error {
+func errNoSuites() error {
 	return hint(errors.New("there is no eval"), "declare one as kind: eval in the workspace, see docs/evals.md")
 }

@@ -34,7 +34,7 @@ func (c *cli) evalShowCommand() *cobra.Command {
 					func(t evals.Trial) []string {
 						return []string{
 							t.Case, fmt.Sprint(t.Trial), cmp.Or(string(t.Verdict), "open"), fmt.Sprint(t.Iterations),
-							human.Cost(t.CostUSD, t.Tokens), t.TraceID, whyTrial(t),
+							human.Cost(t.CostUSD, t.Tokens), t.TraceID, trialReasons(t),
 						}
 					})
 			})
@@ -94,8 +94,8 @@ func findRun(ctx context.Context, s *session, id string) (evals.Run, error) {
 	return run, err
 }
 
-// evalExit is the exit code of reports: that of the worst one.
-func evalExit(reports []evals.Report) error {
+// worstExit returns the exit code of the worst report: failed or worse, undecided, or nil.
+func worstExit(reports []evals.Report) error {
 	code := 0
 	for _, r := range reports {
 		switch {
@@ -122,7 +122,7 @@ func writeReports(w io.Writer, reports []evals.Report) {
 }
 
 func writeEvalReport(w io.Writer, r evals.Report) {
-	defer writeContinue(w, r.Run)
+	defer writeResumeHint(w, r.Run)
 	if r.ControlRun != nil {
 		writeCounterfactual(w, r)
 		return
@@ -176,8 +176,8 @@ func writeJudge(w io.Writer, j evals.Calibration) {
 	}
 }
 
-// whyTrial has the reasons of a trial, and its judges' verdicts.
-func whyTrial(t evals.Trial) string {
+// trialReasons joins the reasons of a trial and the verdicts of its judges.
+func trialReasons(t evals.Trial) string {
 	all := slices.Clone(t.Reasons)
 	for _, j := range t.Judgements {
 		all = append(all, j.String())
@@ -185,14 +185,14 @@ func whyTrial(t evals.Trial) string {
 	return printable(strings.Join(all, "; "))
 }
 
-// writeContinue prints how to continue an interrupted run.
-func writeContinue(w io.Writer, r evals.Run) {
+// writeResumeHint prints how to resume an interrupted run.
+func writeResumeHint(w io.Writer, r evals.Run) {
 	if r.Status == evals.Interrupted && !r.Control() {
 		fmt.Fprintln(w, "interrupted; "+resumeCommand(r)+" continues the run")
 	}
 }
 
-// resumeCommand continues a run.
+// resumeCommand returns the command that resumes a run.
 func resumeCommand(r evals.Run) string {
 	if r.Kind == evals.OfCounterfactual {
 		return "agent eval counterfactual --resume " + r.ID

@@ -19,10 +19,10 @@ func (c *cli) evalShadowCommand() *cobra.Command {
 	var until time.Duration
 	cmd := &cobra.Command{
 		Use: "shadow", Short: "Play a share of the turns with a candidate as they complete",
-		Long: `Play a share of the agent's turns with a candidate, as counterfactuals, when they have completed. The hash of a trace
-decides whether its turn is played, so that every server agrees. Servers (agent serve) play one turn at a time, after the
-conversation has its answer. agent eval show RUN compares, as for a counterfactual. It ends after --until, when its budget
-is used up, or by agent eval shadow stop RUN.`,
+		Long: `Play a share of the agent's turns with a candidate, as counterfactuals, when they have completed. The hash of
+a trace decides whether its turn is played, so that every server agrees. Servers (agent serve) play one turn at a time,
+after the conversation has its answer. agent eval show RUN compares, as for a counterfactual. It ends after --until,
+when its budget is used up, or by agent eval shadow stop RUN.`,
 		Example: "  agent eval shadow --share 0.02 --model gpt-5-mini --until 24h --budget 5",
 		Args:    positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -51,9 +51,9 @@ is used up, or by agent eval shadow stop RUN.`,
 
 func (c *cli) evalShadowListCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls", Short: "List the newest shadows", Args: positionalArgs(0, 0, "no arguments"),
+		Use: "ls", Short: "List the newest 50 shadows", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			shadows, err := evals.Shadows(cmd.Context(), s.Pool, 50)
+			shadows, err := evals.Shadows(cmd.Context(), s.Pool, maxRuns)
 			if err != nil {
 				return err
 			}

@@ -28,15 +28,15 @@ func (c *cli) executionsListCommand() *cobra.Command {
 		Use: "ls", Short: "List executions, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		Example: "  agent executions ls --status failed --since 24h\n  agent executions ls --since 8h --until 6h --json",
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := listExecutions(cmd.Context(), s, f)
+			page, next, err := listExecutions(cmd.Context(), s, f)
 			if err != nil {
 				return err
 			}
-			none := "no matching executions"
+			empty := "no matching executions"
 			if cmd.Flags().NFlag() == 0 {
-				none = "no executions; `agent heartbeat` starts one"
+				empty = "no executions; `agent heartbeat` starts one"
 			}
-			return printRows(c, got, next, none,
+			return printRows(c, page, next, empty,
 				[]string{"EXECUTION", "FLOW", "STATUS", "CREATED", "TRACE", "ABOUT"}, func(x executions.Execution) []string {
 					about := x.ResultSummary
 					if x.Status == executions.Waiting {
@@ -49,14 +49,14 @@ func (c *cli) executionsListCommand() *cobra.Command {
 				})
 		}),
 	}
-	statusFlag(cmd.Flags(), &f.Status, "only this state", statusWords()...)
+	statusFlag(cmd.Flags(), &f.Status, "only this state", statusNames()...)
 	surfaceFlag(cmd.Flags(), &f.Surface)
 	cmd.Flags().StringVar(&f.Flow, "flow", "", "only this flow")
 	actingFlag(cmd.Flags(), &f.Agent)
 	cmd.Flags().StringVar(&f.Label, "label", "", "only with this label: name=value, or a value")
 	traceFlag(cmd.Flags(), &f.TraceIDs)
-	agoFlag(cmd.Flags(), &f.Since, "since", "", "only those created within the last")
-	agoFlag(cmd.Flags(), &f.Until, "until", "", "only those created before the last")
+	sinceFlag(cmd.Flags(), &f.Since, "since", "", "only those created within the last")
+	sinceFlag(cmd.Flags(), &f.Until, "until", "", "only those created before the last")
 	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd
@@ -165,6 +165,7 @@ func writeExecution(w io.Writer, x shownExecution) {
 		{"status", string(x.Status)},
 		{"trace", x.TraceID},
 		{"surface", x.Surface},
+		{"agent", x.Agent},
 		{"created", formatTime(x.CreatedAt)},
 		{"claim", fmt.Sprint(x.Claim)},
 		{"attempt", fmt.Sprint(x.Attempt)},
@@ -203,9 +204,9 @@ func (c *cli) executionsCancelCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
 		Use: "cancel ID", Short: "Cancel an execution now", Args: executionID,
-		Long: `Cancel an execution now: stop its running step and release its lanes. Cancelling an ended execution changes nothing.
-If another transaction locks the row, the cancel takes effect when that transaction ends. The command names a session
-that may hold the lock.`,
+		Long: `Cancel an execution now: stop its running step and release its lanes. Cancelling an ended execution changes
+nothing. If another transaction locks the row, the cancel takes effect when that transaction ends. The command names a
+session that may hold the lock.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.cancel(cmd.Context(), s, args[0], reason)
 		}),

@@ -25,8 +25,8 @@ func (c *cli) executionsEventCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "event NAME KEY", Short: "Raise an event and resume its waiters",
 		Args: positionalArgs(2, 2, "an event's name and its key"),
-		Long: `Raise an event and resume every execution that waits for it. Without a waiter it is stored for the first one. The key
-selects the wait: the thread for MESSAGE_RECEIVED; the request (agent requests ls) for DOCUMENT_UPLOADED,
+		Long: `Raise an event and resume every execution that waits for it. Without a waiter it is stored for the first one.
+The key selects the wait: the thread for MESSAGE_RECEIVED; the request (agent requests ls) for DOCUMENT_UPLOADED,
 SIGNATURE_COMPLETED and TEST_COMPLETED; the flow's key for EVENT_COMPLETED. MESSAGE_RECEIVED needs content in its data,
 and stores it in the thread.`,
 		Example: "  agent executions event EVENT_COMPLETED invoice-7 --data '{\"paid\": true}' --id bank-42\n" +
@@ -44,11 +44,11 @@ and stores it in the thread.`,
 				return usageError("the key is empty; name the wait")
 			}
 			return c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-				got, err := c.raiseEvent(cmd.Context(), s, args[0], args[1], text, id, nil)
+				delivered, err := c.raiseEvent(cmd.Context(), s, args[0], args[1], text, id, nil)
 				if err != nil {
 					return err
 				}
-				return c.printDelivered(got)
+				return c.printDelivered(delivered)
 			})(cmd, args)
 		},
 	}
@@ -61,10 +61,10 @@ and stores it in the thread.`,
 func (c *cli) raiseEvent(
 	ctx context.Context, s *session, event, key string, data json.RawMessage, id string,
 	check func(tx pgx.Tx, event string) error,
-) (got executions.Delivered, err error) {
+) (delivered executions.Delivered, err error) {
 	a, err := c.app(s, nil)
 	if err != nil {
-		return got, err
+		return delivered, err
 	}
 	output := map[string]any{}
 	what := fmt.Sprintf("the wait for %s %.300q", event, key)
@@ -78,16 +78,16 @@ func (c *cli) raiseEvent(
 	err = new(postgres.KeyedTx).Try(ctx, what, func(ctx context.Context) error {
 		_, err := activity.Record(ctx, s.Pool, raised, func(tx pgx.Tx, _ string) (_ any, err error) {
 			if event == "MESSAGE_RECEIVED" {
-				got, err = receiveMessage(ctx, a, tx, key, data, id)
+				delivered, err = receiveMessage(ctx, a, tx, key, data, id)
 			} else {
-				got, err = a.Engine.Deliver(ctx, tx, event, key, data, id)
+				delivered, err = a.Engine.Deliver(ctx, tx, event, key, data, id)
 			}
-			output["event_id"], output["resumed"] = got.EventID, got.Resumed
+			output["event_id"], output["resumed"] = delivered.EventID, delivered.Resumed
 			if err == nil && check != nil {
-				err = check(tx, got.EventID)
+				err = check(tx, delivered.EventID)
 			}
 			if err == nil {
-				err = activity.RecordRequester(ctx, tx, "event "+got.EventID)
+				err = activity.RecordRequester(ctx, tx, "event "+delivered.EventID)
 			}
 			return output, err
 		})
@@ -95,19 +95,19 @@ func (c *cli) raiseEvent(
 	})
 	err = postgres.ExplainLock(ctx, s.Pool, err, what, "agent_events", "agent_executions", "agent_threads", "agent_locks")
 	if postgres.IsCode(err, "22023", "22P02") {
-		return got, &exitError{exitUsage, err}
+		return delivered, &exitError{exitUsage, err}
 	}
-	return got, err
+	return delivered, err
 }
 
-func (c *cli) printDelivered(got executions.Delivered) error {
-	resumed := append([]string{}, got.Resumed...)
-	return c.print(map[string]any{"event_id": got.EventID, "resumed": resumed}, func(w io.Writer) {
+func (c *cli) printDelivered(delivered executions.Delivered) error {
+	resumed := append([]string{}, delivered.Resumed...)
+	return c.print(map[string]any{"event_id": delivered.EventID, "resumed": resumed}, func(w io.Writer) {
 		if len(resumed) == 0 {
-			fmt.Fprintf(w, "event %s: no waiter; stored for the first one\n", got.EventID)
+			fmt.Fprintf(w, "event %s: no waiter; stored for the first one\n", delivered.EventID)
 			return
 		}
-		fmt.Fprintf(w, "event %s: resumed %s\n", got.EventID, strings.Join(resumed, ", "))
+		fmt.Fprintf(w, "event %s: resumed %s\n", delivered.EventID, strings.Join(resumed, ", "))
 	})
 }
 

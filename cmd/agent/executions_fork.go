@@ -18,10 +18,10 @@ func (c *cli) executionsForkCommand() *cobra.Command {
 	var input, reason string
 	cmd := &cobra.Command{
 		Use: "fork ID", Short: "Start a new execution from a step of another", Args: executionID,
-		Long: `Start a new execution with a new trace. It copies the checkpoints before a step and runs the rest. The original stays
-unchanged. agent executions show ID lists the steps. Nested names use slashes (phase/step); naming a phase, a loop or a
-branch restarts it. Without --from all checkpoints are copied. With a new input, a copied step that depends on the old
-one fails with an error. A process that runs agent serve runs the execution.`,
+		Long: `Start a new execution with a new trace. It copies the checkpoints before a step and runs the rest. The
+original stays unchanged. agent executions show ID lists the steps. Nested names use slashes (phase/step); naming a
+phase, a loop or a branch restarts it. Without --from all checkpoints are copied. With a new input, a copied step that
+depends on the old one fails with an error. A process that runs agent serve runs the execution.`,
 		Example: "  agent executions fork 0198… --from evaluate\n  agent executions fork 0198… --from ask --input " +
 			"'{\"tone\": \"warm\"}'",
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -58,8 +58,8 @@ func (c *cli) executionsRetryCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
 		Use: "retry ID", Short: "Retry an execution from its failure", Args: executionID,
-		Long: `Fork a failed, timed out or cancelled execution. The fork repeats the failed step, the expired wait or the failed child.
-A cancelled execution continues after its last checkpoint. The original stays unchanged.`,
+		Long: `Fork a failed, timed out or cancelled execution. The fork repeats the failed step, the expired wait or the
+failed child. A cancelled execution continues after its last checkpoint. The original stays unchanged.`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			a, err := c.app(s, nil)
 			if err != nil {
@@ -122,31 +122,31 @@ func (c *cli) printFork(x executions.Execution, from string) error {
 func (c *cli) executionsReplayCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "replay ID", Short: "Replay an execution against its checkpoints, without side effects", Args: executionID,
-		Long: `Run the flow in this process with recorded results only: no model, no network, no writes. Both digests cover steps,
-outputs, status and result. If the current code differs from the record, the command names the first different step, and
-the exit code is 1.`,
+		Long: `Run the flow in this process with recorded results only: no model, no network, no writes. Both digests cover
+steps, outputs, status and result. If the current code differs from the record, the command names the first different
+step, and the exit code is 1.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			// Reasoning code estimates a call's cost before it reads the record, so replay needs a model client. It
 			// sends no request.
-			unasked, err := models.New(models.Config{Model: "unasked"})
+			offlineClient, err := models.New(models.Config{Model: "offline"})
 			if err != nil {
 				return err
 			}
-			a, err := c.app(s, unasked)
+			a, err := c.app(s, offlineClient)
 			if err != nil {
 				return err
 			}
-			got, err := a.Engine.Replay(cmd.Context(), args[0])
+			comparison, err := a.Engine.Replay(cmd.Context(), args[0])
 			if errors.Is(err, executions.ErrUnknownFlow) {
 				return hint(err, "the program that ran it has the code that a replay needs")
 			}
 			if err != nil {
 				return notFoundHint(err)
 			}
-			if err := c.print(got, func(w io.Writer) { writeReplay(w, got) }); err != nil {
+			if err := c.print(comparison, func(w io.Writer) { writeReplay(w, comparison) }); err != nil {
 				return err
 			}
-			if !got.Equal {
+			if !comparison.Equal {
 				return &exitError{exitFailed, nil}
 			}
 			return nil

@@ -35,9 +35,9 @@ func (c *cli) executionsStartCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "start FLOW", Short: "Start an execution of a flow",
 		Args: positionalArgs(1, 1, "a flow's name; see agent flows ls"),
-		Long: `Start an execution of a flow: a workspace flow, a Go flow, or external (external:NAME) for an external worker. A process
-that runs agent serve runs it. --wait prints its status on stderr until it ends, and exits with 1 unless it completed;
-an interrupt ends the waiting, not the execution.`,
+		Long: `Start an execution of a flow: a workspace flow, a Go flow, or external (external:NAME) for an external worker.
+A process that runs agent serve runs it. --wait prints its status on stderr until it ends, and exits with 1 unless it
+completed; an interrupt ends the waiting, not the execution.`,
 		Example: "  agent executions start onboarding --input '{\"candidate\": \"Ana\"}' --thread ana --wait\n" +
 			"  agent executions start external:import --on-lost hand_on --input @order.json",
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -142,7 +142,7 @@ func (b startOptions) openThread(ctx context.Context, s *session, id string) err
 	err = postgres.InTx(ctx, prompt.Pool, func(tx pgx.Tx) error {
 		err := threads.OpenForFlow(ctx, tx, id, b.spec.Flow, "", b.spec.Agent)
 		if err == nil && b.chatKey != "" {
-			_, err = threads.Grant(ctx, tx, id, threads.Key(b.chatKey), id, commandLine)
+			_, err = threads.Grant(ctx, tx, id, threads.Key(b.chatKey), id, grantor(ctx))
 		}
 		return err
 	})
@@ -190,7 +190,7 @@ func startable(ctx context.Context, a *app.App, spec *executions.Spec) error {
 }
 
 func startableFlows(ctx context.Context, a *app.App) ([]string, error) {
-	all, err := flows.List(ctx, a.Pool, flows.Filter{Limit: 500})
+	all, err := flows.List(ctx, a.Pool, flows.Filter{Limit: maxFlows})
 	if err != nil {
 		return nil, err
 	}
@@ -226,9 +226,9 @@ func (c *cli) waitForEnd(ctx context.Context, s *session, x executions.Execution
 		if now.Status.Ended() {
 			return c.printEnded(ctx, now)
 		}
-		if is := statusText(now); is != note && !c.json {
-			note, pause = is, 20*time.Millisecond
-			c.infof("%s", is)
+		if text := statusText(now); text != note && !c.json {
+			note, pause = text, 20*time.Millisecond
+			c.infof("%s", text)
 		}
 		select {
 		case <-ctx.Done():

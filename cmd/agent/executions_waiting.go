@@ -16,14 +16,14 @@ func (c *cli) executionsStatusCommand() *cobra.Command {
 		Long: "Count pending, running and waiting executions, with their mean age. In SQL: select * from " +
 			"agent_executions_by_status.",
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := executions.CountByStatus(cmd.Context(), s.Pool)
+			counts, err := executions.CountByStatus(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
 			if err := c.warnPaused(cmd.Context(), s); err != nil {
 				return err
 			}
-			return printRows(c, got, "", "nothing", []string{"STATUS", "COUNT", "MEAN AGE"},
+			return printRows(c, counts, "", "nothing", []string{"STATUS", "COUNT", "MEAN AGE"},
 				func(r executions.StatusCount) []string {
 					return []string{string(r.Status), fmt.Sprint(r.Count), human.Seconds(r.AvgAgeSeconds)}
 				})
@@ -42,7 +42,7 @@ func (c *cli) executionsWaitingCommand() *cobra.Command {
 			return c.listWaiting(cmd, s, kind, false, limit, "no waiting executions")
 		}),
 	}
-	wordFlag(cmd.Flags(), &kind, "for", "only this kind",
+	enumFlag(cmd.Flags(), &kind, "for", "only this kind",
 		"response", "agent", "document", "signature", "test", "event", "delay", "approval", "lane")
 	limitFlag(cmd.Flags(), &limit, 50)
 	return cmd
@@ -51,9 +51,10 @@ func (c *cli) executionsWaitingCommand() *cobra.Command {
 func (c *cli) executionsStuckCommand() *cobra.Command {
 	var limit int
 	cmd := &cobra.Command{
-		Use: "stuck", Short: "List executions waiting past their deadline", Args: positionalArgs(0, 0, "no arguments"),
-		Long: `List executions waiting past their deadline without an update for an hour. If there are any, check that agent serve
-runs. In SQL: select * from agent_executions_stuck.`,
+		Use: "stuck", Short: "List executions waiting past their deadline without an update for an hour",
+		Args: positionalArgs(0, 0, "no arguments"),
+		Long: `List executions waiting past their deadline without an update for an hour. If there are any, check that agent
+serve runs. In SQL: select * from agent_executions_stuck.`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			return c.listWaiting(cmd, s, "", true, limit, "no stuck executions")
 		}),
@@ -63,14 +64,14 @@ runs. In SQL: select * from agent_executions_stuck.`,
 }
 
 func (c *cli) listWaiting(cmd *cobra.Command, s *session, kind string, stuck bool, limit int, empty string) error {
-	got, err := executions.ListWaiting(cmd.Context(), s.Pool, kind, stuck, limit)
+	rows, err := executions.ListWaiting(cmd.Context(), s.Pool, kind, stuck, limit)
 	if err != nil {
 		return err
 	}
-	for i := range got {
-		got[i] = got[i].Redacted(cmd.Context())
+	for i := range rows {
+		rows[i] = rows[i].Redacted(cmd.Context())
 	}
-	return printRows(c, got, "", empty,
+	return printRows(c, rows, "", empty,
 		[]string{"EXECUTION", "FLOW", "WAITS FOR", "KEY", "UNTIL", "SINCE", "TRACE"}, func(r executions.WaitingRow) []string {
 			return []string{
 				r.ID, r.Flow, r.WaitingFor, truncate(r.WaitingKey, 40), formatTime(r.WaitingUntil),

@@ -40,11 +40,11 @@ func (o *checkedFlag) Set(text string) error {
 
 // statusFlag accepts one of several states.
 func statusFlag(flags *pflag.FlagSet, into *string, about string, words ...string) {
-	wordFlag(flags, into, "status", about, words...)
+	enumFlag(flags, into, "status", about, words...)
 }
 
-// wordFlag accepts one of several words.
-func wordFlag(flags *pflag.FlagSet, into *string, name, about string, words ...string) {
+// enumFlag accepts one of several words.
+func enumFlag(flags *pflag.FlagSet, into *string, name, about string, words ...string) {
 	flags.Var(&checkedFlag{kind: "word", parse: func(text string) error {
 		if !slices.Contains(words, text) {
 			return fmt.Errorf("not one of %s", strings.Join(words, ", "))
@@ -93,19 +93,19 @@ func uuidFlag(flags *pflag.FlagSet, into *string, kind, name, about, problem str
 
 // rowID validates one argument, the id of a row.
 func rowID(what, lists string) cobra.PositionalArgs {
-	return func(cmd *cobra.Command, got []string) error {
-		if err := positionalArgs(1, 1, what+"'s id")(cmd, got); err != nil {
+	return func(cmd *cobra.Command, args []string) error {
+		if err := positionalArgs(1, 1, what+"'s id")(cmd, args); err != nil {
 			return err
 		}
-		if !uuidForm.MatchString(got[0]) {
-			return &exitError{exitUsage, hint(fmt.Errorf("%.60q is not the id (uuid) of %s", got[0], what), "see %s", lists)}
+		if !uuidForm.MatchString(args[0]) {
+			return &exitError{exitUsage, hint(fmt.Errorf("%.60q is not the id (uuid) of %s", args[0], what), "see %s", lists)}
 		}
 		return nil
 	}
 }
 
-func executionID(cmd *cobra.Command, got []string) error {
-	return rowID("an execution", "agent executions ls")(cmd, got)
+func executionID(cmd *cobra.Command, args []string) error {
+	return rowID("an execution", "agent executions ls")(cmd, args)
 }
 
 // uuidForm accepts ids with and without dashes.
@@ -124,8 +124,8 @@ func limitFlag(flags *pflag.FlagSet, into *int, usual int) {
 	}}, "limit", "page size")
 }
 
-// agoFlag filters by age. An empty default means no bound.
-func agoFlag(flags *pflag.FlagSet, into *time.Time, name, usual, about string) {
+// sinceFlag filters by age. An empty default means no bound.
+func sinceFlag(flags *pflag.FlagSet, into *time.Time, name, usual, about string) {
 	o := &checkedFlag{kind: "span", parse: func(text string) error {
 		d, err := parseSpan(text)
 		*into = time.Now().Add(-d)
@@ -195,7 +195,7 @@ func parseSpan(text string) (time.Duration, error) {
 	return d, nil
 }
 
-func statusWords() []string {
+func statusNames() []string {
 	states := []executions.Status{
 		executions.Pending, executions.Running, executions.Waiting, executions.Completed, executions.Failed,
 		executions.Timeout, executions.Cancelled,

@@ -29,12 +29,16 @@ type listedFlow struct {
 	Source      string `json:"source"`
 }
 
+// maxFlows bounds the flows of the workspace in a list.
+const maxFlows = 500
+
 func (c *cli) flowsListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls", Short: "List the startable flows", Args: positionalArgs(0, 0, "no arguments"),
-		Long: `List the flows that agent executions start accepts: workspace flows (agent apply) and Go flows of this program.`,
+		Long: `List the flows that agent executions start accepts: workspace flows (agent apply), at most 500, and Go flows
+of this program and of running servers.`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			all, err := flows.List(cmd.Context(), s.Pool, flows.Filter{Limit: 500})
+			all, err := flows.List(cmd.Context(), s.Pool, flows.Filter{Limit: maxFlows})
 			if err != nil {
 				return err
 			}

@@ -22,8 +22,8 @@ func (c *cli) healthcheckCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "healthcheck",
 		Short: "Check the agent that serves on this machine",
-		Long: `Check whether the agent at AGENT_LISTEN on this machine is alive; with --ready whether it accepts requests. The exit
-code is 0 or 1. It needs no other setting, no database and no shell, so containers can use it in HEALTHCHECK.`,
+		Long: `Check whether the agent at AGENT_LISTEN on this machine is alive; with --ready whether it accepts requests.
+The exit code is 0 or 1. It needs no other setting, no database and no shell, so containers can use it in HEALTHCHECK.`,
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error { return c.healthcheck(cmd.Context(), ready) },
 	}
@@ -95,17 +95,17 @@ func probe(ctx context.Context, url string) ([]byte, error) {
 
 // failedChecks lists the failed checks of a /readyz response.
 func failedChecks(body []byte) string {
-	var got struct {
+	var response struct {
 		Checks map[string]struct {
 			OK     bool
 			Detail string
 		}
 	}
-	if json.Unmarshal(body, &got) != nil {
+	if json.Unmarshal(body, &response) != nil {
 		return ""
 	}
 	var bad []string
-	for name, check := range got.Checks {
+	for name, check := range response.Checks {
 		if !check.OK {
 			bad = append(bad, name+": "+check.Detail)
 		}

@@ -20,9 +20,9 @@ func (c *cli) heartbeatCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "heartbeat",
 		Short: "Run one heartbeat now",
-		Long: `Run one heartbeat in this process now and print its trace. It is recorded as skipped, without an error, while another
-heartbeat runs, an admin holds the lane operate, or the agent is paused. If an admin arrives while it runs, it waits, and
-a process that runs agent serve or agent dev resumes it.`,
+		Long: `Run one heartbeat in this process now and print its trace. It is recorded as skipped, without an error, while
+another heartbeat runs, an admin holds the lane operate, or the agent is paused. If an admin arrives while it runs, it
+waits, and a process that runs agent serve or agent dev resumes it.`,
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {

@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"io"
 	"maps"
 	"net/url"
 	"os"
@@ -82,49 +83,59 @@ func (c *cli) initWorkspace(ctx context.Context, opts initOptions) error {
 			return err
 		}
 	}
-	kept, err := opts.writeSecrets(begin.databaseEnv)
+	missing, err := opts.writeSecrets(begin.databaseEnv)
 	if err != nil {
 		return err
 	}
-	c.printNextSteps(opts, begin, kept)
+	c.printNextSteps(opts, begin, missing)
 	return ctx.Err()
 }
 
 // promptAnswers asks on a terminal for the values that no flag gave.
 func (c *cli) promptAnswers(o *initOptions) error {
 	lines := bufio.NewReader(c.in)
-	for _, q := range []struct {
-		into                *string
-		question, otherwise string
-		wrong               func() error
-	}{
+	for _, q := range []initQuestion{
 		{&o.name, "Name of the agent", o.folderName(), o.checkName},
 		{&o.purpose, "Its purpose, in one sentence", "Answer questions about this database.", o.acceptAny},
 		{&o.database, "URL of a database it may read (empty: its own)", "", o.checkDatabase},
 	} {
-		if *q.into != "" {
+		if *q.answer != "" {
 			continue
 		}
 		if o.yes || !terminal(c.in) || !terminal(c.out) {
-			*q.into = q.otherwise
+			*q.answer = q.def
 			continue
 		}
-		for again := true; again; {
-			fmt.Fprint(c.err, q.question+defaultSuffix(q.otherwise)+": ")
-			line, err := lines.ReadString('\n')
-			if err != nil && line == "" {
-				fmt.Fprintln(c.err)
-				return &exitError{exitInterrupted, nil}
-			}
-			*q.into = cmp.Or(strings.TrimSpace(line), q.otherwise)
-			if err := q.wrong(); err != nil {
-				fmt.Fprintln(c.err, err)
-				continue
-			}
-			again = false
+		if err := q.ask(lines, c.err); err != nil {
+			return err
 		}
 	}
 	return nil
+}
+
+// initQuestion is a question about an option. check validates the option.
+type initQuestion struct {
+	answer    *string
+	text, def string
+	check     func() error
+}
+
+// ask repeats the question until the answer is valid. The end of the input interrupts the command.
+func (q initQuestion) ask(lines *bufio.Reader, out io.Writer) error {
+	for {
+		fmt.Fprint(out, q.text+defaultSuffix(q.def)+": ")
+		line, err := lines.ReadString('\n')
+		if err != nil && line == "" {
+			fmt.Fprintln(out)
+			return &exitError{exitInterrupted, nil}
+		}
+		*q.answer = cmp.Or(strings.TrimSpace(line), q.def)
+		err = q.check()
+		if err == nil {
+			return nil
+		}
+		fmt.Fprintln(out, err)
+	}
 }
 
 var agentName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)

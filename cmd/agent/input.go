@@ -12,8 +12,8 @@ import (
 	"strings"
 )
 
-// longestLine bounds an input line in bytes.
-const longestLine = 1 << 20
+// maxLine bounds an input line in bytes.
+const maxLine = 1 << 20
 
 // eachLine calls do with each non-blank input line until do returns false, the input ends, or ctx ends.
 func (c *cli) eachLine(ctx context.Context, do func(line string) (more bool, err error)) error {
@@ -42,7 +42,7 @@ func (c *cli) eachLine(ctx context.Context, do func(line string) (more bool, err
 func readLines(in io.Reader) (lines <-chan string, failed func() error, stop func()) {
 	out, ended := make(chan string), make(chan struct{})
 	scanner := bufio.NewScanner(in)
-	scanner.Buffer(nil, longestLine)
+	scanner.Buffer(nil, maxLine)
 	go func() {
 		defer close(out)
 		for scanner.Scan() {
@@ -65,7 +65,7 @@ func readLines(in io.Reader) (lines <-chan string, failed func() error, stop fun
 // readLine reads one line byte by byte, to consume nothing behind it.
 func readLine(in io.Reader) string {
 	var line []byte
-	for char := make([]byte, 1); len(line) < longestLine; {
+	for char := make([]byte, 1); len(line) < maxLine; {
 		if n, err := in.Read(char); n == 0 || err != nil || char[0] == '\n' {
 			break
 		}

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"net/url"
 	"os"
@@ -20,9 +21,10 @@ func (c *cli) loginCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "login URL",
 		Short: "Store the token of a server, for --server",
-		Long: `Store the token of a server, after the server has accepted it. It is read from the terminal without echo, or from
-standard input. agent --server URL then needs no AGENT_TOKEN. The file login.json is in XDG_CONFIG_HOME/lanekeeper, else
-~/.config/lanekeeper, with mode 0600. http is only for this machine; everything else needs https.`,
+		Long: `Store the token of a server, after the server has accepted it. It is read from the terminal without echo, or
+from standard input. agent --server URL then needs no AGENT_TOKEN. The file login.json is in
+XDG_CONFIG_HOME/lanekeeper, else ~/.config/lanekeeper, with mode 0600. http is only for this machine; everything else
+needs https.`,
 		Example: "  agent login https://agent.example.com\n  agent login https://agent.example.com < token.txt\n" +
 			"  agent --server https://agent.example.com trace last",
 		Args: positionalArgs(1, 1, "the address of a server"),
@@ -36,7 +38,7 @@ standard input. agent --server URL then needs no AGENT_TOKEN. The file login.jso
 				return err
 			}
 			check := *c
-			check.out = &discardWriter{}
+			check.out = io.Discard // the version of the server
 			call := remoteCall{
 				cli: &check, server: server, token: token, tokenAdvice: "nothing was stored; use the server's AGENT_ADMIN_TOKEN, " +
 					"or a token that agent tokens create prints there",
@@ -52,10 +54,6 @@ standard input. agent --server URL then needs no AGENT_TOKEN. The file login.jso
 		},
 	}
 }
-
-type discardWriter struct{}
-
-func (*discardWriter) Write(b []byte) (int, error) { return len(b), nil }
 
 func (c *cli) logoutCommand() *cobra.Command {
 	return &cobra.Command{
@@ -102,27 +100,27 @@ func (c *cli) readToken() (token string, err error) {
 	} else {
 		token = readLine(c.in)
 	}
-	return token, checkToken(strings.TrimSpace(token), &token)
+	return trimToken(token)
 }
 
-// checkToken accepts text that a header can hold.
-func checkToken(text string, into *string) error {
-	*into = text
-	if text == "" {
-		return usageError("the token is empty; pass it on standard input, or type it")
+// trimToken removes blanks around a token. It rejects text that a header cannot hold.
+func trimToken(text string) (token string, err error) {
+	token = strings.TrimSpace(text)
+	if token == "" {
+		return "", usageError("the token is empty; pass it on standard input, or type it")
 	}
-	for _, r := range text {
+	for _, r := range token {
 		if r <= ' ' || r > '~' {
-			return usageError("the token has characters that no token has")
+			return "", usageError("the token has characters that no token has")
 		}
 	}
-	return nil
+	return token, nil
 }
 
 // token returns AGENT_TOKEN or the stored token of the server.
 func (c *cli) token(server *url.URL) (token string, err error) {
 	if text := c.environ["AGENT_TOKEN"]; text != "" {
-		return token, checkToken(strings.TrimSpace(text), &token)
+		return trimToken(text)
 	}
 	tokens, err := c.readLogins()
 	if err != nil {

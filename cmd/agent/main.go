@@ -208,9 +208,9 @@ func (c *cli) commands() []*cobra.Command {
 func group(use, short string, below ...*cobra.Command) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: use, Short: short,
-		Args: func(cmd *cobra.Command, got []string) error {
-			if len(got) > 0 {
-				return unknownCommand(cmd.CommandPath()+" "+got[0], got[0], cmd)
+		Args: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return unknownCommand(cmd.CommandPath()+" "+args[0], args[0], cmd)
 			}
 			return nil
 		},

@@ -18,8 +18,9 @@ import (
 func (c *cli) mcpCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "mcp", Short: "Use tools of MCP servers as skills; offer skills over MCP",
-		Long: `Without a subcommand, agent mcp is an MCP server on standard input and output. It serves the skills of agent mcp offer
-to an editor, a desktop assistant or another agent. agent serve serves the same over HTTP at /mcp, with the admin token.
+		Long: `Without a subcommand, agent mcp is an MCP server on standard input and output. It serves the skills of agent
+mcp offer to an editor, a desktop assistant or another agent. agent serve serves the same over HTTP at /mcp, with the
+admin token.
 
 For the other direction, declare servers in the workspace; their tools become skills:
 
@@ -37,9 +38,9 @@ A tool that changes later is quarantined: its skill is disabled until agent mcp 
   agent mcp accept files read_file
   agent mcp offer table_sizes
   agent mcp                        # in the configuration of an MCP client: command agent, arguments mcp`,
-		Args: func(cmd *cobra.Command, got []string) error {
-			if len(got) > 0 {
-				return unknownCommand(cmd.CommandPath()+" "+got[0], got[0], cmd)
+		Args: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return unknownCommand(cmd.CommandPath()+" "+args[0], args[0], cmd)
 			}
 			return nil
 		},
@@ -72,44 +73,44 @@ func (c *cli) mcpListCommand() *cobra.Command {
   excluded     the workspace excludes it
   refused      it cannot become a skill; see its reason`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			got, err := readMCP(cmd.Context(), s, strings.Join(args, ""))
+			listing, err := readMCP(cmd.Context(), s, strings.Join(args, ""))
 			if err != nil {
 				return err
 			}
-			return c.print(got, func(w io.Writer) { writeMCP(w, got) })
+			return c.print(listing, func(w io.Writer) { writeMCP(w, listing) })
 		}),
 	}
 }
 
 // readMCP reads all servers, or one.
 func readMCP(ctx context.Context, s *session, server string) (mcpListing, error) {
-	got := mcpListing{Servers: []mcp.Remote{}, Tools: []mcp.Tool{}, Offered: []mcp.Offer{}}
+	listing := mcpListing{Servers: []mcp.Remote{}, Tools: []mcp.Tool{}, Offered: []mcp.Offer{}}
 	if server != "" {
 		one, err := mcp.Get(ctx, s.Pool, server)
 		if err != nil {
-			return got, mcpHint(err)
+			return listing, mcpHint(err)
 		}
-		got.Servers = append(got.Servers, one)
+		listing.Servers = append(listing.Servers, one)
 	} else {
 		all, err := mcp.List(ctx, s.Pool)
 		if err != nil {
-			return got, err
+			return listing, err
 		}
-		got.Servers = append(got.Servers, all...)
+		listing.Servers = append(listing.Servers, all...)
 	}
 	tools, err := mcp.Tools(ctx, s.Pool, server)
 	if err != nil {
-		return got, err
+		return listing, err
 	}
-	got.Tools = append(got.Tools, tools...)
+	listing.Tools = append(listing.Tools, tools...)
 	offers, err := mcp.Offers(ctx, s.Pool)
-	got.Offered = append(got.Offered, offers...)
-	return got, err
+	listing.Offered = append(listing.Offered, offers...)
+	return listing, err
 }
 
-func writeMCP(w io.Writer, got mcpListing) {
-	rows := make([][]string, len(got.Servers))
-	for i, r := range got.Servers {
+func writeMCP(w io.Writer, listing mcpListing) {
+	rows := make([][]string, len(listing.Servers))
+	for i, r := range listing.Servers {
 		state := "not synced yet"
 		switch {
 		case r.SyncError != "":
@@ -124,17 +125,17 @@ func writeMCP(w io.Writer, got mcpListing) {
 	}
 	writeTable(w, "no MCP servers; declare one with kind: mcp_server, see agent mcp --help",
 		[]string{"SERVER", "TRANSPORT", "AT", "TRUST", "SCOPE", "STATE", "ABOUT"}, rows)
-	if len(got.Tools) > 0 {
-		rows = make([][]string, len(got.Tools))
-		for i, t := range got.Tools {
+	if len(listing.Tools) > 0 {
+		rows = make([][]string, len(listing.Tools))
+		for i, t := range listing.Tools {
 			rows[i] = []string{t.Server, t.Tool, t.State, t.Skill, truncate(t.Reason, 90)}
 		}
 		fmt.Fprintln(w)
 		writeTable(w, "", []string{"SERVER", "TOOL", "STATE", "SKILL", "REASON"}, rows)
 	}
-	if len(got.Offered) > 0 {
-		rows = make([][]string, len(got.Offered))
-		for i, o := range got.Offered {
+	if len(listing.Offered) > 0 {
+		rows = make([][]string, len(listing.Offered))
+		for i, o := range listing.Offered {
 			rows[i] = []string{o.Skill, o.OfferedBy, formatTime(o.CreatedAt)}
 		}
 		fmt.Fprintln(w)
@@ -183,8 +184,8 @@ func (c *cli) mcpSyncCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "sync [SERVER]", Short: "Read the tools of servers and mount them",
 		Args: positionalArgs(0, 1, "at most one server"),
-		Long: `Connect to all MCP servers, or one, and mount their tools as skills. agent serve and agent dev do this at start and
-every 15 minutes. The exit code is 1 when a server is unreachable.`,
+		Long: `Connect to all MCP servers, or one, and mount their tools as skills. agent serve and agent dev do this at
+start and every 15 minutes. The exit code is 1 when a server is unreachable.`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.syncMCP(cmd.Context(), s, strings.Join(args, ""))
 		}),
@@ -260,8 +261,8 @@ func (c *cli) mcpAcceptCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "accept SERVER TOOL", Short: "Accept the changed version of a tool and end its quarantine",
 		Args: positionalArgs(2, 2, "a server and a tool"),
-		Long: `Accept the changed version of a tool and enable its skill. Review it first with agent mcp show; --hash accepts only the
-version shown there.`,
+		Long: `Accept the changed version of a tool and enable its skill. Review it first with agent mcp show; --hash accepts
+only the version shown there.`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			t, err := mcp.Accept(cmd.Context(), s.Pool, args[0], args[1], hash, actor(cmd.Context()))
 			if err != nil {

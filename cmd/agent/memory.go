@@ -78,13 +78,13 @@ func (c *cli) memoryListCommand() *cobra.Command {
 				}
 				f.Owner = &owner
 			}
-			got, next, err := readPage(cmd.Context(), s, memory.List, &f, &f.Limit,
+			entries, next, err := readPage(cmd.Context(), s, memory.List, &f, &f.Limit,
 				func(e memory.Entry) string { return e.ID })
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got, next), func(w io.Writer) {
-				writeMemories(w, got, "no memories; heartbeats and `agent memory set` create some")
+			return c.print(pageOf(entries, next), func(w io.Writer) {
+				writeMemories(w, entries, "no memories; heartbeats and `agent memory set` create some")
 			})
 		}),
 	}
@@ -112,11 +112,11 @@ func (c *cli) memorySearchCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			got, err := index.Search(cmd.Context(), s.Pool, owner, args[0], limit)
+			matches, err := index.Search(cmd.Context(), s.Pool, owner, args[0], limit)
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got, ""), func(w io.Writer) { writeMemories(w, got, "nothing matches") })
+			return c.print(pageOf(matches, ""), func(w io.Writer) { writeMemories(w, matches, "nothing matches") })
 		}),
 	}
 	agentFlag(cmd, &agent)
@@ -165,9 +165,9 @@ func (c *cli) memorySetCommand() *cobra.Command {
 	var named int
 	cmd := &cobra.Command{
 		Use: "set KEY VALUE", Short: "Store a memory", Args: positionalArgs(2, 2, "a key and a value"),
-		Long: `Store a value, JSON or else text. It prints and records the replaced value. --if-revision writes only if the key is at
-the revision of agent memory get (0: new); otherwise it writes nothing and shows both values. It rejects values that
-look like secrets.`,
+		Long: `Store a value, JSON or else text. It prints and records the replaced value. --if-revision writes only if the
+key is at the revision of agent memory get (0: new); otherwise it writes nothing and shows both values. It rejects
+values that look like secrets.`,
 		Example: "  agent memory set contact '{\"name\": \"Ana\"}' --category admin --expires 30d\n  agent memory set " +
 			"contact Bea --if-revision 3",
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
@@ -217,12 +217,14 @@ func storeNoteOnce(ctx context.Context, s *session, note memory.Note, reason str
 	_, err = recordChangeWith(ctx, s, "set_memory", memoryInput(note.Owner, note.Category, note.Key, reason), output,
 		func(tx pgx.Tx, traceID string) (bool, error) {
 			note.TraceID = traceID
-			there, err := note.Owner.Get(ctx, tx, note.Category, note.Key)
+			current, err := note.Owner.Get(ctx, tx, note.Category, note.Key)
 			switch {
 			case err == nil:
-				set.Replaced = &there
-				note.Revision = cmp.Or(note.Revision, there.Revision)
-				output["replaced"] = map[string]any{"revision": there.Revision, "value": there.Value, "trace_id": there.TraceID}
+				set.Replaced = &current
+				note.Revision = cmp.Or(note.Revision, current.Revision)
+				output["replaced"] = map[string]any{
+					"revision": current.Revision, "value": current.Value, "trace_id": current.TraceID,
+				}
 			case errors.Is(err, memory.ErrNotFound):
 				note.Revision = cmp.Or(note.Revision, memory.Absent)
 			default:
@@ -293,11 +295,11 @@ func (c *cli) memoryStatsCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "stats", Short: "Count memories and bytes by category", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := memory.Stats(cmd.Context(), s.Pool)
+			stats, err := memory.Stats(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no memories",
+			return printRows(c, stats, "", "no memories",
 				[]string{"AGENT", "CATEGORY", "ENTRIES", "BYTES", "EXPIRING", "LAST WRITTEN"},
 				func(st memory.CategoryStats) []string {
 					return []string{

@@ -24,12 +24,12 @@ func (c *cli) memoryConflictsListCommand() *cobra.Command {
 		Use: "ls", Short: "List memory conflicts, newest first; default the open ones",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(cmd.Context(), s, memory.Conflicts, &f, &f.Limit,
+			list, next, err := readPage(cmd.Context(), s, memory.Conflicts, &f, &f.Limit,
 				func(x memory.Conflict) string { return x.ID })
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, next, "no memory conflicts",
+			return printRows(c, list, next, "no memory conflicts",
 				[]string{
 					"CONFLICT", "AGENT", "CATEGORY", "KEY", "STATUS", "NOT WRITTEN", "THERE NOW", "REVISION", "SINCE",
 					"TRACE",
@@ -90,8 +90,9 @@ func (c *cli) memoryConflictsResolveCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "resolve ID --take theirs|mine", Short: "Decide a memory conflict: keep theirs, or replace it with mine",
 		Args: rowID("a memory conflict", "agent memory conflicts ls"),
-		Long: `Decide a memory conflict. "theirs" keeps the stored value. "mine" replaces it with the late value, if the key is still at
-the revision of the conflict, or at --if-revision. Otherwise nothing is written and the conflict stays open.`,
+		Long: `Decide a memory conflict. "theirs" keeps the stored value. "mine" replaces it with the late value, if the key
+is still at the revision of the conflict, or at --if-revision. Otherwise nothing is written and the conflict stays
+open.`,
 		Example: "  agent memory conflicts resolve 0192f0c1-2b3c-7def-8a12-3456789abcde --take mine",
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if take == "" {
@@ -111,7 +112,7 @@ the revision of the conflict, or at --if-revision. Otherwise nothing is written 
 				func(tx pgx.Tx, traceID string) (bool, error) {
 					var err error
 					decided, err = memory.Decide(cmd.Context(), tx, args[0], memory.Decision{
-						Take: take == "mine", By: admin, Reason: reason, IfRevision: revision, TraceID: traceID,
+						Take: take == "mine", By: actor(cmd.Context()), Reason: reason, IfRevision: revision, TraceID: traceID,
 					})
 					maps.Copy(input, memoryInput(decided.Owner, decided.Category, decided.Key, reason))
 					output["status"], output["revision"] = decided.Status, decided.Revision
@@ -124,7 +125,7 @@ the revision of the conflict, or at --if-revision. Otherwise nothing is written 
 				printable(decided.Key), decided.Status, decided.Revision)
 		}),
 	}
-	wordFlag(cmd.Flags(), &take, "take", "theirs, or mine", "theirs", "mine")
+	enumFlag(cmd.Flags(), &take, "take", "theirs, or mine", "theirs", "mine")
 	cmd.Flags().StringVar(&reason, "reason", "from the command line", "reason for the audit log")
 	ifRevisionFlag(cmd, &named, "take mine only if the key is at this revision; 0: only if it holds nothing")
 	return cmd

@@ -66,8 +66,8 @@ func (c *cli) modelsListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls", Short: "List the models of the server and of the agents",
 		Args: positionalArgs(0, 0, "no arguments"),
-		Long: `List the models of the agents, then those of the server (GET /models). Nothing is billed. Facts come from the server,
-AGENT_PRICES and a built-in table.`,
+		Long: `List the models of the agents, then those of the server (GET /models). Nothing is billed. Facts come from the
+server, AGENT_PRICES and a built-in table.`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			ctx := cmd.Context()
 			client, _, stop, err := app.NewModel(ctx, s.config, s.log, models.Retry{Attempts: 1})

@@ -22,9 +22,9 @@ func (c *cli) modelsCheckCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "check [MODEL]",
 		Short: "Test a model with real calls and suggest settings",
-		Long: `Test a model with real calls: a turn, a tool, a correction, a stream, a bounded answer, an image. Without MODEL it tests
-each model of the agents, fallbacks included. The provider bills the calls; the command prints their number first.
-The exit code is 1 when a check fails.`,
+		Long: `Test a model with real calls: a turn, a tool, a correction, a stream, a bounded answer, an image. Without
+MODEL it tests each model of the agents, fallbacks included. The provider bills the calls; the command prints their
+number first. The exit code is 1 when a check fails.`,
 		Args: modelArg,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			client, targets, stop, err := c.modelsToCheck(cmd.Context(), args)
@@ -54,11 +54,11 @@ The exit code is 1 when a check fails.`,
 }
 
 // modelArg accepts at most one model name.
-func modelArg(cmd *cobra.Command, got []string) error {
-	if len(got) == 1 && strings.TrimSpace(got[0]) == "" {
+func modelArg(cmd *cobra.Command, args []string) error {
+	if len(args) == 1 && strings.TrimSpace(args[0]) == "" {
 		return &exitError{exitUsage, helpHint(errors.New("the model's name is empty"), cmd)}
 	}
-	return positionalArgs(0, 1, "at most one model's name")(cmd, got)
+	return positionalArgs(0, 1, "at most one model's name")(cmd, args)
 }
 
 // modelsToCheck returns the client and the named models, or those that agents use.

@@ -42,12 +42,12 @@ func (c *cli) objectivesListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List objectives with their progress, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(cmd.Context(), s, objectives.List, &f, &f.Limit,
+			page, next, err := readPage(cmd.Context(), s, objectives.List, &f, &f.Limit,
 				func(o objectives.Objective) string { return o.ID })
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, next, "no matching objectives; `agent objectives add NAME --goal …` or a workspace adds "+
+			return printRows(c, page, next, "no matching objectives; `agent objectives add NAME --goal …` or a workspace adds "+
 				"some",
 				[]string{"OBJECTIVE", "STATUS", "STEPS", "PROGRESS", "PRIORITY", "DUE", "GOAL"},
 				func(o objectives.Objective) []string {
@@ -160,9 +160,9 @@ func (c *cli) objectivesAddCommand() *cobra.Command {
 	var named int
 	cmd := &cobra.Command{
 		Use: "add NAME", Short: "Add an objective", Args: positionalArgs(1, 1, "a name"),
-		Long: `Add an objective. It is due at once, and the next heartbeat works on it. Without --step the agent plans the steps. The
-same name again changes goal and criteria and adds steps; --if-revision requires the revision of agent objectives show
-(0: new).`,
+		Long: `Add an objective. It is due at once, and the next heartbeat works on it. Without --step the agent plans the
+steps. The same name again changes goal and criteria and adds steps; --if-revision requires the revision of agent
+objectives show (0: new).`,
 		Example: `  agent objectives add "tidy logs" --goal "Keep the log tables under 10 GB" \
     --success "no log table above 2 GB" --step "measure the log tables" --step "report" --every 7d`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
@@ -208,14 +208,14 @@ func requireRevision(ctx context.Context, tx pgx.Tx, name string, revision int) 
 	if revision != memory.Absent {
 		return objectives.AtRevision(ctx, tx, name, revision)
 	}
-	there, err := objectives.Get(ctx, tx, name)
+	current, err := objectives.Get(ctx, tx, name)
 	switch {
 	case errors.Is(err, objectives.ErrNotFound):
 		return nil
 	case err != nil:
 		return err
 	}
-	return &postgres.StaleError{What: "objective", Name: name, Current: there.Revision}
+	return &postgres.StaleError{What: "objective", Name: name, Current: current.Revision}
 }
 
 func (c *cli) reportObjective(ctx context.Context, s *session, name string, changed bool, did, already string) error {
@@ -292,8 +292,8 @@ func (c *cli) objectivesDoneCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
 		Use: "done STEP", Short: "Confirm that a step is done", Args: rowID("a step", "agent objectives show NAME --json"),
-		Long: `Confirm that a step is done. The agent itself needs a successful call as evidence; your confirmation with its reason
-is stored as evidence instead.`,
+		Long: `Confirm that a step is done. The agent itself needs a successful call as evidence; your confirmation with its
+reason is stored as evidence instead.`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if strings.TrimSpace(reason) == "" {
 				return usageError("name the evidence with --reason")

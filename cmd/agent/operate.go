@@ -31,8 +31,8 @@ code 75, can queue (--wait) or watch (--watch).
 
 ^C cancels the turn; ^D leaves. On a terminal it asks for each approval: y approves exactly the shown call, an empty
 line leaves it open, and any other text rejects it with that reason. Elsewhere the approval stays open (agent approvals
-ls), the exit code is 1, and a process that runs agent serve resumes the turn. The exit code is also 1 for a turn without
-an answer: the model stalled, or a limit of tokens, money, time or model calls was reached.`,
+ls), the exit code is 1, and a process that runs agent serve resumes the turn. The exit code is also 1 for a turn
+without an answer: the model stalled, or a limit of tokens, money, time or model calls was reached.`,
 		Example: "  agent operate\n  agent operate 'how large are the tables?'\n  agent operate --session ses_… 'and the " +
 			"indexes?' --json",
 		Args: messageArg,
@@ -65,31 +65,32 @@ type operateOptions struct {
 }
 
 // operate runs turns from the argument, the terminal or the pipe.
-func (c *cli) operate(ctx context.Context, s *session, a *app.App, which operateOptions, args []string) (err error) {
-	admin, err := a.Operate.Session(which.id, true)
+func (c *cli) operate(ctx context.Context, s *session, a *app.App, opts operateOptions, args []string) (err error) {
+	admin, err := a.Operate.Session(opts.id, true)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, admin.Close(ctx)) }()
-	if err := admin.SetAgent(ctx, which.agent); err != nil {
+	if err := admin.SetAgent(ctx, opts.agent); err != nil {
 		return err
 	}
 	o := &operator{cli: c, s: s, app: a, admin: admin}
-	calls := len(args) > 0 && c.host != nil && c.sent.Asks // a line of a remote console
-	if calls && strings.HasPrefix(args[0], "/") {
-		// A command needs no lane. With it, this process resumes the turn that waited for a decision, and shows it.
-		if decides(args[0]) {
+	fromConsole := len(args) > 0 && c.host != nil && c.sent.Asks // a line of a remote console
+	if fromConsole && strings.HasPrefix(args[0], "/") {
+		// A slash command needs no lane. A decision acquires the lane if it is free: then this process resumes the turn
+		// that waited for the decision, and shows it.
+		if isDecision(args[0]) {
 			if err := admin.Hold(ctx, false); err != nil && !errors.Is(err, lanes.ErrBusy) {
 				return err
 			}
 		}
 		return o.runCallersLine(ctx, args[0])
 	}
-	if err := c.acquireLane(ctx, a, admin, which.wait); err != nil {
+	if err := c.acquireLane(ctx, a, admin, opts.wait); err != nil {
 		return err
 	}
 	switch {
-	case calls:
+	case fromConsole:
 		return o.runCallersLine(ctx, args[0])
 	case len(args) > 0:
 		return o.runOnce(ctx, args[0])
@@ -99,32 +100,17 @@ func (c *cli) operate(ctx context.Context, s *session, a *app.App, which operate
 	return o.runLines(ctx)
 }
 
-// decides reports whether a line decides an approval.
-func decides(line string) bool {
+// isDecision reports whether a line decides an approval.
+func isDecision(line string) bool {
 	name, _, _ := strings.Cut(line, " ")
 	return slashScopes[name] == principals.ApprovalsDecide
 }
 
-// A turn ends within a moment after its console leaves. Another console may hold the session's lane for long.
-const (
-	leavingLimit = 3 * time.Second
-	leavingPoll  = 50 * time.Millisecond
-)
-
 // acquireLane acquires the lane operate, or reports its holder.
 func (c *cli) acquireLane(ctx context.Context, a *app.App, admin *operate.Session, wait bool) error {
-	for began := time.Now(); c.host != nil && c.sent.Asks && time.Since(began) < leavingLimit; {
-		holder, err := a.Operate.Holder(ctx)
-		if err != nil {
+	if c.host != nil && c.sent.Asks {
+		if err := waitForDetach(ctx, a, admin); err != nil {
 			return err
-		}
-		if holder.SessionID != admin.ID() {
-			break
-		}
-		select {
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		case <-time.After(leavingPoll):
 		}
 	}
 	err := admin.Hold(ctx, false)
@@ -142,6 +128,29 @@ func (c *cli) acquireLane(ctx context.Context, a *app.App, admin *operate.Sessio
 		return &exitError{exitBusy, err}
 	}
 	return err
+}
+
+// A turn ends within a moment after its console disconnects. Another console may hold the session's lane for long.
+const (
+	detachTimeout = 3 * time.Second
+	detachPoll    = 50 * time.Millisecond
+)
+
+// waitForDetach waits until the previous line of a remote console has released the lane, for at most detachTimeout. Each
+// line of such a console is a command of its own.
+func waitForDetach(ctx context.Context, a *app.App, admin *operate.Session) error {
+	for began := time.Now(); time.Since(began) < detachTimeout; {
+		holder, err := a.Operate.Holder(ctx)
+		if err != nil || holder.SessionID != admin.ID() {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-time.After(detachPoll):
+		}
+	}
+	return nil
 }
 
 // watchOperate prints another admin's turns until ctx ends.

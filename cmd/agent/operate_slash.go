@@ -66,7 +66,7 @@ const slashHelp = `/trace [ID]           show a turn's trace; default the latest
 /approve ID           approve a call once
 /reject ID [REASON]   reject a call
 /objectives           list objectives
-/memory [WORDS]       search the memory
+/memory [WORDS]       search the memory; at most 20 matches
 /help                 show this list
 /quit                 leave, like ^D; ^C cancels a turn
 `
@@ -122,7 +122,7 @@ func (o *operator) showLanes(ctx context.Context) error {
 }
 
 func (o *operator) showApprovals(ctx context.Context) error {
-	waiting, err := approvals.Pending(ctx, o.s.Pool, 200)
+	waiting, err := approvals.Pending(ctx, o.s.Pool, maxApprovals)
 	if err != nil {
 		return err
 	}
@@ -143,12 +143,15 @@ func (o *operator) showObjectives(ctx context.Context) error {
 		})
 }
 
+// maxMatches bounds the memories that /memory shows.
+const maxMatches = 20
+
 func (o *operator) showMemory(ctx context.Context, query string) error {
 	index, err := app.NewIndex(o.s.config, o.s.log)
 	if err != nil {
 		return err
 	}
-	found, err := index.Search(ctx, o.s.Pool, memory.Shared, query, 20)
+	found, err := index.Search(ctx, o.s.Pool, memory.Shared, query, maxMatches)
 	if err != nil {
 		return err
 	}

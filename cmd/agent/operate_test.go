@@ -390,7 +390,7 @@ func TestOperateLines(t *testing.T) {
 func TestUnreadableInput(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.Text("One."))
-	got := d.runWith(t.Context(), strings.NewReader("Say one.\n"+strings.Repeat("x", longestLine+1)+"\n"), "operate")
+	got := d.runWith(t.Context(), strings.NewReader("Say one.\n"+strings.Repeat("x", maxLine+1)+"\n"), "operate")
 	assert.Equal(t, exitFailed, got.code)
 	assert.Equal(t, "One.\n", got.out)
 	assert.Contains(t, got.err, "agent: read messages: ", "token too long")

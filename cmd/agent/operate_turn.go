@@ -46,9 +46,13 @@ func (o *operator) message(text string) turn {
 func (o *operator) runTurn(ctx context.Context, t turn, show func(operate.Event)) (operate.Done, error) {
 	turnCtx, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer cancel(nil)
-	var asked atomic.Bool // a remote caller; if it leaves, the approval stays open
+	var asked atomic.Bool // a remote caller is asked about an approval
 	defer context.AfterFunc(ctx, func() {
-		cancel(map[bool]error{true: operate.ErrDetach, false: operate.ErrInterrupt}[asked.Load()])
+		if asked.Load() {
+			cancel(operate.ErrDetach) // the caller disconnected: the approval stays open
+		} else {
+			cancel(operate.ErrInterrupt)
+		}
 	})()
 	var done operate.Done
 	var err error
@@ -129,11 +133,11 @@ func (o *operator) ownCall(ctx context.Context, a operate.Approval) bool {
 	if who == nil || who.Name == principals.Root || o.ask == nil && o.askCaller == nil {
 		return false
 	}
-	got, err := approvals.Get(ctx, o.s.Pool, a.ID)
+	pending, err := approvals.Get(ctx, o.s.Pool, a.ID)
 	if err != nil {
 		o.s.log.WarnContext(ctx, "the requesters of an approval are not known", "approval", a.ID, "error", err)
 	}
-	return got.Own(who.Name)
+	return pending.Own(who.Name)
 }
 
 const ownCallRefused = "You requested this call. Another approver must decide it."

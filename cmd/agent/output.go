@@ -95,8 +95,8 @@ func (c *cli) colour() bool {
 }
 
 func terminal(stream any) bool {
-	if far, ok := stream.(*callerStream); ok {
-		return far.terminal
+	if remote, ok := stream.(*callerStream); ok {
+		return remote.terminal
 	}
 	file, ok := stream.(*os.File)
 	return ok && term.IsTerminal(int(file.Fd()))

@@ -20,20 +20,20 @@ func (c *cli) pauseCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "pause --reason WHY", Short: "Pause all autonomous work",
 		Args: positionalArgs(0, 0, "no arguments; name the reason with --reason"),
-		Long: `Pause all autonomous work in all processes until agent resume. No heartbeat, automation, webhook or flow starts; running
-ones stop before their next step. Scheduled times are recorded as skipped; deliveries, events and messages are stored.
-agent operate and the chat continue. In SQL: select pause_agent('why').`,
+		Long: `Pause all autonomous work in all processes until agent resume. No heartbeat, automation, webhook or flow
+starts; running ones stop before their next step. Scheduled times are recorded as skipped; deliveries, events and
+messages are stored. agent operate and the chat continue. In SQL: select pause_agent('why').`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := executions.PauseAll(cmd.Context(), s.Pool, actor(cmd.Context()), reason)
+			pause, err := executions.PauseAll(cmd.Context(), s.Pool, actor(cmd.Context()), reason)
 			if err != nil {
 				return err
 			}
-			return c.print(got, func(w io.Writer) {
-				text := got.String()
-				if !got.Changed {
+			return c.print(pause, func(w io.Writer) {
+				text := pause.String()
+				if !pause.Changed {
 					text = "already: " + text
 				}
-				fmt.Fprintf(w, "%s\ntrace %s; `agent resume` ends it\n", printable(text), got.TraceID)
+				fmt.Fprintf(w, "%s\ntrace %s; `agent resume` ends it\n", printable(text), pause.TraceID)
 			})
 		}),
 	}
@@ -54,17 +54,17 @@ func (c *cli) resumeCommand() *cobra.Command {
 		Long: `End the pause of agent pause. Ready work continues at once; missed scheduled times stay skipped. In SQL: select
 resume_agent().`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := executions.ResumeAll(cmd.Context(), s.Pool, actor(cmd.Context()), reason)
+			resumed, err := executions.ResumeAll(cmd.Context(), s.Pool, actor(cmd.Context()), reason)
 			if err != nil {
 				return err
 			}
-			return c.print(got, func(w io.Writer) {
-				if !got.Changed {
+			return c.print(resumed, func(w io.Writer) {
+				if !resumed.Changed {
 					fmt.Fprintln(w, "the agent is not paused")
 					return
 				}
 				fmt.Fprintf(w, "resumed; it was paused since %s UTC by %s: %s\ntrace %s\n",
-					formatTime(*got.PausedAt), printable(got.PausedBy), printable(got.Reason), got.TraceID)
+					formatTime(*resumed.PausedAt), printable(resumed.PausedBy), printable(resumed.Reason), resumed.TraceID)
 			})
 		}),
 	}

@@ -23,19 +23,19 @@ func (c *cli) principalsListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls", Short: "List principals by name", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := principals.List(cmd.Context(), s.Pool)
+			list, err := principals.List(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no principals", []string{"NAME", "KIND", "ROLE", "STATE", "CREATED", "ID"},
+			return printRows(c, list, "", "no principals", []string{"NAME", "KIND", "ROLE", "STATE", "CREATED", "ID"},
 				func(p principals.Principal) []string {
-					return []string{p.Name, p.Kind, string(p.Role), enabledWord(p), formatTime(p.CreatedAt), p.ID}
+					return []string{p.Name, p.Kind, string(p.Role), enabledText(p), formatTime(p.CreatedAt), p.ID}
 				})
 		}),
 	}
 }
 
-func enabledWord(p principals.Principal) string {
+func enabledText(p principals.Principal) string {
 	if p.Enabled() {
 		return "enabled"
 	}
@@ -76,7 +76,7 @@ func (c *cli) principalsShowCommand() *cobra.Command {
 				Identities []principals.Identity `json:"identities"`
 			}{p, linked}
 			return c.print(value, func(w io.Writer) {
-				fmt.Fprintf(w, "%s: %s, role %s, %s, id %s\n", p.Name, p.Kind, p.Role, enabledWord(p), p.ID)
+				fmt.Fprintf(w, "%s: %s, role %s, %s, id %s\n", p.Name, p.Kind, p.Role, enabledText(p), p.ID)
 				writeRows(w, "no identities", []string{"ISSUER", "SUBJECT", "LINKED"}, linked,
 					func(i principals.Identity) []string {
 						return []string{i.Issuer, i.Subject, formatTime(i.CreatedAt)}
@@ -90,7 +90,7 @@ func (c *cli) printPrincipal(p principals.Principal, err error) error {
 	if err != nil {
 		return principalError(err, "agent principals ls")
 	}
-	return c.printf(p, "%s: %s, role %s, %s\n", p.Name, p.Kind, p.Role, enabledWord(p))
+	return c.printf(p, "%s: %s, role %s, %s\n", p.Name, p.Kind, p.Role, enabledText(p))
 }
 
 func (c *cli) principalsAddCommand() *cobra.Command {
@@ -105,8 +105,8 @@ func (c *cli) principalsAddCommand() *cobra.Command {
 		}),
 	}
 	role := string(n.Role)
-	wordFlag(cmd.Flags(), &role, "role", "its role", principals.Roles()...)
-	wordFlag(cmd.Flags(), &n.Kind, "kind", "its kind", principals.User, principals.Service)
+	enumFlag(cmd.Flags(), &role, "role", "its role", principals.Roles()...)
+	enumFlag(cmd.Flags(), &n.Kind, "kind", "its kind", principals.User, principals.Service)
 	reasonFlag(cmd, &n.Reason)
 	cmd.PreRun = func(*cobra.Command, []string) { n.Role = principals.Role(role) }
 	return cmd
@@ -142,8 +142,8 @@ func (c *cli) principalsLinkCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "link PRINCIPAL ISSUER SUBJECT", Short: "Link an account elsewhere to a principal",
 		Args: positionalArgs(3, 3, "a name, an issuer and a subject"),
-		Long: "Link an account to a principal; it then has the principal's role. The issuer is an OIDC issuer, slack:TEAM or\n" +
-			"telegram:BOT. The subject is the id of the account there, never a name or an e-mail address.",
+		Long: `Link an account to a principal. The account then has the principal's role. The issuer is an OIDC issuer, slack:TEAM
+or telegram:BOT. The subject is the id of the account there, never a name or an e-mail address.`,
 		Example: "  agent principals link anna slack:T0123 U0456",
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if err := principals.LinkIdentity(cmd.Context(), s.Pool, args[0], args[1], args[2], reason); err != nil {
@@ -190,8 +190,9 @@ func (c *cli) principalsLoginLinkCommand() *cobra.Command {
 				value["url"] = link
 				return c.printf(value, "%s\nit works once, until %s\n", link, formatTime(until))
 			}
-			return c.printf(value, "%s\nput the address of the Engine Room before it, as in http://localhost:8080/login?link=…; "+
-				"with AGENT_PUBLIC_URL the link is whole\nit works once, until %s\n", path, formatTime(until))
+			return c.printf(value, "%s\nput the address of the Engine Room before it, as in "+
+				"http://localhost:8080/login?link=…; with AGENT_PUBLIC_URL the link is whole\nit works once, until %s\n", path,
+				formatTime(until))
 		}),
 	}
 	reasonFlag(cmd, &reason)

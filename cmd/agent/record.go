@@ -34,7 +34,7 @@ func recordChangeWith(
 	return changed, err
 }
 
-// admin is the actor of all commands.
+// admin is the actor of local commands. A command that a caller sent to a server has the caller as its actor.
 const admin = activity.Admin
 
 // acting adds the actor of a command to ctx: the caller of a server, or the admin with access to the database.
@@ -42,7 +42,7 @@ func acting(ctx context.Context) context.Context {
 	if principals.From(ctx) != nil {
 		return ctx
 	}
-	return activity.WithActor(ctx, activity.Actor{Name: activity.Admin, Via: "cli"})
+	return activity.WithActor(ctx, activity.Actor{Name: admin, Via: "cli"})
 }
 
 // actor is the name of the acting principal, for the audit.

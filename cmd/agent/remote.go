@@ -25,11 +25,11 @@ import (
 const (
 	// commandsPath is the route that runs commands.
 	commandsPath = "/v1/commands"
-	// maxSent bounds the files and the standard input of a command, in bytes.
-	maxSent = 20 << 20
-	// aliveInterval is the longest pause between two frames. After silenceLimit without a frame the client gives up.
-	aliveInterval = 10 * time.Second
-	silenceLimit  = 60 * time.Second
+	// maxSentBytes bounds the files and the standard input of a command, in bytes.
+	maxSentBytes = 20 << 20
+	// keepAliveInterval is the longest pause between two frames. After silenceLimit without a frame the client gives up.
+	keepAliveInterval = 10 * time.Second
+	silenceLimit      = 60 * time.Second
 )
 
 // commandFrame is one line of the response. The last frame has the exit code. An empty frame keeps the connection open.
@@ -109,15 +109,15 @@ func (r *remoteCall) run(ctx context.Context, req commandRequest, watching bool)
 		}
 		return &exitError{exitInterrupted, errors.New("interrupted")}
 	case errors.Is(context.Cause(ctx), errSilent):
-		return hint(fmt.Errorf("%s: %w", r.server.Host, errSilent), unknownEnd)
+		return hint(fmt.Errorf("%s: %w", r.server.Host, errSilent), unknownOutcome)
 	}
 	return err
 }
 
 var errSilent = fmt.Errorf("the server was silent for %s", silenceLimit)
 
-// unknownEnd is the advice after a lost connection.
-const unknownEnd = "the command may have been done: see agent activity ls"
+// unknownOutcome is the advice after a lost connection.
+const unknownOutcome = "the command may have been done: see agent activity ls"
 
 // send posts the command and returns a response of frames.
 func (r *remoteCall) send(ctx context.Context, body any) (*http.Response, error) {
@@ -192,7 +192,7 @@ func (r *remoteCall) print(body io.Reader, alive func()) error {
 	for {
 		var f commandFrame
 		if err := frames.Decode(&f); err != nil {
-			return hint(fmt.Errorf("%s: the connection ended before the command", r.server.Host), unknownEnd)
+			return hint(fmt.Errorf("%s: the connection ended before the command", r.server.Host), unknownOutcome)
 		}
 		alive()
 		if f.Interrupted != "" {

@@ -21,7 +21,7 @@ func (c *cli) routeCommands(cmd *cobra.Command) {
 		return
 	}
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		scope, reason, _ := place(cmd)
+		scope, reason, _ := placeOf(cmd)
 		remote := scope != ""
 		onlyHelp := cmd.HasSubCommands() && remote && cmd.Annotations["group"] != ""
 		switch {
@@ -39,9 +39,9 @@ func (c *cli) routeCommands(cmd *cobra.Command) {
 	}
 }
 
-// place reports where a command runs: on a server, for callers with the scope, or on this machine, for the reason.
+// placeOf reports where a command runs: on a server, for callers with the scope, or on this machine, for the reason.
 // listed is false for a command in neither list, which runs on this machine.
-func place(cmd *cobra.Command) (scope principals.Scope, reason string, listed bool) {
+func placeOf(cmd *cobra.Command) (scope principals.Scope, reason string, listed bool) {
 	name := commandName(cmd)
 	for {
 		if reason, is := localCommands[name]; is {

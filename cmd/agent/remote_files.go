@@ -32,11 +32,11 @@ func (c *cli) openFile(name string) (io.ReadCloser, error) {
 // writeFile writes the file that outputFlag names, on the caller's machine. Without replace, an existing file is an
 // error.
 func (c *cli) writeFile(name string, content []byte, replace bool) error {
-	out, far := c.out.(*callerStream)
-	if !far {
+	out, remote := c.out.(*callerStream)
+	if !remote {
 		return writeFile(name, content, replace)
 	}
-	for part := range slices.Chunk(content, framePart) {
+	for part := range slices.Chunk(content, maxFrame) {
 		if err := out.frames.send(commandFrame{File: part}); err != nil {
 			return err
 		}
@@ -55,7 +55,9 @@ func (c *cli) sentFolder() fs.FS {
 // reference matches a reference to a variable of the environment, or to a file.
 var reference = regexp.MustCompile(`\$\{(?:env:)?(\w+)\}|"url_env":"(\w+)"|"(file:)`)
 
-// checkSentWorkspace rejects changes of documents that reach into the server's machine.
+// checkSentWorkspace rejects changes of documents that reach into the server's machine. A workspace from a caller can
+// name secrets and programs of that machine, to which its author may have no access. So a server accepts such a
+// document only if it is already in its database.
 func (c *cli) checkSentWorkspace(ctx context.Context, s *session, files workspace.Workspace) error {
 	if c.host == nil {
 		return nil
@@ -65,22 +67,22 @@ func (c *cli) checkSentWorkspace(ctx context.Context, s *session, files workspac
 		if len(d.Definition.Command) > 0 {
 			reasons["mcp_server "+d.Definition.Name] = "it runs a program on the server"
 		}
-		notePrivileged(reasons, "mcp_server "+d.Definition.Name, d.Definition)
+		recordPrivileged(reasons, "mcp_server "+d.Definition.Name, d.Definition)
 	}
 	for _, d := range files.Databases {
-		notePrivileged(reasons, "database "+d.Definition.Name, d.Definition)
+		recordPrivileged(reasons, "database "+d.Definition.Name, d.Definition)
 	}
 	for _, d := range files.Skills {
-		notePrivileged(reasons, "skill "+d.Definition.Name, d.Definition)
+		recordPrivileged(reasons, "skill "+d.Definition.Name, d.Definition)
 	}
 	for _, d := range files.Webhooks {
-		notePrivileged(reasons, "webhook "+d.Definition.Name, d.Definition)
+		recordPrivileged(reasons, "webhook "+d.Definition.Name, d.Definition)
 	}
 	for _, d := range files.Targets {
-		notePrivileged(reasons, "webhook_target "+d.Definition.Name, d.Definition)
+		recordPrivileged(reasons, "webhook_target "+d.Definition.Name, d.Definition)
 	}
 	for _, d := range files.Channels {
-		notePrivileged(reasons, "channel "+d.Definition.Name, d.Definition)
+		recordPrivileged(reasons, "channel "+d.Definition.Name, d.Definition)
 		for _, file := range []string{"smtp_ca", "tls_cert", "tls_key"} {
 			if d.Definition.Settings[file] != "" {
 				reasons["channel "+d.Definition.Name] = "it reads a file of the server"
@@ -104,8 +106,8 @@ func (c *cli) checkSentWorkspace(ctx context.Context, s *session, files workspac
 	return nil
 }
 
-// notePrivileged notes a reference of a document to a secret setting of the server or to a file.
-func notePrivileged(reasons map[string]string, name string, definition any) {
+// recordPrivileged adds to reasons that a document refers to a secret setting of the server, or to a file.
+func recordPrivileged(reasons map[string]string, name string, definition any) {
 	var text bytes.Buffer
 	encoder := json.NewEncoder(&text)
 	encoder.SetEscapeHTML(false)

@@ -49,7 +49,7 @@ func (c *cli) commandRequest(cmd *cobra.Command, args []string) (commandRequest,
 		}
 	}
 	files, stdin := inputs(cmd, args)
-	left := int64(maxSent)
+	left := int64(maxSentBytes)
 	for _, name := range files {
 		content, err := readBounded(name, &left)
 		if err != nil {
@@ -83,7 +83,7 @@ func (c *cli) commandRequest(cmd *cobra.Command, args []string) (commandRequest,
 			return req, fmt.Errorf("read standard input: %w", err)
 		}
 		if int64(len(req.Stdin)) > left {
-			return req, tooMuch("standard input")
+			return req, tooLarge("standard input")
 		}
 	}
 	return req, nil
@@ -163,7 +163,8 @@ func outputFlag(cmd *cobra.Command) (name string, replace bool) {
 	return "", false
 }
 
-// readBounded reads a file. The command itself reports a missing file.
+// readBounded reads a file of at most *left bytes, and reduces *left by its size. It returns nil for a missing file,
+// which the command itself reports.
 func readBounded(name string, left *int64) ([]byte, error) {
 	file, err := os.Open(name)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -178,14 +179,14 @@ func readBounded(name string, left *int64) ([]byte, error) {
 		return nil, fmt.Errorf("read %s: %w", name, err)
 	}
 	if *left -= int64(len(content)); *left < 0 {
-		return nil, tooMuch(name)
+		return nil, tooLarge(name)
 	}
-	return append([]byte{}, content...), nil
+	return content, nil
 }
 
 // packFolder zips the files of a workspace that loading it reads.
 func packFolder(dir string, left *int64) ([]byte, error) {
-	if _, err := readWorkspace(dir, nil); err != nil {
+	if _, err := readWorkspace(dir, nil); err != nil { // with the paths of this machine in its errors
 		return nil, err
 	}
 	read := &recordingFS{FS: os.DirFS(dir), files: map[string][]byte{}}
@@ -196,7 +197,7 @@ func packFolder(dir string, left *int64) ([]byte, error) {
 	out := zip.NewWriter(&packed)
 	for _, name := range slices.Sorted(maps.Keys(read.files)) {
 		if *left -= int64(len(read.files[name])); *left < 0 {
-			return nil, tooMuch(dir)
+			return nil, tooLarge(dir)
 		}
 		w, err := out.Create(name)
 		if err == nil {
@@ -232,6 +233,6 @@ func (r *recordingFS) Open(name string) (fs.File, error) {
 	return file, err
 }
 
-func tooMuch(what string) error {
-	return usageError("%s has more than %d bytes, too many for a server; run the command there", what, maxSent)
+func tooLarge(what string) error {
+	return usageError("%s has more than %d bytes, too many for a server; run the command there", what, maxSentBytes)
 }

@@ -43,7 +43,7 @@ func (p program) remote(settings ...string) (remote program, server *started) {
 func TestEveryCommandDeclaresWhereItRuns(t *testing.T) {
 	t.Parallel()
 	for name, cmd := range everyCommand(t) {
-		_, _, listed := place(cmd)
+		_, _, listed := placeOf(cmd)
 		assert.Truef(t, !cmd.Runnable() || listed, "agent %s: list it in remoteCommands or in localCommands", name)
 	}
 }

@@ -96,7 +96,7 @@ func (h *commandHost) run(ctx context.Context, req commandRequest, folder fs.FS,
 	}
 	code := exitCode(ctx, err)
 	if code == exitInterrupted && errors.Is(context.Cause(ctx), executions.ErrDraining) {
-		code, err = exitFailed, hint(errors.New("the server shuts down"), unknownEnd)
+		code, err = exitFailed, hint(errors.New("the server shuts down"), unknownOutcome)
 	}
 	c.reportError(code, err)
 	return code
@@ -124,8 +124,8 @@ func readCommand(r *http.Request) (req commandRequest, folder fs.FS, err error) 
 	}
 	size := uint64(0)
 	for _, file := range packed.File {
-		if size += file.UncompressedSize64; size > maxSent || file.UncompressedSize64 > maxSent {
-			return req, nil, problem.New(http.StatusRequestEntityTooLarge, "folder: more than %d bytes", maxSent)
+		if size += file.UncompressedSize64; size > maxSentBytes || file.UncompressedSize64 > maxSentBytes {
+			return req, nil, problem.New(http.StatusRequestEntityTooLarge, "folder: more than %d bytes", maxSentBytes)
 		}
 	}
 	return req, packed, nil
@@ -170,7 +170,7 @@ func (f *frameWriter) keepAlive() (stop func()) {
 	ended := make(chan struct{})
 	var group sync.WaitGroup
 	group.Go(func() {
-		tick := time.NewTicker(aliveInterval)
+		tick := time.NewTicker(keepAliveInterval)
 		defer tick.Stop()
 		for {
 			select {
@@ -187,8 +187,8 @@ func (f *frameWriter) keepAlive() (stop func()) {
 	}
 }
 
-// framePart bounds the bytes in one frame, so that each is written in time on a slow connection.
-const framePart = 32 << 10
+// maxFrame bounds the bytes in one frame, so that each is written in time on a slow connection.
+const maxFrame = 32 << 10
 
 // callerStream is standard output or standard error of a caller.
 type callerStream struct {
@@ -199,7 +199,7 @@ type callerStream struct {
 }
 
 func (s *callerStream) Write(text []byte) (n int, err error) {
-	for part := range slices.Chunk(text, framePart) {
+	for part := range slices.Chunk(text, maxFrame) {
 		frame := commandFrame{Out: part}
 		if s.isErr {
 			frame = commandFrame{Err: part}
@@ -215,7 +215,7 @@ func (s *callerStream) Write(text []byte) (n int, err error) {
 // onInterrupt sends the text that a caller prints if it interrupts the command. After an interrupt the server cannot
 // reach the caller.
 func (c *cli) onInterrupt(text string) {
-	if out, far := c.out.(*callerStream); far {
+	if out, remote := c.out.(*callerStream); remote {
 		_ = out.frames.send(commandFrame{Interrupted: text}) // a caller that is gone ends the command
 	}
 }
@@ -223,11 +223,8 @@ func (c *cli) onInterrupt(text string) {
 // askCaller asks a remote caller about an approval of an execution. The caller prints leftOpen if it leaves the
 // approval open.
 func (c *cli) askCaller(a operate.Approval, execution, leftOpen string) {
-	if out, far := c.out.(*callerStream); far {
+	if out, remote := c.out.(*callerStream); remote {
 		frame := commandFrame{Ask: a.ID, Execution: execution, LeftOpen: leftOpen}
 		_ = out.frames.send(frame) // a caller that is gone ends the command
 	}
 }
-
-// A workspace from a caller can name secrets and programs of the server's machine. Its author may have no access to
-// that machine, so a server accepts such a document only if it is already in its database.

@@ -32,12 +32,12 @@ func (c *cli) requestsListCommand() *cobra.Command {
 		Long: `List requests to people, newest first. agent requests answer ID answers one. Over HTTP the request id is the
 event's key: POST /v1/events {"event": "SIGNATURE_COMPLETED", "key": "ID", "data": {"url": "https://…"}}`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(cmd.Context(), s, requests.List, &f, &f.Limit,
+			page, next, err := readPage(cmd.Context(), s, requests.List, &f, &f.Limit,
 				func(r requests.Record) string { return r.ID })
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, next, "no requests",
+			return printRows(c, page, next, "no requests",
 				[]string{"REQUEST", "KIND", "STATUS", "ASKED", "THREAD", "ABOUT"}, func(r requests.Record) []string {
 					about := r.Title
 					if len(r.Items) > 0 {
@@ -48,7 +48,7 @@ event's key: POST /v1/events {"event": "SIGNATURE_COMPLETED", "key": "ID", "data
 		}),
 	}
 	statusFlag(cmd.Flags(), &f.Status, "only this state", "pending", "completed", "closed")
-	wordFlag(cmd.Flags(), &f.Kind, "kind", "only this kind", requests.Document, requests.Signature, requests.Test)
+	enumFlag(cmd.Flags(), &f.Kind, "kind", "only this kind", requests.Document, requests.Signature, requests.Test)
 	cmd.Flags().StringVar(&f.ThreadID, "thread", "", "only this thread")
 	executionFlag(cmd.Flags(), &f.ExecutionID)
 	cursorFlag(cmd.Flags(), &f.Before)
@@ -89,8 +89,8 @@ func writeRequest(w io.Writer, r requests.Record) {
 		{"thread", postgres.Deref(r.ThreadID)},
 	}
 	for _, item := range r.Items {
-		came, there := r.Received[item]
-		if !there {
+		came, received := r.Received[item]
+		if !received {
 			came = "missing"
 		}
 		lines = append(lines, [2]string{"document", item + ": " + came})
@@ -153,10 +153,10 @@ func (c *cli) requestsAnswerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "answer ID", Short: "Answer a request on a person's behalf; its execution resumes",
 		Args: rowID("a request", "agent requests ls"),
-		Long: `Answer a request on a person's behalf. It raises the same event as POST /v1/events, with the same audit record.
-A test takes one of --yes (passed), --no (failed) and --text RESULT, and --score. A signature takes --yes, and --url of
-the signed document; to refuse it, cancel the waiting execution. A document request takes --document NAME=URL, repeatable;
-it is complete when all documents are there.`,
+		Long: `Answer a request on a person's behalf. It raises the same event as POST /v1/events, with the same audit
+record. A test takes one of --yes (passed), --no (failed) and --text RESULT, and --score. A signature takes --yes, and
+--url of the signed document; to refuse it, cancel the waiting execution. A document request takes --document NAME=URL,
+repeatable; it is complete when all documents are there.`,
 		Example: "  agent requests answer 0198… --no --score 41\n" +
 			"  agent requests answer 0198… --yes --url https://…/signed.pdf\n" +
 			"  agent requests answer 0198… --document cv=https://…/cv.pdf --document photo=https://…/photo.jpg",
@@ -204,7 +204,7 @@ func (c *cli) answerRequest(cmd *cobra.Command, s *session, id string, a request
 	if err != nil {
 		return fmt.Errorf("encode answer: %w", err)
 	}
-	got, err := c.raiseEvent(cmd.Context(), s, event, r.ID, text, "", func(tx pgx.Tx, event string) error {
+	delivered, err := c.raiseEvent(cmd.Context(), s, event, r.ID, text, "", func(tx pgx.Tx, event string) error {
 		status, err := requests.OverBefore(cmd.Context(), tx, r.ID, event)
 		if err == nil && status != "" {
 			err = over(status)
@@ -217,14 +217,16 @@ func (c *cli) answerRequest(cmd *cobra.Command, s *session, id string, a request
 	if r, err = readRequest(cmd.Context(), s, id); err != nil {
 		return err
 	}
-	result := map[string]any{"event_id": got.EventID, "resumed": append([]string{}, got.Resumed...), "request": r}
+	result := map[string]any{
+		"event_id": delivered.EventID, "resumed": append([]string{}, delivered.Resumed...), "request": r,
+	}
 	return c.print(result, func(w io.Writer) {
 		parts := []string{r.Status + " " + r.ID}
 		if missing := missingDocuments(r); len(missing) > 0 {
 			parts = append(parts, "still missing: "+strings.Join(missing, ", "))
 		}
-		if len(got.Resumed) > 0 {
-			parts = append(parts, "resumed "+strings.Join(got.Resumed, ", "))
+		if len(delivered.Resumed) > 0 {
+			parts = append(parts, "resumed "+strings.Join(delivered.Resumed, ", "))
 		}
 		fmt.Fprintln(w, printable(strings.Join(parts, "; ")))
 	})

@@ -22,14 +22,14 @@ func (c *cli) retentionCommand() *cobra.Command {
 func (c *cli) retentionShowCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "show", Short: "Show the retention of each kind of rows", Args: positionalArgs(0, 0, "no arguments"),
-		Long: `Show how long finished rows of each kind are kept, and how many were pruned. Unfinished rows are never pruned. In SQL:
-select * from agent_retention.`,
+		Long: `Show how long finished rows of each kind are kept, and how many were pruned. Unfinished rows are never pruned.
+In SQL: select * from agent_retention.`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := retention.Show(cmd.Context(), s.Pool)
+			policies, err := retention.Show(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no policies",
+			return printRows(c, policies, "", "no policies",
 				[]string{"KIND", "KEEP", "AT LEAST", "REMOVED", "LAST PASS", "WHAT"}, func(p retention.Policy) []string {
 					last := ""
 					if p.EndedAt != nil {
@@ -47,8 +47,8 @@ func (c *cli) retentionSetCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "set KIND=TIME…", Short: "Set the retention of kinds of rows",
 		Args: positionalArgs(1, 20, "policies such as activity=90d executions=30d"),
-		Long: `Set how long finished rows are kept: a duration such as 90d, or forever. agent serve prunes older rows within the hour.
-The change is recorded. In SQL: select set_agent_retention('{"activity": "90 days"}').`,
+		Long: `Set how long finished rows are kept: a duration such as 90d, or forever. agent serve prunes older rows within
+the hour. The change is recorded. In SQL: select set_agent_retention('{"activity": "90 days"}').`,
 		Example: `  agent retention set activity=90d executions=30d events=30d
   agent retention set messages=forever --reason "they are our only copy"`,
 		PreRunE: func(cmd *cobra.Command, args []string) error {
@@ -88,21 +88,21 @@ func (c *cli) retentionRunCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
 		Use: "run [KIND…]", Short: "Prune expired rows now", Args: positionalArgs(0, 20, "kinds, or nothing for all"),
-		Long: `Prune all expired rows now, as agent serve does every hour. It can be interrupted at any time, and it blocks no other
-work. --dry-run only counts.`,
+		Long: `Prune all expired rows now, as agent serve does every hour. It can be interrupted at any time, and it blocks
+no other work. --dry-run only counts.`,
 		RunE: c.withSession(func(cmd *cobra.Command, kinds []string, s *session) error {
 			o.Restart = true
 			if len(kinds) > 0 {
 				o.Kinds = kinds
 			}
-			got, err := pruneNow(cmd.Context(), s, o, reason)
+			results, err := pruneNow(cmd.Context(), s, o, reason)
 			if errors.Is(err, retention.ErrInvalid) {
 				return &exitError{exitUsage, hint(err, "see agent retention show")}
 			}
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(got, ""), func(w io.Writer) { writeRetention(w, got, o.DryRun) })
+			return c.print(pageOf(results, ""), func(w io.Writer) { writeRetention(w, results, o.DryRun) })
 		}),
 	}
 	cmd.Flags().BoolVar(&o.DryRun, "dry-run", false, "only count the rows")
@@ -111,7 +111,9 @@ work. --dry-run only counts.`,
 }
 
 // pruneNow runs a retention pass and records it, unless it only counts.
-func pruneNow(ctx context.Context, s *session, o retention.Options, reason string) (got []retention.Result, err error) {
+func pruneNow(
+	ctx context.Context, s *session, o retention.Options, reason string,
+) (results []retention.Result, err error) {
 	if o.DryRun {
 		return retention.Run(ctx, s.Pool, o)
 	}
@@ -121,10 +123,10 @@ func pruneNow(ctx context.Context, s *session, o retention.Options, reason strin
 		Input: map[string]any{"kinds": kinds},
 	}, func() (any, error) {
 		var err error
-		got, err = retention.Run(ctx, s.Pool, o)
-		return got, err
+		results, err = retention.Run(ctx, s.Pool, o)
+		return results, err
 	})
-	return got, err
+	return results, err
 }
 
 func writeRetention(w io.Writer, done []retention.Result, dry bool) {

@@ -22,8 +22,8 @@ func (c *cli) selfhealCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "selfheal",
 		Short: "Disable failing skills now",
-		Long: `Disable skills that keep failing, and pause their automations. Every heartbeat does this too. AGENT_SELFHEAL_FAILURES,
-_WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
+		Long: `Disable skills that keep failing, and pause their automations. Every heartbeat does this too.
+AGENT_SELFHEAL_FAILURES, _WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			report, err := heal(cmd.Context(), s)
@@ -81,9 +81,9 @@ func (c *cli) selfhealReportCommand() *cobra.Command {
 	var since time.Time
 	cmd := &cobra.Command{
 		Use: "report", Short: "Measure the rule of self-heal on labelled traces of faults",
-		Long: `Replay labelled traces of faults through the rule of self-heal, with its settings, and through "3 in a row". Print how
-many alarms were right (precision), how many faults were found in time (recall), after how many calls, and how many alarms
-were false. Intervals are those of Wilson, 95 %. Nothing is changed.
+		Long: `Replay labelled traces of faults through the rule of self-heal, with its settings, and through "3 in a row".
+Print how many alarms were right (precision), how many faults were found in time (recall), after how many calls, and
+how many alarms were false. Intervals are those of Wilson, 95 %. Nothing is changed.
 
 The set of this release is public: selfheal/faults. --set replays another file of that form. --since replays the alarms
 of this installation: an alarm was false if a person enabled the skill during its cool-down.`,
@@ -109,7 +109,7 @@ of this installation: an alarm was false if a person enabled the skill during it
 		},
 	}
 	cmd.Flags().StringVar(&set, "set", "", "replay this file (JSONL) instead of the set of this release")
-	agoFlag(cmd.Flags(), &since, "since", "", "replay the alarms of this installation in the last")
+	sinceFlag(cmd.Flags(), &since, "since", "", "replay the alarms of this installation in the last")
 	return cmd
 }
 

@@ -102,8 +102,8 @@ func (c *cli) migrateCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "migrate",
 		Short: "Migrate the database's schema to this version",
-		Long: `Migrate the database's schema to this version of agent, including River's tables. It can run concurrently and while
-agent serve runs. It rejects the schema of a newer version.`,
+		Long: `Migrate the database's schema to this version of agent, including River's tables. It can run concurrently and
+while agent serve runs. It rejects the schema of a newer version.`,
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx := cmd.Context()

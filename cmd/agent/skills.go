@@ -28,11 +28,11 @@ func (c *cli) skillsListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls", Short: "List skills with their health over the last 7 days", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := skillHealth(cmd.Context(), s)
+			rows, err := skillHealth(cmd.Context(), s)
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no skills; `agent apply DIR` creates some",
+			return printRows(c, rows, "", "no skills; `agent apply DIR` creates some",
 				[]string{"SKILL", "STATE", "CALLS", "SUCCESS", "FAILED IN A ROW", "DISABLED BY", "REASON"},
 				func(h health) []string {
 					rate := "–"
@@ -67,14 +67,14 @@ func skillHealth(ctx context.Context, s *session) ([]health, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read skill health: %w", err)
 	}
-	got := make([]health, len(sums.Lines))
+	rows := make([]health, len(sums.Lines))
 	for i, h := range sums.Lines {
-		got[i] = health{
+		rows[i] = health{
 			h.Skill, h.Calls, h.SuccessRate, h.Streak, h.P50MS, h.P95MS, h.State, h.DisabledBy,
 			h.DisabledReason, h.DisabledAt,
 		}
 	}
-	return got, nil
+	return rows, nil
 }
 
 func (c *cli) skillsShowCommand() *cobra.Command {
@@ -185,10 +185,10 @@ func (c *cli) switchSkill(
 				return false, err
 			}
 			if enable {
-				got, err := selfheal.Reenable(ctx, tx, name, actor(ctx), reason)
-				restored = append(restored, got.Automations...)
+				reenabled, err := selfheal.Reenable(ctx, tx, name, actor(ctx), reason)
+				restored = append(restored, reenabled.Automations...)
 				output["automations"] = restored
-				return got.Settled, err
+				return reenabled.Settled, err
 			}
 			evidence := map[string]string{"by": "command line"}
 			if changed, err = skills.Disable(ctx, tx, name, actor(ctx), reason, evidence); err == nil {

@@ -23,10 +23,10 @@ func (c *cli) skillsCallCommand() *cobra.Command {
 	var text string
 	cmd := &cobra.Command{
 		Use: "call NAME", Short: "Call a skill now and print its result", Args: positionalArgs(1, 1, "a skill's name"),
-		Long: `Call a skill as the agent does: with validated arguments, its timeout and a new trace. The call counts for the skill's
-health. Root and the local command line need no approval. With --server, a call of a skill with trust: approve needs
-the scope approvals:decide, and a skill with four_eyes is refused: ask the agent for the call with agent operate. For a
-skill on trial it is the trial: success enables the skill, failure restarts its cool-down.`,
+		Long: `Call a skill as the agent does: with validated arguments, its timeout and a new trace. The call counts for the
+skill's health. Root and the local command line need no approval. With --server, a call of a skill with trust: approve
+needs the scope approvals:decide, and a skill with four_eyes is refused: ask the agent for the call with agent operate.
+For a skill on trial it is the trial: success enables the skill, failure restarts its cool-down.`,
 		Example: "  agent skills call table_sizes --args '{\"limit\": 5}'",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if !json.Valid([]byte(text)) {
@@ -50,8 +50,8 @@ func mayCall(ctx context.Context, s skills.Skill) error {
 		return hint(fmt.Errorf("skill %s has four_eyes: %s cannot call it alone", s.Name, who.Name),
 			"ask for the call with agent operate; then another approver decides it with agent approvals approve ID")
 	case !who.May(principals.ApprovalsDecide):
-		return hint(fmt.Errorf("skill %s has trust: approve, so its call needs the scope %s, which %s (role %s) does not have here",
-			s.Name, principals.ApprovalsDecide, who.Name, who.Role),
+		return hint(fmt.Errorf("skill %s has trust: approve, so its call needs the scope %s, which %s (role %s) does not "+
+			"have here", s.Name, principals.ApprovalsDecide, who.Name, who.Role),
 			"ask for the call with agent operate; then an approver decides it with agent approvals approve ID")
 	}
 	return nil

@@ -112,8 +112,8 @@ func terminalWidth(w io.Writer) int {
 	if p, ok := w.(*errWriter); ok {
 		w = p.w
 	}
-	if far, ok := w.(*callerStream); ok {
-		return far.width
+	if remote, ok := w.(*callerStream); ok {
+		return remote.width
 	}
 	file, ok := w.(*os.File)
 	if !ok {

@@ -29,11 +29,11 @@ func (c *cli) threadsListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List threads, most recent first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := threads.List(cmd.Context(), s.Pool, f)
+			list, err := threads.List(cmd.Context(), s.Pool, f)
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no threads",
+			return printRows(c, list, "", "no threads",
 				[]string{"THREAD", "NAME", "CHANNEL", "OWNER", "PARTICIPANT", "MESSAGES", "LAST"}, func(t threads.Thread) []string {
 					return []string{
 						t.ID, t.Name, t.Channel, strings.TrimSpace(string(t.OwnerKind) + " " + t.Owner), t.Participant,
@@ -117,11 +117,11 @@ func (c *cli) threadsLocksCommand() *cobra.Command {
 		Use: "locks", Short: "List held threads with their holder's last heartbeat",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := threads.Locks(cmd.Context(), s.Pool, stale)
+			locks, err := threads.Locks(cmd.Context(), s.Pool, stale)
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no held threads",
+			return printRows(c, locks, "", "no held threads",
 				[]string{"THREAD", "PARTICIPANT", "HOLDER", "SINCE", "MINUTES", "STATE", "QUEUED"},
 				func(l threads.HeldThread) []string {
 					state := "active"
@@ -146,8 +146,8 @@ func (c *cli) threadsSendCommand() *cobra.Command {
 	var o threads.Outgoing
 	cmd := &cobra.Command{
 		Use: "send THREAD TEXT", Short: "Send a message to a thread as the admin",
-		Long: `Send a message to a thread. While an execution holds the thread, the message is queued until its release. The message
-is recorded.`,
+		Long: `Send a message to a thread. While an execution holds the thread, the message is queued until its release. The
+message is recorded.`,
 		Args: positionalArgs(2, 2, "a thread's id and a text"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			ctx := cmd.Context()
@@ -185,9 +185,9 @@ is recorded.`,
 func (c *cli) threadsCleanCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "clean", Short: "Release threads whose holder ended, died or went silent",
-		Long: `Release threads whose holder ended, died or sent nothing for the thread's idle time (default ten minutes), and send their
-queued messages. A running agent does this itself: at once for threads with a queue, five minutes later for others.
-Waiting executions keep their threads.`,
+		Long: `Release threads whose holder ended, died or sent nothing for the thread's idle time (default ten minutes), and
+send their queued messages. A running agent does this itself: at once for threads with a queue, five minutes later for
+others. Waiting executions keep their threads.`,
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			freed, err := threads.Clean(cmd.Context(), s.Pool, slog.New(slog.DiscardHandler))

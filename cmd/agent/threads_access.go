@@ -15,22 +15,23 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
 func (c *cli) threadsInviteCommand() *cobra.Command {
-	in := threads.Invitation{By: commandLine}
+	var in threads.Invitation
 	cmd := &cobra.Command{
 		Use: "invite THREAD", Short: "Create a join token for a thread",
-		Long: `Create a join token. A visitor joins the thread with the header X-Thread-Join or at /chat#join=TOKEN. It is printed
-once, is valid for one visitor or reusable until it expires, and can be revoked: agent threads revoke.`,
+		Long: `Create a join token. A visitor joins the thread with the header X-Thread-Join or at /chat#join=TOKEN. It is
+printed once, is valid for one visitor or reusable until it expires, and can be revoked: agent threads revoke.`,
 		Args: positionalArgs(1, 1, "a thread's id"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if in.Life <= 0 || in.Life > threads.MaxTokenLife {
 				return usageError("--expires %s: use more than 0 and at most %s", in.Life, threads.MaxTokenLife)
 			}
-			in.ThreadID = args[0]
+			in.ThreadID, in.By = args[0], grantor(cmd.Context())
 			var token threads.Token
 			err := recordThreadChange(cmd.Context(), s, "invite_into_thread", "a join token was given out", args[0],
 				map[string]any{}, func(tx pgx.Tx) (_ any, err error) {
@@ -74,7 +75,7 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 			input := map[string]any{string(to.Kind): to.Owner}
 			err := recordThreadChange(cmd.Context(), s, "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner,
 				args[0], input, func(tx pgx.Tx) (_ any, err error) {
-					id, err = threads.Grant(cmd.Context(), tx, args[0], to, called, commandLine)
+					id, err = threads.Grant(cmd.Context(), tx, args[0], to, called, grantor(cmd.Context()))
 					return map[string]any{"access_id": id}, err
 				})
 			if errors.Is(err, threads.ErrTaken) {
@@ -120,11 +121,11 @@ func (c *cli) threadsAccessCommand() *cobra.Command {
 			if _, err := threads.Get(cmd.Context(), s.Pool, args[0]); err != nil {
 				return threadHint(args[0], err)
 			}
-			got, err := threads.AccessOf(cmd.Context(), s.Pool, args[0])
+			list, err := threads.AccessOf(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no access grants",
+			return printRows(c, list, "", "no access grants",
 				[]string{"ACCESS", "KIND", "WHO", "NAME", "STATE", "BY", "SINCE"}, func(a threads.Access) []string {
 					return []string{
 						a.ID, a.Kind, printable(a.Owner), printable(a.Name), accessState(a), printable(a.CreatedBy),
@@ -191,5 +192,10 @@ func threadHint(thread string, err error) error {
 	return err
 }
 
-// commandLine is the recorded grantor of access.
-const commandLine = "command line"
+// grantor names who gives access to a thread: the caller of a server, or the local command line.
+func grantor(ctx context.Context) string {
+	if caller := principals.From(ctx); caller != nil {
+		return caller.Name
+	}
+	return "command line"
+}

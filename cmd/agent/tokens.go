@@ -21,11 +21,11 @@ func (c *cli) tokensListCommand() *cobra.Command {
 		Use: "ls [PRINCIPAL]", Short: "List API tokens, newest first",
 		Args: positionalArgs(0, 1, "a principal, or nothing for all"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			got, err := principals.Tokens(cmd.Context(), s.Pool, strings.Join(args, ""))
+			list, err := principals.Tokens(cmd.Context(), s.Pool, strings.Join(args, ""))
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no tokens",
+			return printRows(c, list, "", "no tokens",
 				[]string{"ID", "PRINCIPAL", "NAME", "SCOPES", "EXPIRES", "LAST USED", "REVOKED"},
 				func(t principals.Token) []string {
 					return []string{
@@ -41,8 +41,9 @@ func (c *cli) tokensCreateCommand() *cobra.Command {
 	n := principals.TokenParams{Scopes: []string{principals.All}}
 	cmd := &cobra.Command{
 		Use: "create PRINCIPAL", Short: "Create an API token and print it once", Args: positionalArgs(1, 1, "a name or id"),
-		Long: `Create an API token lk_ID_SECRET. It is printed once; the database has only a digest. Scopes narrow the role of the
-principal: * for all of it, runs:read, runs:*, threads:read, operate, approvals:decide, admin, or work:GLOB for workers.`,
+		Long: `Create an API token lk_ID_SECRET. It is printed once; the database has only a digest. Scopes narrow the role
+of the principal: * for all of it, runs:read, runs:*, threads:read, operate, approvals:decide, admin, or work:GLOB for
+workers.`,
 		Example: `  agent tokens create ci --scope 'runs:*' --expires 90d
   agent tokens create sums --scope 'work:external:sum*'`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
@@ -79,11 +80,11 @@ func (c *cli) sessionsListCommand() *cobra.Command {
 		Use: "ls [PRINCIPAL]", Short: "List sessions of browsers, newest first",
 		Args: positionalArgs(0, 1, "a principal, or nothing for all"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			got, err := principals.Sessions(cmd.Context(), s.Pool, strings.Join(args, ""))
+			list, err := principals.Sessions(cmd.Context(), s.Pool, strings.Join(args, ""))
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no sessions",
+			return printRows(c, list, "", "no sessions",
 				[]string{"PRINCIPAL", "METHOD", "SEEN", "EXPIRES", "REVOKED", "ADDRESS", "BROWSER", "ID"},
 				func(x principals.Session) []string {
 					return []string{

@@ -102,8 +102,8 @@ func (c *cli) traceListCommand() *cobra.Command {
 	}
 	surfaceFlag(cmd.Flags(), &f.Surface)
 	actingFlag(cmd.Flags(), &f.Agent)
-	statusFlag(cmd.Flags(), &f.Status, "only traces in this state", statusWords()...)
-	agoFlag(cmd.Flags(), &f.Since, "since", "", "only traces started within the last")
+	statusFlag(cmd.Flags(), &f.Status, "only traces in this state", statusNames()...)
+	sinceFlag(cmd.Flags(), &f.Since, "since", "", "only traces started within the last")
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	cmd.Flags().StringVar(&f.Cursor, "cursor", "", "next_cursor of the previous page")
 	return cmd

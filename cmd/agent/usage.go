@@ -14,8 +14,8 @@ import (
 
 // positionalArgs checks the number of arguments.
 func positionalArgs(least, most int, want string) cobra.PositionalArgs {
-	return func(cmd *cobra.Command, got []string) error {
-		if len(got) < least || (most >= 0 && len(got) > most) {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) < least || (most >= 0 && len(args) > most) {
 			return &exitError{exitUsage, helpHint(fmt.Errorf("%s takes %s", cmd.CommandPath(), want), cmd)}
 		}
 		return nil
@@ -23,11 +23,11 @@ func positionalArgs(least, most int, want string) cobra.PositionalArgs {
 }
 
 // messageArg accepts one message, or none when the command reads them elsewhere.
-func messageArg(cmd *cobra.Command, got []string) error {
-	if len(got) == 1 && strings.TrimSpace(got[0]) == "" {
+func messageArg(cmd *cobra.Command, args []string) error {
+	if len(args) == 1 && strings.TrimSpace(args[0]) == "" {
 		return &exitError{exitUsage, helpHint(errors.New("the message is empty; pass a text"), cmd)}
 	}
-	return positionalArgs(0, 1, "at most one message; quote it")(cmd, got)
+	return positionalArgs(0, 1, "at most one message; quote it")(cmd, args)
 }
 
 func helpHint(err error, cmd *cobra.Command) error {
@@ -110,15 +110,15 @@ func refuseUnknownShells(root *cobra.Command) {
 			continue
 		}
 		cmd.RunE = showHelp
-		cmd.Args = func(cmd *cobra.Command, got []string) error {
-			if len(got) == 0 {
+		cmd.Args = func(cmd *cobra.Command, args []string) error {
+			if len(args) == 0 {
 				return nil
 			}
 			var shells []string
 			for _, shell := range cmd.Commands() {
 				shells = append(shells, shell.Name())
 			}
-			return &exitError{exitUsage, helpHint(fmt.Errorf("unknown shell %q; name one of %s", got[0],
+			return &exitError{exitUsage, helpHint(fmt.Errorf("unknown shell %q; name one of %s", args[0],
 				strings.Join(shells, ", ")), cmd)}
 		}
 	}

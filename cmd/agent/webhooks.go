@@ -29,12 +29,12 @@ func (c *cli) webhooksListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List deliveries, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(cmd.Context(), s, webhooks.List, &f, &f.Limit,
+			list, next, err := readPage(cmd.Context(), s, webhooks.List, &f, &f.Limit,
 				func(d webhooks.Delivery) string { return d.ID })
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, next, "no matching deliveries; see `agent webhooks endpoints`",
+			return printRows(c, list, next, "no matching deliveries; see `agent webhooks endpoints`",
 				[]string{"DELIVERY", "ENDPOINT", "SENDER'S ID", "STATUS", "ATTEMPTS", "RECEIVED", "TRACE", "ERROR"},
 				func(d webhooks.Delivery) []string {
 					return []string{
@@ -116,8 +116,8 @@ func (c *cli) webhooksReplayCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "replay ID", Short: "Process a done, ignored or dead delivery again",
 		Args: positionalArgs(1, 1, "a delivery's id, or the sender's"),
-		Long: `Process a delivery again with its endpoint's current definition, a new execution and a new trace. A delivery in progress
-stays untouched. A process that runs agent serve or agent dev does the work.`,
+		Long: `Process a delivery again with its endpoint's current definition, a new execution and a new trace. A delivery
+in progress stays untouched. A process that runs agent serve or agent dev does the work.`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			keeper := lanes.NewKeeper(s.Pool, lanes.Options{Logger: s.log, Disabled: !s.config.LanesEnabled})
 			engine, err := executions.New(s.Pool, executions.Options{Keeper: keeper, Logger: s.log})
