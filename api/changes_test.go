@@ -5,14 +5,9 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
-	"net/url"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
-
-	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
@@ -20,14 +15,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/principals"
-	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
-	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -38,31 +29,6 @@ type change struct {
 	Automations      []string
 	TraceID          string `json:"trace_id"`
 	ActivityID       string `json:"activity_id"`
-}
-
-func TestEnableSkillRestoresAutomations(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	a.skill("fetch")
-	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name)
-		values ('nightly', '0 3 * * *', 'fetch')`)
-	for range 3 {
-		a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "fetch"},
-			activity.Error)
-	}
-	report, err := selfheal.Run(t.Context(), a.pool, selfheal.Default())
-	require.Truef(t, err == nil && len(report.Healed) == 1, "self-heal: %+v, %v", report, err)
-	var got change
-	header := a.post("/v1/skills/fetch/enable", `{"reason":"the service is back"}`, &got)
-	want := change{
-		Name: "fetch", Enabled: true, Changed: true, Automations: []string{"nightly"}, TraceID: got.TraceID,
-		ActivityID: got.ActivityID,
-	}
-	diff := cmp.Diff(want, got)
-	assert.Truef(t, diff == "" && header.Get("X-Trace-Id") == got.TraceID, "%s, %v", diff, header)
-	assert.True(t, pgtest.Value[bool](t, a.pool, `select enabled from agent_automations where name = 'nightly'`),
-		"the automation is still paused")
-	a.checkAudit(got.TraceID, got.ActivityID, "enable_skill", "the service is back")
 }
 
 // checkAudit expects one activity under an op_ trace with actor, action and reason.
@@ -76,22 +42,6 @@ func (a *agent) checkAudit(traceID, activityID, action, reason string) {
 		(row.Agent == "admin" || row.Agent == principals.Root) && row.Status == activity.Success, "the audit says %+v", row)
 }
 
-func TestDisableSkill(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	a.skill("fetch")
-	var got change
-	a.post("/v1/skills/fetch/disable", `{"reason":"too slow"}`, &got)
-	assert.Truef(t, !got.Enabled && got.Changed, "answer is %+v", got)
-	a.checkAudit(got.TraceID, got.ActivityID, "disable_skill", "too slow")
-	row, err := skills.Get(t.Context(), a.pool, "fetch")
-	assert.Truef(t, err == nil && !row.Enabled && row.DisabledBy == principals.Root && row.DisabledReason == "too slow",
-		"skill is %+v, %v", row, err)
-	if a.post("/v1/skills/fetch/disable", `{"reason":"again"}`, &got); got.Changed {
-		t.Error("disabling it again changed something")
-	}
-}
-
 func TestChangeRequiresAudit(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -101,77 +51,6 @@ func TestChangeRequiresAudit(t *testing.T) {
 		http.StatusInternalServerError, "log")
 	row, err := skills.Get(t.Context(), a.pool, "fetch")
 	assert.Truef(t, err == nil && row.Enabled, "skill is %+v, %v", row, err)
-}
-
-// escape encodes a lane as one path segment, even if it consists of dots.
-func escape(lane string) string { return strings.ReplaceAll(url.PathEscape(lane), ".", "%2E") }
-
-// brokenLane is the response of break.
-type brokenLane struct {
-	Lane, Holder string
-	Broken       bool
-	TraceID      string `json:"trace_id"`
-	ActivityID   string `json:"activity_id"`
-}
-
-func TestBreakLane(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	for _, lane := range []string{"heartbeat", "pipeline:prices", "file:/etc/a b/%2F?x#y", "..", "a//b", "überlauf"} {
-		holder := trace.New(trace.Heartbeat)
-		a.holdLane(lane, string(holder)+"/7")
-		var got brokenLane
-		header := a.post("/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, &got)
-		want := brokenLane{lane, string(holder) + "/7", true, string(holder), got.ActivityID}
-		diff := cmp.Diff(want, got)
-		assert.Truef(t, diff == "" && header.Get("X-Trace-Id") == string(holder), "%s: %s, %v", lane, diff, header)
-		assert.Truef(t, !pgtest.Value[bool](t, a.pool, `select is_agent_lock_held(@lane)`, postgres.Strict{"lane": lane}),
-			"%s is still held", lane)
-		a.checkProblem(a.raw("POST", "/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, asAdmin()), 404, "is not held")
-		var audit activity.Trace
-		a.get("/v1/traces/"+string(holder), &audit)
-		assert.Truef(t, len(audit.Activities) == 1 && audit.Activities[0].ID == got.ActivityID &&
-			audit.Activities[0].SkillName == "break_lane", "the audit is %+v", audit.Activities)
-	}
-}
-
-func TestBreakLaneConflict(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	holder := trace.New(trace.Webhook)
-	a.holdLane("pipeline:prices", string(holder)+"/1")
-	tx, err := a.pool.Begin(t.Context())
-	require.NoError(t, err)
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	pgtest.Exec(t, tx, `select 1 from agent_locks where lane = 'pipeline:prices' for key share`)
-	p := a.checkProblem(a.raw("POST", "/v1/lanes/pipeline:prices/break", `{"reason":"now"}`, asAdmin()),
-		http.StatusConflict, "in use by pid ")
-	assert.Truef(t, p.Holder == string(holder)+"/1" && p.TraceID == string(holder), "problem is %+v", p)
-}
-
-func TestListLanesAndExecutions(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	holder := trace.New(trace.Operate)
-	a.holdLane("operate", string(holder)+"/1")
-	x := a.start("beat", trace.New(trace.Heartbeat))
-	a.claim(x)
-	var got struct {
-		Items []struct {
-			Lane      string
-			LockedBy  string   `json:"locked_by"`
-			TraceID   string   `json:"trace_id"`
-			ExpiresIn *float64 `json:"expires_in"`
-		}
-	}
-	a.get("/v1/lanes", &got)
-	require.Equal(t, 2, len(got.Items), got.Items)
-	lane, run := got.Items[0], got.Items[1]
-	assert.Truef(t, lane.Lane == "operate" && lane.LockedBy == string(holder)+"/1" && lane.TraceID == string(holder) &&
-		*lane.ExpiresIn >= 200, "lane is %+v", lane)
-	assert.Truef(t, run.Lane == "execution:"+x.ID && run.TraceID == x.TraceID, "run is %+v", run)
-	first := a.list("/v1/lanes", "lane", 1, nil)
-	assert.Truef(t, len(first) == 2 && first[1] == run.Lane, "by pages of one: %v", first)
 }
 
 // notAudited lists the changing routes without an audit row, with the reason.
@@ -395,172 +274,6 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 	return got
 }
 
-// askCount makes flow names unique.
-var askCount atomic.Int64
-
-func TestApprovalDecisionResumesExecution(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	open := a.approval(`{"table":"x"}`, true)
-	x, err := executions.Get(t.Context(), a.pool, *open.ExecutionID)
-	require.Truef(t, err == nil && x.Status == executions.Waiting, "execution is %+v, %v", x, err)
-	var seen approvals.Approval
-	header := a.get("/v1/approvals/"+open.ID, &seen)
-	assert.Truef(t, seen.Status == "pending" && string(seen.Arguments) == `{"table":"x"}` &&
-		header.Get("X-Trace-Id") == open.TraceID, "approval is %+v", seen)
-	var statuses [600]atomic.Int64
-	var traceID atomic.Value
-	var group sync.WaitGroup
-	for i := range 20 {
-		group.Go(func() {
-			verb := map[bool]string{true: "approve", false: "reject"}[i%2 == 0]
-			w := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"`+verb+`","reason":"looked at it"}`, asAdmin())
-			statuses[w.Code].Add(1)
-			if w.Code == http.StatusOK {
-				traceID.Store(w.Header().Get("X-Trace-Id"))
-			}
-		})
-	}
-	group.Wait()
-	require.Truef(t, statuses[200].Load() == 1 && statuses[409].Load() == 19,
-		"%d decided, %d were refused", statuses[200].Load(), statuses[409].Load())
-	var audit activity.Trace
-	a.get("/v1/traces/"+traceID.Load().(string), &audit)
-	assert.Truef(t, audit.Surface == "operate" && len(audit.Activities) == 1 &&
-		audit.Activities[0].SkillName == "decide_approval", "the audit is %+v", audit)
-	x, err = executions.Get(t.Context(), a.pool, *open.ExecutionID)
-	assert.Truef(t, err == nil && x.Status != executions.Waiting, "the waiting execution is %+v, %v", x, err)
-	late := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"approve"}`, asAdmin())
-	p := a.checkProblem(late, 409, "decided already")
-	assert.Truef(t, p.TraceID == open.TraceID && late.Header().Get("X-Trace-Id") == open.TraceID,
-		"refused under trace %q, not %q", p.TraceID, open.TraceID)
-}
-
-func TestApprovalFiltersAndInvalidDecisions(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	first, second := a.approval(`{"n":1}`, false), a.approval(`{"n":2}`, false)
-	a.post("/v1/approvals/"+first.ID, `{"decision":"reject"}`, &struct{}{})
-	for query, want := range map[string][]string{
-		"?status=pending": {second.ID}, "?status=rejected": {first.ID}, "?status=consumed": nil,
-		"?skill=drop": {second.ID, first.ID}, "?trace_id=" + first.TraceID: {first.ID},
-	} {
-		assert.Equal(t, "", cmp.Diff(want, a.list("/v1/approvals"+query, "id", 10, nil)), query)
-	}
-	pgtest.Exec(t, a.pool, `update agent_approvals set expires_at = clock_timestamp() where id = @id`,
-		postgres.Strict{"id": second.ID})
-	const unknown = "018f0000-0000-7000-8000-000000000000"
-	for name, test := range map[string]struct {
-		id, body string
-		status   int
-		words    string
-	}{
-		"expired":     {second.ID, `{"decision":"approve"}`, 409, "expired"},
-		"unknown":     {unknown, `{"decision":"approve"}`, 404, "no such approval"},
-		"malformed":   {"42", `{"decision":"approve"}`, 400, "uuid"},
-		"no decision": {second.ID, `{}`, 400, "approve or reject"},
-		"maybe":       {second.ID, `{"decision":"maybe"}`, 400, "maybe"},
-		"field":       {second.ID, `{"decision":"approve","arguments":{}}`, 400, "arguments"},
-		"reason":      {second.ID, `{"decision":"approve","reason":"\u0000"}`, 400, "reason"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			a.t = t
-			a.checkProblem(a.raw("POST", "/v1/approvals/"+test.id, test.body, asAdmin()), test.status, test.words)
-		})
-	}
-}
-
-// raiseEvent posts an event and returns its id and the resumed executions.
-func (a *agent) raiseEvent(body string, header http.Header) (id string, resumed []string) {
-	a.t.Helper()
-	var delivered struct {
-		ID      string `json:"event_id"`
-		Resumed []string
-	}
-	a.checkResponse(a.raw("POST", "/v1/events", body, header), "POST", "/v1/events", http.StatusAccepted, &delivered)
-	return delivered.ID, delivered.Resumed
-}
-
-func TestEventResumesWaiterOnce(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	err := a.engine.Register("wait", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-		_, err := executions.Wait(ctx, "for it", executions.Event("order-7", time.Hour))
-		return executions.Result{}, err
-	})
-	require.NoError(t, err)
-	x, err := a.engine.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "wait", Surface: trace.Flow})
-	require.NoError(t, err)
-	const body = `{"event":"EVENT_COMPLETED","key":"order-7","data":{"paid":true},"id":"e1"}`
-	first, resumed := a.raiseEvent(body, asAdmin())
-	assert.NoDiff(t, []string{x.ID}, resumed)
-	again, resumed := a.raiseEvent(body, asAdmin())
-	assert.Truef(t, again == first && len(resumed) == 0, "again: %s, %v", again, resumed)
-	hints := pgtest.Value[int](t, a.pool, `select count(*) from river.river_job where args::text like '%' || @id || '%'`,
-		postgres.Strict{"id": x.ID})
-	assert.True(t, hints != 0, "no worker was notified")
-	keyed := asAdmin()
-	keyed.Set("Idempotency-Key", "k")
-	bare := `{"event":"TEST_COMPLETED","key":"k"}`
-	one, _ := a.raiseEvent(bare, keyed)
-	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // like a crash before the response was stored
-	two, _ := a.raiseEvent(bare, keyed)
-	assert.Equal(t, one, two, "the same key")
-	three, _ := a.raiseEvent(bare, asAdmin())
-	four, _ := a.raiseEvent(bare, asAdmin())
-	assert.True(t, three != one && three != four, "events without id or key are one")
-}
-
-// A message raised as an event is stored in its thread. An unknown thread is no error.
-func TestRaisedMessageIsInThread(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	_, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: "ana"})
-	require.NoError(t, err)
-	first, _ := a.raiseEvent(
-		`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes","n":12345678901234567890},"id":"m1"}`, asAdmin())
-	again, _ := a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes"},"id":"m1"}`, asAdmin())
-	assert.Equal(t, first, again)
-	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"photo":7}}`, asAdmin())
-	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"elsewhere","data":{"content":"yes"}}`, asAdmin())
-	pgtest.Equal(t, a.pool, "ana user received yes", `select string_agg(concat_ws(' ', thread_id, role, status, content),
-		'; ') from agent_messages`)
-	pgtest.Equal(t, a.pool, "yes 12345678901234567890", `select concat_ws(' ', data ->> 'content', data ->> 'n')
-		from agent_events where external_id = 'm1'`)
-	pgtest.Equal(t, a.pool, 3, `select count(*) from agent_events where event = 'MESSAGE_RECEIVED'`)
-}
-
-func TestOnlyExternalEventsCanBeRaised(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	for name, test := range map[string]struct{ body, words string }{
-		"approval":  {`{"event":"APPROVAL_DECIDED","key":"x"}`, "APPROVAL_DECIDED"},
-		"end":       {`{"event":"AGENT_COMPLETED","key":"x"}`, "AGENT_COMPLETED"},
-		"time":      {`{"event":"SCHEDULE_REACHED","key":"x"}`, "SCHEDULE_REACHED"},
-		"lane":      {`{"event":"LANE_FREED","key":"x"}`, "LANE_FREED"},
-		"unknown":   {`{"event":"x","key":"x"}`, "event"},
-		"no key":    {`{"event":"EVENT_COMPLETED"}`, "key"},
-		"NUL":       {`{"event":"EVENT_COMPLETED","key":"x","data":{"a":"\u0000"}}`, `remove \u0000 from {"a":"\u0000`},
-		"number":    {`{"event":"EVENT_COMPLETED","key":"x","data":{"a":1e400000}}`, "numeric"},
-		"not UTF-8": {"{\"event\":\"EVENT_COMPLETED\",\"key\":\"a\xff\"}", "UTF-8"},
-		"own id": {
-			`{"event":"EVENT_COMPLETED","key":"x","id":"completed 018f0000-0000-7000-8000-000000000000"}`,
-			"completed",
-		},
-		"approval id": {
-			`{"event":"EVENT_COMPLETED","key":"x","id":"approval 018f0000-0000-7000-8000-000000000000"}`,
-			"approval",
-		},
-		"field": {`{"event":"EVENT_COMPLETED","key":"x","trace":"y"}`, "trace"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			a.t = t
-			a.checkProblem(a.raw("POST", "/v1/events", test.body, asAdmin()), http.StatusBadRequest, test.words)
-		})
-	}
-	pgtest.Equal(t, a.pool, 0, `select count(*) from agent_events`)
-}
-
 func TestProposedObjectiveDecision(t *testing.T) {
 	t.Parallel()
 	a := start(t)
@@ -641,79 +354,4 @@ func TestAutomations(t *testing.T) {
 	a.get("/v1/automations/nightly", &detail)
 	assert.Truef(t, len(detail.Runs) == 1 && detail.Runs[0].ID == run.ID, "runs are %+v", detail.Runs)
 	assert.NoDiff(t, []string{"hourly", "nightly"}, a.list("/v1/automations?enabled=true", "name", 10, nil))
-}
-
-func (a *agent) storeMemory(key, category string) string {
-	a.t.Helper()
-	note := memory.Note{
-		Category: category, Key: key, Value: "what is known of " + key,
-		TraceID: string(trace.New(trace.Heartbeat)),
-	}
-	_, err := memory.Save(a.t.Context(), a.pool, note)
-	require.NoError(a.t, err)
-	return key
-}
-
-func TestMemoryFiltersAndSearch(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	a.storeMemory("coffee", "habits")
-	a.storeMemory("office", "places")
-	for query, want := range map[string][]string{
-		"": {"office", "coffee"}, "?q=coffee": {"coffee"}, "?category=places": {"office"},
-		"?prefix=cof": {"coffee"}, "?q=nothing": nil,
-	} {
-		assert.Equal(t, "", cmp.Diff(want, a.list("/v1/memory"+query, "key", 10, nil)), query)
-	}
-	// A value from the command line has a trace without executions.
-	op := trace.New(trace.Operate)
-	_, err := memory.Save(t.Context(), a.pool, memory.Note{Key: "tea", Value: 1, TraceID: string(op)})
-	require.NoError(t, err)
-	for _, form := range []string{string(op), op.OTel(), strings.ToUpper(op.OTel()), op.Suffix()} {
-		assert.Equal(t, "", cmp.Diff([]string{"tea"}, a.list("/v1/memory?trace_id="+form, "key", 10, nil)), form)
-	}
-	a.checkProblem(a.raw("GET", "/v1/memory?q=coffee&category=habits", "", asAdmin()), 400, "cannot be combined")
-}
-
-func TestThreadPages(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	for _, id := range []string{"first", "second/with a slash"} {
-		_, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: id, Channel: "chat", Owner: "website"})
-		require.NoError(t, err)
-	}
-	for i := range 7 {
-		d := threads.NewMessage{
-			ThreadID: "first", Role: threads.User, Content: fmt.Sprint(i), Channel: "chat",
-			Status: threads.Received,
-		}
-		_, err := threads.Post(t.Context(), a.pool, d)
-		require.NoError(t, err)
-	}
-	assert.NoDiff(t, []string{"first", "second/with a slash"}, a.list("/v1/threads?channel=chat", "id", 1, nil))
-	var contents []string
-	path := "/v1/threads/first?limit=3"
-	for path != "" {
-		var got struct {
-			ID       string
-			Messages []threads.Message
-			Next     *string `json:"next_cursor"`
-		}
-		a.get(path, &got)
-		for _, m := range got.Messages {
-			contents = append(contents, m.Content)
-		}
-		path = ""
-		if got.Next != nil {
-			path = "/v1/threads/first?limit=3&cursor=" + *got.Next
-		}
-	}
-	assert.NoDiff(t, []string{"6", "5", "4", "3", "2", "1", "0"}, contents)
-	var other struct{ Messages []any }
-	a.get("/v1/threads/second%2Fwith%20a%20slash", &other)
-	assert.Truef(t, other.Messages != nil && len(other.Messages) == 0, "messages are %v", other.Messages)
-	a.checkProblem(a.raw("GET", "/v1/threads/none", "", asAdmin()), 404, "no such thread")
-	a.checkProblem(a.raw("GET", "/v1/threads/%00", "", asAdmin()), 400, "printable")
-	a.checkProblem(a.raw("GET", "/v1/threads/first?cursor=x", "", asAdmin()), 400, "cursor")
-	a.checkProblem(a.raw("GET", "/v1/threads?cursor=x", "", asAdmin()), 400, "cursor")
 }

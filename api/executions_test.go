@@ -9,7 +9,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -18,39 +17,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
-
-func TestTraceIDForms(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	id := trace.New(trace.Webhook)
-	a.start("deliver", id)
-	for _, skill := range []string{"first", "second"} {
-		a.recordActivity(activity.Entry{TraceID: string(id), Surface: "webhook", Skill: skill}, activity.Success)
-	}
-	for name, form := range map[string]string{"prefixed": string(id), "hex": id.OTel(), "ulid": id.Suffix()} {
-		t.Run(name, func(t *testing.T) {
-			a.t = t
-			var got activity.Trace
-			header := a.get("/v1/traces/"+form, &got)
-			assert.Truef(t, got.TraceID == string(id) && got.OTelTraceID == id.OTel() && got.Surface == "webhook" &&
-				got.Status == "pending", "trace is %+v", got)
-			assert.Truef(t, len(got.Activities) == 2 && got.Activities[0].SkillName == "first" &&
-				got.Activities[1].ConversationID == string(id), "activities are %+v", got.Activities)
-			assert.Equal(t, string(id), header.Get("X-Trace-Id"))
-		})
-	}
-}
-
-func TestTraceWithoutActivities(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	id := trace.New(trace.Flow)
-	a.start("beat", id)
-	var got map[string]any
-	a.get("/v1/traces/"+string(id), &got)
-	list, ok := got["activities"].([]any)
-	assert.Truef(t, ok && len(list) == 0, "activities are %v", got["activities"])
-}
 
 // detail is an execution by the contract.
 type detail struct {
@@ -154,35 +120,6 @@ func TestCancelExecutionOnce(t *testing.T) {
 	path := "/v1/executions/" + locked.ID + "/cancel"
 	a.checkResponse(a.raw("POST", path, `{"reason":"in the way"}`, asAdmin()), "POST", path, http.StatusAccepted, &got)
 	assert.Equal(t, "pending", got.Status)
-}
-
-func TestListSkillsWithHealth(t *testing.T) {
-	t.Parallel()
-	a := start(t)
-	a.skill("idle")
-	a.skill("busy")
-	for _, status := range []activity.Status{activity.Success, activity.Success, activity.Error, activity.Error} {
-		a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "busy"},
-			status)
-	}
-	var got struct {
-		Items []struct {
-			Name   string
-			Health struct {
-				Calls, Streak int
-				Rate          *float64 `json:"success_rate"`
-				P50           *float64 `json:"p50_ms"`
-				P95           *float64 `json:"p95_ms"`
-				State         string
-			}
-		}
-	}
-	a.get("/v1/skills", &got)
-	busy, idle := got.Items[0], got.Items[1]
-	assert.Truef(t, busy.Name == "busy" && busy.Health.Calls == 4 && busy.Health.Streak == 2 && *busy.Health.Rate == 0.5 &&
-		busy.Health.P95 != nil, "busy is %+v", busy)
-	assert.Truef(t, idle.Name == "idle" && idle.Health.Calls == 0 && idle.Health.Rate == nil &&
-		idle.Health.State == "enabled", "idle is %+v", idle)
 }
 
 func TestForkRetryAndReplayOverHTTP(t *testing.T) {

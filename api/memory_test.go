@@ -10,10 +10,13 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // withHeader returns the admin's headers and one more.
@@ -264,4 +267,36 @@ func TestIfMatchOfChanges(t *testing.T) {
 			a.checkProblem(a.raw("POST", none, `{"reason":"x"}`, withHeader("If-Match", `"1"`)), 404, "not found")
 		})
 	}
+}
+
+func (a *agent) storeMemory(key, category string) string {
+	a.t.Helper()
+	note := memory.Note{
+		Category: category, Key: key, Value: "what is known of " + key,
+		TraceID: string(trace.New(trace.Heartbeat)),
+	}
+	_, err := memory.Save(a.t.Context(), a.pool, note)
+	require.NoError(a.t, err)
+	return key
+}
+
+func TestMemoryFiltersAndSearch(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.storeMemory("coffee", "habits")
+	a.storeMemory("office", "places")
+	for query, want := range map[string][]string{
+		"": {"office", "coffee"}, "?q=coffee": {"coffee"}, "?category=places": {"office"},
+		"?prefix=cof": {"coffee"}, "?q=nothing": nil,
+	} {
+		assert.Equal(t, "", cmp.Diff(want, a.list("/v1/memory"+query, "key", 10, nil)), query)
+	}
+	// A value from the command line has a trace without executions.
+	op := trace.New(trace.Operate)
+	_, err := memory.Save(t.Context(), a.pool, memory.Note{Key: "tea", Value: 1, TraceID: string(op)})
+	require.NoError(t, err)
+	for _, form := range []string{string(op), op.OTel(), strings.ToUpper(op.OTel()), op.Suffix()} {
+		assert.Equal(t, "", cmp.Diff([]string{"tea"}, a.list("/v1/memory?trace_id="+form, "key", 10, nil)), form)
+	}
+	a.checkProblem(a.raw("GET", "/v1/memory?q=coffee&category=habits", "", asAdmin()), 400, "cannot be combined")
 }

@@ -9,6 +9,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/automations"
@@ -18,7 +21,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/retention"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
@@ -333,4 +339,74 @@ func TestSetRetention(t *testing.T) {
 	}
 	got = keep()
 	assert.Truef(t, got["messages"] == "forever", "the refused change was stored in part: %v", got)
+}
+
+func TestEnableSkillRestoresAutomations(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.skill("fetch")
+	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name)
+		values ('nightly', '0 3 * * *', 'fetch')`)
+	for range 3 {
+		a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "fetch"},
+			activity.Error)
+	}
+	report, err := selfheal.Run(t.Context(), a.pool, selfheal.Default())
+	require.Truef(t, err == nil && len(report.Healed) == 1, "self-heal: %+v, %v", report, err)
+	var got change
+	header := a.post("/v1/skills/fetch/enable", `{"reason":"the service is back"}`, &got)
+	want := change{
+		Name: "fetch", Enabled: true, Changed: true, Automations: []string{"nightly"}, TraceID: got.TraceID,
+		ActivityID: got.ActivityID,
+	}
+	diff := cmp.Diff(want, got)
+	assert.Truef(t, diff == "" && header.Get("X-Trace-Id") == got.TraceID, "%s, %v", diff, header)
+	assert.True(t, pgtest.Value[bool](t, a.pool, `select enabled from agent_automations where name = 'nightly'`),
+		"the automation is still paused")
+	a.checkAudit(got.TraceID, got.ActivityID, "enable_skill", "the service is back")
+}
+
+func TestDisableSkill(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.skill("fetch")
+	var got change
+	a.post("/v1/skills/fetch/disable", `{"reason":"too slow"}`, &got)
+	assert.Truef(t, !got.Enabled && got.Changed, "answer is %+v", got)
+	a.checkAudit(got.TraceID, got.ActivityID, "disable_skill", "too slow")
+	row, err := skills.Get(t.Context(), a.pool, "fetch")
+	assert.Truef(t, err == nil && !row.Enabled && row.DisabledBy == principals.Root && row.DisabledReason == "too slow",
+		"skill is %+v, %v", row, err)
+	if a.post("/v1/skills/fetch/disable", `{"reason":"again"}`, &got); got.Changed {
+		t.Error("disabling it again changed something")
+	}
+}
+
+func TestListSkillsWithHealth(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.skill("idle")
+	a.skill("busy")
+	for _, status := range []activity.Status{activity.Success, activity.Success, activity.Error, activity.Error} {
+		a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "busy"},
+			status)
+	}
+	var got struct {
+		Items []struct {
+			Name   string
+			Health struct {
+				Calls, Streak int
+				Rate          *float64 `json:"success_rate"`
+				P50           *float64 `json:"p50_ms"`
+				P95           *float64 `json:"p95_ms"`
+				State         string
+			}
+		}
+	}
+	a.get("/v1/skills", &got)
+	busy, idle := got.Items[0], got.Items[1]
+	assert.Truef(t, busy.Name == "busy" && busy.Health.Calls == 4 && busy.Health.Streak == 2 && *busy.Health.Rate == 0.5 &&
+		busy.Health.P95 != nil, "busy is %+v", busy)
+	assert.Truef(t, idle.Name == "idle" && idle.Health.Calls == 0 && idle.Health.Rate == nil &&
+		idle.Health.State == "enabled", "idle is %+v", idle)
 }

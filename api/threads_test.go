@@ -190,3 +190,46 @@ func TestSetThreadTitle(t *testing.T) {
 	a.checkProblem(a.raw("PATCH", "/v1/threads/maria", `{"title":"\u0007"}`, asAdmin()), 400, "200 characters")
 	a.checkProblem(a.raw("PATCH", "/v1/threads/none", `{"title":"x"}`, asAdmin()), 404, "no such thread")
 }
+
+func TestThreadPages(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	for _, id := range []string{"first", "second/with a slash"} {
+		_, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: id, Channel: "chat", Owner: "website"})
+		require.NoError(t, err)
+	}
+	for i := range 7 {
+		d := threads.NewMessage{
+			ThreadID: "first", Role: threads.User, Content: fmt.Sprint(i), Channel: "chat",
+			Status: threads.Received,
+		}
+		_, err := threads.Post(t.Context(), a.pool, d)
+		require.NoError(t, err)
+	}
+	assert.NoDiff(t, []string{"first", "second/with a slash"}, a.list("/v1/threads?channel=chat", "id", 1, nil))
+	var contents []string
+	path := "/v1/threads/first?limit=3"
+	for path != "" {
+		var got struct {
+			ID       string
+			Messages []threads.Message
+			Next     *string `json:"next_cursor"`
+		}
+		a.get(path, &got)
+		for _, m := range got.Messages {
+			contents = append(contents, m.Content)
+		}
+		path = ""
+		if got.Next != nil {
+			path = "/v1/threads/first?limit=3&cursor=" + *got.Next
+		}
+	}
+	assert.NoDiff(t, []string{"6", "5", "4", "3", "2", "1", "0"}, contents)
+	var other struct{ Messages []any }
+	a.get("/v1/threads/second%2Fwith%20a%20slash", &other)
+	assert.Truef(t, other.Messages != nil && len(other.Messages) == 0, "messages are %v", other.Messages)
+	a.checkProblem(a.raw("GET", "/v1/threads/none", "", asAdmin()), 404, "no such thread")
+	a.checkProblem(a.raw("GET", "/v1/threads/%00", "", asAdmin()), 400, "printable")
+	a.checkProblem(a.raw("GET", "/v1/threads/first?cursor=x", "", asAdmin()), 400, "cursor")
+	a.checkProblem(a.raw("GET", "/v1/threads?cursor=x", "", asAdmin()), 400, "cursor")
+}

@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -129,4 +130,37 @@ func TestInvalidPromptParameters(t *testing.T) {
 	} {
 		a.checkProblem(a.raw("GET", "/v1/traces/op_01J8052XG1XHJAZ95GX5TCNBAZ/prompts?"+query, "", asAdmin()), 400, want)
 	}
+}
+
+func TestTraceIDForms(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	id := trace.New(trace.Webhook)
+	a.start("deliver", id)
+	for _, skill := range []string{"first", "second"} {
+		a.recordActivity(activity.Entry{TraceID: string(id), Surface: "webhook", Skill: skill}, activity.Success)
+	}
+	for name, form := range map[string]string{"prefixed": string(id), "hex": id.OTel(), "ulid": id.Suffix()} {
+		t.Run(name, func(t *testing.T) {
+			a.t = t
+			var got activity.Trace
+			header := a.get("/v1/traces/"+form, &got)
+			assert.Truef(t, got.TraceID == string(id) && got.OTelTraceID == id.OTel() && got.Surface == "webhook" &&
+				got.Status == "pending", "trace is %+v", got)
+			assert.Truef(t, len(got.Activities) == 2 && got.Activities[0].SkillName == "first" &&
+				got.Activities[1].ConversationID == string(id), "activities are %+v", got.Activities)
+			assert.Equal(t, string(id), header.Get("X-Trace-Id"))
+		})
+	}
+}
+
+func TestTraceWithoutActivities(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	id := trace.New(trace.Flow)
+	a.start("beat", id)
+	var got map[string]any
+	a.get("/v1/traces/"+string(id), &got)
+	list, ok := got["activities"].([]any)
+	assert.Truef(t, ok && len(list) == 0, "activities are %v", got["activities"])
 }

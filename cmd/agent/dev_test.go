@@ -3,10 +3,12 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -286,4 +288,53 @@ func TestDemoText(t *testing.T) {
 	assert.Contains(t, shown, "14:11  agente_a     has been silent for too long: lane stale, clearing", "SEQ  WHO",
 		"Checked: all events came in the right order.")
 	assert.True(t, time.Since(before) >= 11*demoMinuteFast, "the clock was not waited for")
+}
+
+// The first run prints the trace, the addresses and what it created.
+func TestDevOutput(t *testing.T) {
+	t.Parallel()
+	p := program{t, []string{
+		"DATABASE_URL=" + withSecret(t, pgtest.EmptyURL(t)), "AGENT_LISTEN=127.0.0.1:0",
+		"AGENT_ADMIN_TOKEN=the-admins-own-token", "AGENT_CHAT_KEY=the-visitors-own-key",
+	}}
+	s := p.start("dev")
+	base := s.find(t, `API +(http://\S+)/v1`)
+	s.find(t, `\^C stops`)
+	assert.Contains(t, s.out.String(), "self_heal", "follow_through", "advance_plan", "run_automations", "reflect",
+		"save_memories", "total:")
+	output := s.err.String()
+	assert.Contains(t, output, "migrating the schema to version", "applied the caretaker example: 9 skills, 1 objective, "+
+		"2 automations",
+		"running a heartbeat …", "admin token  the-admins-own-token\n", "/chat#key=the-visitors-own-key\n",
+		"data in      DATABASE_URL\n", "model        offline", "heartbeat    */30", "*/30 * * * * (UTC)", "^C stops")
+	assert.True(t, !strings.Contains(output, "hunter2"), "the database's password is shown")
+	logged := strings.Count(output, "level=WARN") // at the half hour, the scheduled heartbeat runs into the first one
+	lines := strings.Count(output, "\n") - logged
+	assert.Truef(t, lines <= 16, "%d lines on stderr:\n%s", lines, output)
+	code, body := testkit.Get(t, base+"/readyz")
+	assert.Truef(t, code == http.StatusOK, "readyz: %d %s", code, body)
+	s.stop()
+	if code := <-s.ended; code != 0 || !strings.HasSuffix(s.err.String(), "stopped\n") {
+		t.Errorf("exit %d, stderr %s", code, s.err.String())
+	}
+}
+
+// agent dev --watch and agent apply --watch report a blocking lock within a second or two.
+func TestDevWatchReportsLock(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	dir := writeFolder(t, map[string]string{
+		"one.yaml":  goodSkill,
+		"nora.yaml": "kind: agent\nname: nora\ntimezone: Europe/Madrid\nheartbeat: {cron: 0 9 1 1 *}\n",
+	})
+	watching := program{t, []string{"DATABASE_URL=" + url, "AGENT_LISTEN=127.0.0.1:0"}}.start("dev", dir, "--watch")
+	watching.find(t, `heartbeat +0 9 1 1 \* \(Europe/Madrid\)`)
+	watching.find(t, "watching ")
+	tx, err := connect(t, url).Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	pgtest.Exec(t, tx, `select from agent_skills where name = 'one' for update`)
+	testkit.WriteFile(t, filepath.Join(dir, "one.yaml"), strings.Replace(goodSkill, "select 1", "select 2", 1))
+	watching.find(t, "55P03")
+	watching.find(t, "the next file change retries")
 }

@@ -145,3 +145,11 @@ func connect(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
 	return pgtest.Pool(t, url, postgres.Options{MaxConns: 4, ApplicationName: "test"})
 }
+
+func TestVersionFlag(t *testing.T) {
+	t.Parallel()
+	p := newProgramWithoutDatabase(t)
+	if flag, command := p.must("--version"), p.must("version"); flag != command || !strings.HasPrefix(flag, "agent ") {
+		t.Errorf("--version says %q, version %q", flag, command)
+	}
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"math"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -15,12 +16,15 @@ import (
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/models"
 )
 
 // twoAgents use three models, one of them twice.
@@ -312,4 +316,43 @@ func TestServeMCP(t *testing.T) {
 	assert.Truef(t, ok && !result.IsError && text.Text == `hello {"name":"all"}`, "after the approval: %+v", result)
 	s.stop()
 	assert.Equal(t, 0, <-s.ended, s.err.String())
+}
+
+func TestModelServerSettings(t *testing.T) {
+	t.Parallel()
+	server := modeltest.New(t, modeltest.Text("It is 42."), modeltest.Text("It is 43."))
+	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=scripted",
+		"AGENT_REASONING_EFFORT=low",
+		`AGENT_MODEL_HEADERS={"api-key":"key-of-azure"}`, `AGENT_MODEL_QUERY={"api-version":"2026-10-01"}`,
+		`AGENT_MODEL_EXTRA={"chat_template_kwargs":{"enable_thinking":false}}`)
+	assert.Contains(t, p.must("operate", "how many?"), "It is 42.")
+	asked := server.Requests()[0]
+	assert.Truef(t, asked.Path == "/v1/chat/completions" && asked.Header.Get("Api-Key") == "key-of-azure" &&
+		asked.Query.Get("api-version") == "2026-10-01", "asked at %s with %v, %v", asked.Path, asked.Header, asked.Query)
+	assert.Contains(t, asked.Body, `"reasoning_effort":"low"`, `"chat_template_kwargs":{"enable_thinking":false}`)
+	p = newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL_API=responses")
+	got := p.run("operate", "how many?")
+	assert.Contains(t, got.out, "It is 43.")
+	assert.Contains(t, got.err, "AGENT_MODEL is not set")
+	if asked := server.Requests()[1]; asked.Path != "/v1/responses" || asked.Model != app.DefaultModel {
+		t.Errorf("asked %s at %s", asked.Model, asked.Path)
+	}
+}
+
+func TestModelPrices(t *testing.T) {
+	t.Parallel()
+	table := app.Prices(config.Config{Prices: map[string]config.Price{
+		"m": {Input: 2, Cached: 0.2, CacheWrite: 2.5, Output: 10, Long: config.Long{Over: 1000, Input: 4, Output: 15}},
+	}})
+	price, found := table.Of("m")
+	for _, c := range []struct {
+		used models.Usage
+		want float64
+	}{
+		{models.Usage{PromptTokens: 1000, CompletionTokens: 10, CachedTokens: 500, CacheWriteTokens: 300}, 0.00135},
+		{models.Usage{PromptTokens: 2000, CompletionTokens: 10, CachedTokens: 500}, 0.00815},
+	} {
+		got := price.Cost(c.used)
+		assert.Truef(t, found && math.Abs(got-c.want) <= 1e-9, "%+v costs %g, not %g", c.used, got, c.want)
+	}
 }

@@ -1,9 +1,7 @@
 package main
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"io"
 	"maps"
 	"net"
@@ -26,7 +24,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -227,165 +224,6 @@ func withSecret(t *testing.T, address string) string {
 	return u.String()
 }
 
-// The first run prints the trace, the addresses and what it created.
-func TestDevOutput(t *testing.T) {
-	t.Parallel()
-	p := program{t, []string{
-		"DATABASE_URL=" + withSecret(t, pgtest.EmptyURL(t)), "AGENT_LISTEN=127.0.0.1:0",
-		"AGENT_ADMIN_TOKEN=the-admins-own-token", "AGENT_CHAT_KEY=the-visitors-own-key",
-	}}
-	s := p.start("dev")
-	base := s.find(t, `API +(http://\S+)/v1`)
-	s.find(t, `\^C stops`)
-	assert.Contains(t, s.out.String(), "self_heal", "follow_through", "advance_plan", "run_automations", "reflect",
-		"save_memories", "total:")
-	output := s.err.String()
-	assert.Contains(t, output, "migrating the schema to version", "applied the caretaker example: 9 skills, 1 objective, "+
-		"2 automations",
-		"running a heartbeat …", "admin token  the-admins-own-token\n", "/chat#key=the-visitors-own-key\n",
-		"data in      DATABASE_URL\n", "model        offline", "heartbeat    */30", "*/30 * * * * (UTC)", "^C stops")
-	assert.True(t, !strings.Contains(output, "hunter2"), "the database's password is shown")
-	logged := strings.Count(output, "level=WARN") // at the half hour, the scheduled heartbeat runs into the first one
-	lines := strings.Count(output, "\n") - logged
-	assert.Truef(t, lines <= 16, "%d lines on stderr:\n%s", lines, output)
-	code, body := testkit.Get(t, base+"/readyz")
-	assert.Truef(t, code == http.StatusOK, "readyz: %d %s", code, body)
-	s.stop()
-	if code := <-s.ended; code != 0 || !strings.HasSuffix(s.err.String(), "stopped\n") {
-		t.Errorf("exit %d, stderr %s", code, s.err.String())
-	}
-}
-
-func TestHeartbeat(t *testing.T) {
-	t.Parallel()
-	url := pgtest.URL(t)
-	p := newProgram(t, url)
-	story := p.must("heartbeat")
-	assert.Contains(t, story, "hb_", "✓ completed", "self_heal", "save_memories", "total: 6 activities", " skills checked")
-	var got struct {
-		Execution struct{ ID, Status string }
-		Trace     struct {
-			TraceID    string `json:"trace_id"`
-			Activities []struct{ Status string }
-		}
-	}
-	p.mustJSON(&got, "heartbeat")
-	assert.Truef(t, got.Execution.Status == "completed" && len(got.Trace.Activities) == 6 &&
-		strings.HasPrefix(got.Trace.TraceID, "hb_"), "got %+v", got)
-
-	for _, lane := range []string{"heartbeat", "operate"} {
-		db := connect(t, url)
-		pgtest.Exec(t, db, `select try_acquire_agent_lock($1, 'somebody', 600)`, lane)
-		p.mustJSON(&got, "heartbeat")
-		assert.Truef(t, got.Execution.Status == "completed" && len(got.Trace.Activities) == 1 &&
-			got.Trace.Activities[0].Status == "skipped", "with lane %s held: %+v", lane, got)
-		pgtest.Exec(t, db, `select release_agent_lock($1, 'somebody')`, lane)
-	}
-}
-
-// A failed heartbeat prints its trace, and the error names it.
-func TestFailedHeartbeat(t *testing.T) {
-	t.Parallel()
-	model := modeltest.New(t)
-	model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
-		return modeltest.Refusal(http.StatusUnauthorized, "invalid_request_error", "invalid_api_key", "no such key", 0)
-	})
-	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+model.URL(), "OPENAI_API_KEY=sk-none")
-	p.must("apply", caretaker)
-	got := p.run("heartbeat", "--json")
-	var story struct{ Execution struct{ Status string } }
-	if err := decodeOne(got.out, &story); err != nil || got.code != 1 || story.Execution.Status != "failed" {
-		t.Errorf("exit %d, %v, status %s", got.code, err, story.Execution.Status)
-	}
-	last := got.err[strings.LastIndex(strings.TrimSpace(got.err), "\n")+1:]
-	var fault struct {
-		Error struct {
-			Code, Message string
-			TraceID       string `json:"trace_id"`
-		}
-	}
-	require.NoError(t, json.Unmarshal([]byte(last), &fault), got.err)
-	assert.Truef(t, fault.Error.Code == "failed" && strings.HasPrefix(fault.Error.TraceID, "hb_"), "got %+v", fault)
-	assert.Contains(t, fault.Error.Message, "status 401: invalid_api_key", "such key", "check OPENAI_API_KEY")
-}
-
-func TestInterruptedHeartbeat(t *testing.T) {
-	t.Parallel()
-	model := modeltest.New(t, modeltest.Hang())
-	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+model.URL())
-	p.must("apply", caretaker)
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan commandResult, 1)
-	go func() { ended <- p.runWith(ctx, nil, "heartbeat") }()
-	defer cancel()
-	pgtest.Eventually(t, func() bool { return len(model.Requests()) > 0 }, "the model is asked")
-	cancel()
-	if got := <-ended; got.code != 130 || !strings.Contains(got.out, "cancelled") {
-		t.Errorf("exit %d, stdout %s, stderr %s", got.code, got.out, got.err)
-	}
-	assert.Contains(t, p.must("lanes", "ls"), "no lane is held")
-	assert.Contains(t, p.must("executions", "ls"), "cancelled")
-}
-
-func TestDoctor(t *testing.T) {
-	t.Parallel()
-	type findings struct {
-		Items []struct {
-			Check, Detail string
-			OK            bool
-		}
-	}
-	p := newProgram(t, pgtest.URL(t))
-	assert.Contains(t, p.must("doctor"), "ok   configuration", "ok   database", "ok   schema", "ok   rights", "none alive",
-		"ok   model answers")
-	var all findings
-	p.mustJSON(&all, "doctor")
-	for _, f := range all.Items {
-		assert.Truef(t, f.OK, "%s: %s", f.Check, f.Detail)
-	}
-	for name, environ := range map[string][]string{
-		"configuration": {"AGENT_LANES=maybe", "AGENT_WORKERS=0"},
-		"database":      {"DATABASE_URL=postgres://localhost:1/none"},
-		"schema":        {"DATABASE_URL=" + pgtest.EmptyURL(t)},
-		"rights":        {"DATABASE_URL=" + pgtest.URL(t) + "&default_transaction_read_only=on"},
-		"prices":        {"DATABASE_URL=" + pgtest.URL(t), "AGENT_MODEL=gpt-4o", `AGENT_PRICES={"gpt-4o":{"input":2}}`},
-		"model":         {"DATABASE_URL=" + withSecret(t, pgtest.URL(t)), "OPENAI_BASE_URL=http://me:hunter2@127.0.0.1:1/v1"},
-		"model answers": {"DATABASE_URL=" + pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1"},
-	} {
-		got := newProgramWithoutDatabase(t, environ...).run("doctor")
-		assert.Truef(t, got.code == 1 && !strings.Contains(got.err, "agent:") &&
-			!strings.Contains(got.out+got.err, "hunter2") && strings.Contains(got.out, "BAD  "+name),
-			"bad %s: exit %d, stderr %q, stdout:\n%s", name, got.code, got.err, got.out)
-	}
-}
-
-// doctor must not wait for the lock that blocks everyone. It names the blocking session.
-func TestDoctorNamesBlockingSession(t *testing.T) {
-	t.Parallel()
-	server := pgtest.Own(t)
-	pool := pgtest.Pool(t, server.URL(), postgres.Options{ApplicationName: "upkeep"})
-	p := newProgram(t, server.URL())
-	tx, err := pool.Begin(t.Context())
-	require.NoError(t, err)
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	pgtest.Exec(t, tx, `lock table agent_workers in access exclusive mode`)
-	got := p.run("doctor")
-	assert.Equal(t, 1, got.code)
-	assert.Contains(t, got.out, "ok   commits", "BAD  workers        session ", "(upkeep, idle in transaction, ",
-		"locks agent_workers; it ends with its transaction, or by pg_terminate_backend")
-	require.NoError(t, tx.Rollback(t.Context()))
-	pgtest.Exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
-	pgtest.Exec(t, pool, `select pg_reload_conf()`)
-	pgtest.Eventually(t, func() bool { // the checkpointer applies the setting to commits
-		got = p.run("doctor")
-		return got.code == 1
-	}, "commits wait for a standby")
-	assert.Contains(t, got.out, "BAD  commits        a commit is not finished after 5s; check that the standbys of "+
-		"synchronous_standby_names (nobody) are connected", "ok   workers")
-	pgtest.Exec(t, pool, `alter system reset synchronous_standby_names`)
-	pgtest.Exec(t, pool, `select pg_reload_conf()`)
-}
-
 var serving = regexp.MustCompile(`msg=serving listen=(\S+)`)
 
 // chatKey is the key of visitors.
@@ -544,51 +382,6 @@ func TestSystemdNotify(t *testing.T) {
 	s.stop()
 	hear("STOPPING=1")
 	assert.Equal(t, 0, <-s.ended, s.err.String())
-}
-
-func TestHealthcheck(t *testing.T) {
-	t.Parallel()
-	_, port, _ := strings.Cut(testkit.FreeAddress(t), ":") // the port stays free after the program has stopped
-	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=0.0.0.0:"+port, "AGENT_LOG_LEVEL=info")
-	s := p.start("serve", "--migrate")
-	at, err := url.Parse(s.find(t, `msg=serving listen=(\S+)`))
-	require.NoError(t, err)
-	for _, listen := range []string{"0.0.0.0:", ":", "127.0.0.1:", "localhost:"} {
-		check := newProgramWithoutDatabase(t, "AGENT_LISTEN="+listen+at.Port(), "AGENT_WORKERS=garbage",
-			"DATABASE_URL=garbage")
-		if got := check.run("healthcheck"); got.code != 0 || !strings.HasSuffix(got.out, ":"+at.Port()+"/healthz: ok\n") {
-			t.Errorf("listening on %s: exit %d, %s%s", listen, got.code, got.out, got.err)
-		}
-	}
-	check := newProgramWithoutDatabase(t, "AGENT_LISTEN=:"+at.Port())
-	pgtest.Eventually(t, func() bool { return check.run("healthcheck", "--ready").code == 0 }, "it is ready")
-	s.stop()
-	<-s.ended
-	check.mustFail(1, "check that agent serve runs with this AGENT_LISTEN", "healthcheck")
-	newProgramWithoutDatabase(t, "AGENT_LISTEN=8080").mustFail(2, "AGENT_LISTEN", "healthcheck")
-}
-
-// An unready process reports the failed checks.
-func TestHealthcheckFailures(t *testing.T) {
-	t.Parallel()
-	all, own := "[::]", "[::1]:0"
-	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", own)
-	if err != nil { // no IPv6 here
-		all, own = "0.0.0.0", "127.0.0.1:0"
-		listener, err = (&net.ListenConfig{}).Listen(t.Context(), "tcp", own)
-		require.NoError(t, err)
-	}
-	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		w.WriteHeader(http.StatusServiceUnavailable)
-		_, _ = io.Copy(w, bytes.NewBufferString(
-			`{"status": "unready", "checks": {"database": {"ok": false, "detail": "no answer"}, "schema": {"ok": true}}}`))
-	})}
-	go func() { _ = server.Serve(listener) }()
-	t.Cleanup(func() { _ = server.Close() })
-	_, port, _ := net.SplitHostPort(listener.Addr().String())
-	got := newProgramWithoutDatabase(t, "AGENT_LISTEN="+all+":"+port).run("healthcheck", "--ready")
-	assert.Truef(t, got.code == 1 && strings.Contains(got.err, "503 Service Unavailable (database: no answer)"),
-		"exit %d, %s", got.code, got.err)
 }
 
 // Only surfaces start internal flows, with validated input. A new internal flow must be named in package api.

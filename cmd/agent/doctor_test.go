@@ -1,0 +1,71 @@
+package main
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+func TestDoctor(t *testing.T) {
+	t.Parallel()
+	type findings struct {
+		Items []struct {
+			Check, Detail string
+			OK            bool
+		}
+	}
+	p := newProgram(t, pgtest.URL(t))
+	assert.Contains(t, p.must("doctor"), "ok   configuration", "ok   database", "ok   schema", "ok   rights", "none alive",
+		"ok   model answers")
+	var all findings
+	p.mustJSON(&all, "doctor")
+	for _, f := range all.Items {
+		assert.Truef(t, f.OK, "%s: %s", f.Check, f.Detail)
+	}
+	for name, environ := range map[string][]string{
+		"configuration": {"AGENT_LANES=maybe", "AGENT_WORKERS=0"},
+		"database":      {"DATABASE_URL=postgres://localhost:1/none"},
+		"schema":        {"DATABASE_URL=" + pgtest.EmptyURL(t)},
+		"rights":        {"DATABASE_URL=" + pgtest.URL(t) + "&default_transaction_read_only=on"},
+		"prices":        {"DATABASE_URL=" + pgtest.URL(t), "AGENT_MODEL=gpt-4o", `AGENT_PRICES={"gpt-4o":{"input":2}}`},
+		"model":         {"DATABASE_URL=" + withSecret(t, pgtest.URL(t)), "OPENAI_BASE_URL=http://me:hunter2@127.0.0.1:1/v1"},
+		"model answers": {"DATABASE_URL=" + pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1"},
+	} {
+		got := newProgramWithoutDatabase(t, environ...).run("doctor")
+		assert.Truef(t, got.code == 1 && !strings.Contains(got.err, "agent:") &&
+			!strings.Contains(got.out+got.err, "hunter2") && strings.Contains(got.out, "BAD  "+name),
+			"bad %s: exit %d, stderr %q, stdout:\n%s", name, got.code, got.err, got.out)
+	}
+}
+
+// doctor must not wait for the lock that blocks everyone. It names the blocking session.
+func TestDoctorNamesBlockingSession(t *testing.T) {
+	t.Parallel()
+	server := pgtest.Own(t)
+	pool := pgtest.Pool(t, server.URL(), postgres.Options{ApplicationName: "upkeep"})
+	p := newProgram(t, server.URL())
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	pgtest.Exec(t, tx, `lock table agent_workers in access exclusive mode`)
+	got := p.run("doctor")
+	assert.Equal(t, 1, got.code)
+	assert.Contains(t, got.out, "ok   commits", "BAD  workers        session ", "(upkeep, idle in transaction, ",
+		"locks agent_workers; it ends with its transaction, or by pg_terminate_backend")
+	require.NoError(t, tx.Rollback(t.Context()))
+	pgtest.Exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
+	pgtest.Exec(t, pool, `select pg_reload_conf()`)
+	pgtest.Eventually(t, func() bool { // the checkpointer applies the setting to commits
+		got = p.run("doctor")
+		return got.code == 1
+	}, "commits wait for a standby")
+	assert.Contains(t, got.out, "BAD  commits        a commit is not finished after 5s; check that the standbys of "+
+		"synchronous_standby_names (nobody) are connected", "ok   workers")
+	pgtest.Exec(t, pool, `alter system reset synchronous_standby_names`)
+	pgtest.Exec(t, pool, `select pg_reload_conf()`)
+}

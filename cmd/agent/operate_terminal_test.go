@@ -1,0 +1,264 @@
+package main
+
+import (
+	"context"
+	"io"
+	"os"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/creack/pty"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
+
+// terminalTest runs agent operate on a terminal.
+type terminalTest struct {
+	t        *testing.T
+	keys     *os.File
+	shown    testkit.Log
+	consumed int // the length that waitFor has consumed
+	ended    chan int
+	stop     context.CancelFunc
+}
+
+func (d *operateTest) startTerminal(args ...string) *terminalTest {
+	d.t.Helper()
+	return d.startConsole(append([]string{"operate"}, args...)...)
+}
+
+// startConsole runs a command on a terminal.
+func (d *operateTest) startConsole(args ...string) *terminalTest {
+	t := d.t
+	t.Helper()
+	keys, tty, err := pty.Open()
+	if err != nil {
+		t.Skipf("there are no pseudo-terminals here: %v", err)
+	}
+	require.NoError(t, pty.Setsize(keys, &pty.Winsize{Rows: 40, Cols: 200}))
+	ctx, stop := context.WithCancel(t.Context())
+	s := &terminalTest{t: t, keys: keys, ended: make(chan int, 1), stop: stop}
+	var reading, running sync.WaitGroup
+	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the terminal closes
+	running.Go(func() {
+		s.ended <- run(ctx, args, d.environ, tty, tty, tty)
+		_ = tty.Close()
+	})
+	t.Cleanup(func() {
+		stop()
+		running.Wait()
+		_, _ = keys.WriteString("\n") // unblocks a pending read, so that the terminal can be closed
+		reading.Wait()
+		_ = keys.Close()
+	})
+	return s
+}
+
+func (s *terminalTest) typeKeys(keys string) {
+	s.t.Helper()
+	_, err := s.keys.WriteString(keys)
+	require.NoError(s.t, err)
+}
+
+var escapes = regexp.MustCompile("\x1b\\[[0-9;?]*[A-Za-z]")
+
+// waitFor waits until new output matches, and returns the first group.
+func (s *terminalTest) waitFor(pattern string) string {
+	s.t.Helper()
+	expression := regexp.MustCompile(pattern)
+	found := ""
+	pgtest.Eventually(s.t, func() bool {
+		text := escapes.ReplaceAllString(s.shown.String(), "")
+		at := expression.FindStringSubmatchIndex(text[min(s.consumed, len(text)):])
+		if at == nil {
+			return false
+		}
+		found = text[s.consumed:][at[len(at)-2]:at[len(at)-1]]
+		s.consumed += at[1]
+		return true
+	}, "the screen shows "+pattern+"; it has:\n"+s.shown.String())
+	return found
+}
+
+func (s *terminalTest) waitExit() int {
+	s.t.Helper()
+	var code int
+	pgtest.Eventually(s.t, func() bool {
+		select {
+		case code = <-s.ended:
+			return true
+		default:
+			return false
+		}
+	}, "agent operate ends")
+	return code
+}
+
+func TestOperateTerminal(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
+	s := d.startTerminal()
+	s.waitFor(`session ses_`)
+	s.waitFor(`> `)
+	s.typeKeys("Hwo\x7f\x7fow many?\r")
+	s.waitFor(`· look \{\} …`)
+	s.waitFor(`✓ look \{\} → success .*42.*ms\)`)
+	s.waitFor(`It is 42\.`)
+	id := s.waitFor(`(op_[0-9A-Z]{26})  answered`)
+	if asked := d.model.Requests()[0].Messages; !strings.HasSuffix(asked[len(asked)-1].Content, "\n\nHow many?") {
+		t.Errorf("the model was asked %q", asked[len(asked)-1].Content)
+	}
+	for command, want := range map[string]string{
+		"/trace": id, "/trace " + id: "model_call", "/lanes": `operate`, "/approvals": "no pending approvals",
+		"/objectives": "no objectives",
+		"/memory":     "no memories", "/help": "/reject ID", "/nope": "unknown command /nope", "/approve": "name an approval",
+	} {
+		s.typeKeys(command + "\r")
+		s.waitFor(want)
+	}
+	s.waitFor(`> `)
+	s.typeKeys("\x04")
+	if code := s.waitExit(); code != 0 || d.laneHeld(t) {
+		t.Errorf("exit %d; lane held: %v", code, d.laneHeld(t))
+	}
+}
+
+func TestTerminalInterruptCancelsTurn(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Still here."))
+	s := d.startTerminal()
+	s.waitFor(`> `)
+	s.typeKeys("half a line\x03")
+	s.typeKeys("Be slow.\r")
+	d.waitSlow()
+	s.typeKeys("\x03")
+	s.waitFor(`op_[0-9A-Z]{26}  cancelled`)
+	waitQuery(t, d.pool, `select count(*) = 0 from pg_stat_activity
+		where datname = current_database() and state = 'active' and query like '%pg_sleep(600)%' and pid <> pg_backend_pid()`)
+	pgtest.Equal(t, d.pool, "cancelled by admin", `select status || ' by ' || cancelled_by from agent_executions`)
+	s.typeKeys("Are you there?\r")
+	s.waitFor(`Still here\.`)
+	pgtest.Equal(t, d.pool, "Be slow.", `select content from agent_messages order by id limit 1`)
+	s.typeKeys("\x04")
+	assert.Equal(t, 0, s.waitExit())
+}
+
+func TestTerminalApprovals(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct{ keys, status, reason, shown string }{
+		"approved": {"y\r", "consumed", "", `✓ wipe \{\} → success`},
+		"rejected": {"not on a Friday\r", "rejected", "not on a Friday", `✗ wipe \{\} → denied not on a Friday`},
+		"refused":  {"n\r", "rejected", "", `✗ wipe \{\} → denied`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
+			s := d.startTerminal()
+			s.waitFor(`> `)
+			s.typeKeys("Wipe.\r")
+			s.waitFor(`waits for approval: wipe \{\}`)
+			s.waitFor(`approve\?`)
+			s.typeKeys(test.keys)
+			s.waitFor(test.shown)
+			s.waitFor(`It is over\.`)
+			pgtest.Equal(t, d.pool, test.status+":"+test.reason, `select status || ':' || reason from agent_approvals`)
+			s.typeKeys("\x04")
+			s.waitExit()
+		})
+	}
+}
+
+// The row of an approval request shows its decision, wherever its trace is shown.
+func TestTraceShowsApprovalDecision(t *testing.T) {
+	t.Parallel()
+	wipe := modeltest.ToolCall("wipe", `{}`)
+	d := newOperateTest(t, wipe, wipe)
+	ask := func() (id string) {
+		t.Helper()
+		assert.Equal(t, exitFailed, d.run("operate", "Wipe.").code)
+		assert.Contains(t, d.must("trace", "last", "--surface", "operate"), "‖ pending_approval")
+		return pgtest.Value[string](t, d.pool, `select id::text from agent_approvals where status = 'pending'`)
+	}
+	id := ask()
+	d.must("approvals", "reject", id, "--reason", "not on a Friday")
+	of := pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals`) // the decision has its own trace
+	shown := d.must("trace", of)
+	assert.Contains(t, shown, "✗ rejected", "by admin via cli: not on a Friday")
+	assert.Truef(t, !strings.Contains(shown, "pending_approval"), "the trace: %s", shown)
+	assert.Contains(t, d.must("why", of), "approval of wipe: rejected by admin via cli")
+	assert.Contains(t, d.must("activity", "ls", "--status", "pending_approval"), "  pending_approval, rejected  ")
+	var story activity.Trace
+	d.mustJSON(&story, "trace", of)
+	require.Equal(t, 1, len(story.Decisions))
+	for activityID, got := range story.Decisions {
+		assert.True(t, got.ApprovalID == id && got.Status == "rejected" && got.Reason == "not on a Friday")
+		assert.Equal(t, "pending_approval", pgtest.Value[string](t, d.pool,
+			`select status from agent_activity where id::text = $1`, activityID))
+	}
+	id = ask()
+	d.must("approvals", "approve", id)
+	of = pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals where status = 'approved'`)
+	assert.Contains(t, d.must("trace", of), "✓ approved", "by admin via cli")
+}
+
+func TestTerminalApprovalDecidedLater(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Meanwhile."), modeltest.Text("It is over."))
+	s := d.startTerminal()
+	s.waitFor(`> `)
+	s.typeKeys("Wipe.\r")
+	id := s.waitFor(`\n  ([0-9a-f-]{36}), until`)
+	s.waitFor(`approve\?`)
+	s.typeKeys("\r")
+	s.waitFor(`left open`)
+	s.typeKeys("And else?\r")
+	s.waitFor(`Meanwhile\.`)
+	s.typeKeys("/approve " + id + "\r")
+	s.waitFor(`It is over\.`)
+	s.typeKeys("\x04")
+	s.waitExit()
+}
+
+func TestTerminalApprovalDecidedElsewhere(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
+	s := d.startTerminal()
+	s.waitFor(`> `)
+	s.typeKeys("Wipe.\r")
+	id := s.waitFor(`\n  ([0-9a-f-]{36}), until`)
+	s.waitFor(`approve\?`)
+	_, err := approvals.Decide(t.Context(), d.pool, id, true, "admin", "")
+	require.NoError(t, err)
+	s.waitFor(`It is over\.`)
+	s.typeKeys("\x04")
+	assert.Equal(t, 0, s.waitExit())
+}
+
+// A decision shows the end of its turn, also if another process finished the turn first. A trigger plays that process.
+func TestDecisionReportsTurnEndedElsewhere(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
+	d.mustFail(1, "waits for approval", "operate", "--session", "ses_1", "Wipe.")
+	pgtest.Exec(t, d.pool, `
+		create function finish_turn() returns trigger language plpgsql as $$ begin
+		  perform set_config('session_replication_role', 'replica', true);
+		  update agent_executions set status = 'completed', completed_at = clock_timestamp(), waiting_for = null,
+		         waiting_key = null, waiting_step = null, waiting_until = null, waiting_data = null, result_type = 'success',
+		         result = '{"ended": "answered", "text": "It is over."}'
+		   where id = new.execution_id;
+		  perform set_config('session_replication_role', 'origin', true);
+		  return null;
+		end $$;
+		create trigger finish_turn after update of status on agent_approvals for each row execute function finish_turn()`)
+	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
+	got := d.runWith(t.Context(), strings.NewReader("/approve "+id+"\n"), "operate", "--session", "ses_1")
+	assert.Equal(t, 0, got.code, got.err)
+	assert.Equal(t, "It is over.\n", got.out)
+}
