@@ -116,7 +116,7 @@ func TestClaimWaitsForFirstExecution(t *testing.T) {
 	// The next poll finds an execution that SQL started.
 	go func() { claimed <- a.claimRuns("external:sum", "w2", `,"wait_seconds":30`) }()
 	pgtest.Exec(t, a.pool, `select start_agent_execution('external:sum', '{}')`)
-	got := <-claimed
+	got = <-claimed
 	assert.Truef(t, len(got) == 1, "claimed %+v", got)
 }
 

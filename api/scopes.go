@@ -93,8 +93,10 @@ func (s *server) mayWork(ctx context.Context, executionID string, lockIDs ...str
 		return nil
 	}
 	flows, err := postgres.Names(ctx, s.pool, "read the flows of executions", `
-		select distinct x.flow from agent_executions x where x.id::text = @id
-		   or x.id in (select k.execution_id from agent_workers k where k.lock_id = any (@locks))`,
+		select distinct x.flow
+		  from agent_executions x
+		 where x.id::text = @id
+		    or x.id in (select k.execution_id from agent_workers k where k.lock_id = any (@locks))`,
 		postgres.Strict{"id": executionID, "locks": lockIDs})
 	if err != nil {
 		return err

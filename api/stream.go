@@ -139,8 +139,12 @@ func (s *server) changesAfter(
 		return []executions.StatusChange{now}, nil
 	}
 	rows, err := s.pool.Query(ctx, `
-		select n, status, waiting_for, at from agent_status_changes
-		 where execution_id = @id and n > @after and n <= @upto order by n`,
+		select n, status, waiting_for, at
+		  from agent_status_changes
+		 where execution_id = @id
+		   and n > @after
+		   and n <= @upto
+		 order by n`,
 		postgres.Strict{"id": now.ID, "after": after, "upto": now.Change})
 	change := func(row pgx.CollectableRow) (executions.StatusChange, error) {
 		e := executions.StatusChange{ID: now.ID, TraceID: now.TraceID}
