@@ -60,7 +60,7 @@ func work(ctx context.Context, pool *pgxpool.Pool) error {
 	return runtime.Run(ctx)
 }
 
-func TestTheWorkerOfTheDocsRuns(t *testing.T) {
+func TestDocsWorkerRunsFlow(t *testing.T) {
 	pool := pgtest.DB(t)
 	ctx, stop := context.WithCancel(t.Context())
 	ended := make(chan error, 1)

@@ -176,16 +176,16 @@ func (f Flow[In, Out]) handle(x executions.Execution) Handle[Out] {
 // Call runs the flow as a child of the calling flow, in the same trace, and waits for its result. name is the step's
 // name. A cancel of the parent cancels the child. For a child that did not complete, Call returns a *[FlowError].
 func (f Flow[In, Out]) Call(ctx context.Context, name string, in In) (out Out, err error) {
-	got, err := executions.Trigger(ctx, name, executions.Child{Flow: f.name, Input: in, Wait: true})
+	child, err := executions.Trigger(ctx, name, executions.Child{Flow: f.name, Input: in, Wait: true})
 	switch {
 	case err != nil:
 		return out, err
-	case got.TimedOut:
+	case child.TimedOut:
 		return out, fmt.Errorf("call %s: %w", f.name, ErrTimedOut)
-	case !got.Success:
-		return out, &FlowError{Flow: f.name, ID: got.ExecutionID, Status: string(got.Status), Message: got.Error}
+	case !child.Success:
+		return out, &FlowError{Flow: f.name, ID: child.ExecutionID, Status: string(child.Status), Message: child.Error}
 	}
-	return out, decode(got.Result, &out, "result of flow "+f.name)
+	return out, decode(child.Result, &out, "result of flow "+f.name)
 }
 
 // Handle is a started execution. It is safe for concurrent use.

@@ -73,7 +73,7 @@ type receipt struct {
 
 func (r receipt) String() string { return fmt.Sprintf("%s: %d cents", r.Order, r.Total) }
 
-func TestAFlowReturnsItsTypedResult(t *testing.T) {
+func TestFlowReturnsTypedResult(t *testing.T) {
 	rt, pool := open(t)
 	pay := register(t, rt, "pay", func(ctx context.Context, o order) (receipt, error) {
 		r := receipt{Order: o.ID}
@@ -96,8 +96,10 @@ func TestAFlowReturnsItsTypedResult(t *testing.T) {
 	require.NoError(t, err)
 	got, err := h.Wait(t.Context())
 	require.NoError(t, err)
-	assert.Truef(t, got.Order == "n-7" && got.Total == 250 && len(got.Keys) == 2 && got.Keys[0] != "" &&
-		got.Keys[0] != got.Keys[1], "got %+v", got)
+	assert.Equal(t, "n-7", got.Order)
+	assert.Equal(t, 250, got.Total)
+	require.Equal(t, 2, len(got.Keys))
+	assert.Truef(t, got.Keys[0] != "" && got.Keys[0] != got.Keys[1], "keys of steps: %q", got.Keys)
 	again, err := pay.Start(t.Context(), order{"n-7", 250}, lanekeeper.Key("n-7"))
 	require.NoError(t, err)
 	assert.Equal(t, h.ID(), again.ID())
@@ -110,7 +112,7 @@ func TestAFlowReturnsItsTypedResult(t *testing.T) {
 	assert.Equal(t, "n-7: 250 cents", s, "the summary")
 }
 
-func TestAFlowWaitsForEventsAndChildren(t *testing.T) {
+func TestFlowWaitsForEventsAndChildren(t *testing.T) {
 	rt, _ := open(t)
 	double := register(t, rt, "double", func(_ context.Context, n int) (int, error) {
 		if n < 0 {
@@ -129,24 +131,25 @@ func TestAFlowWaitsForEventsAndChildren(t *testing.T) {
 		return double.Call(ctx, "double", n)
 	})
 	run(t, rt)
-	for n, want := range map[int]string{21: "42", -1: "it is negative"} {
+	result := func(n int) (int, error) {
 		key := fmt.Sprint("number ", n)
 		h, err := parent.Start(t.Context(), key)
 		require.NoError(t, err)
 		require.NoError(t, rt.SendEvent(t.Context(), key, n, key))
 		require.NoError(t, rt.SendEvent(t.Context(), key, 1000, key)) // same id
-		got, err := parent.Handle(h.ID()).Wait(t.Context())
-		failed, is := errors.AsType[*lanekeeper.FlowError](err)
-		switch {
-		case n > 0 && (err != nil || fmt.Sprint(got) != want):
-			t.Errorf("got %d, %v, want %s", got, err, want)
-		case n < 0 && (!is || failed.Status != "failed" || !strings.Contains(failed.Message, want)):
-			t.Errorf("got %d, %v, want a flow that failed because %s", got, err, want)
-		}
+		return parent.Handle(h.ID()).Wait(t.Context())
 	}
+	got, err := result(21)
+	require.NoError(t, err)
+	assert.Equal(t, 42, got)
+	_, err = result(-1)
+	failed, ok := errors.AsType[*lanekeeper.FlowError](err)
+	require.Truef(t, ok, "got %v, want a FlowError", err)
+	assert.Equal(t, "failed", failed.Status)
+	assert.Contains(t, failed.Message, "it is negative")
 }
 
-func TestAWaitEndsByItsTimeout(t *testing.T) {
+func TestWaitTimesOut(t *testing.T) {
 	rt, _ := open(t)
 	late := register(t, rt, "late", func(ctx context.Context, _ struct{}) (string, error) {
 		if err := lanekeeper.Sleep(ctx, "past", -time.Second); err != nil { // ends at once
@@ -162,7 +165,7 @@ func TestAWaitEndsByItsTimeout(t *testing.T) {
 	assert.Truef(t, is && failed.Status == "timeout", "got %v, want a timeout", err)
 }
 
-func TestAStepRecordsItsErrorAndRetriesBefore(t *testing.T) {
+func TestStepRetriesBeforeRecordingError(t *testing.T) {
 	rt, pool := open(t)
 	calls := 0
 	flaky := register(t, rt, "flaky", func(ctx context.Context, fails int) (string, error) {
@@ -190,7 +193,7 @@ func TestAStepRecordsItsErrorAndRetriesBefore(t *testing.T) {
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'error'`))
 }
 
-func TestAStepInATransactionIsRecordedWithItsEffect(t *testing.T) {
+func TestStepTxRecordsStepWithEffect(t *testing.T) {
 	rt, pool := open(t)
 	pgtest.Exec(t, pool, `create table shop_orders (id text primary key)`)
 	var mu sync.Mutex
@@ -225,7 +228,7 @@ func TestAStepInATransactionIsRecordedWithItsEffect(t *testing.T) {
 	assert.Equal(t, 8, pgtest.Value[int](t, pool, `select count(*) from shop_orders`))
 }
 
-func TestAStartBelongsToItsTransaction(t *testing.T) {
+func TestStartTxFollowsTransaction(t *testing.T) {
 	rt, pool := open(t)
 	echo := register(t, rt, "echo", func(_ context.Context, text string) (string, error) { return text, nil })
 	run(t, rt)
@@ -245,7 +248,7 @@ func TestAStartBelongsToItsTransaction(t *testing.T) {
 	assert.Truef(t, err == nil && got == "kept", "%q, %v", got, err)
 }
 
-func TestAHandleCancelsAndAWaitMayEndBefore(t *testing.T) {
+func TestHandleWaitsAndCancels(t *testing.T) {
 	rt, _ := open(t)
 	sleeper := register(t, rt, "sleeper", func(ctx context.Context, _ string) (string, error) {
 		return "", lanekeeper.Sleep(ctx, "long", time.Hour)
@@ -264,7 +267,7 @@ func TestAHandleCancelsAndAWaitMayEndBefore(t *testing.T) {
 }
 
 // A program that only starts flows shares the database with a program that runs them.
-func TestAnotherProgramRunsTheFlow(t *testing.T) {
+func TestOtherProgramRunsFlow(t *testing.T) {
 	rt, pool := open(t)
 	register(t, rt, "echo", func(_ context.Context, text string) (string, error) { return text, nil })
 	run(t, rt)
@@ -278,19 +281,19 @@ func TestAnotherProgramRunsTheFlow(t *testing.T) {
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select progress_seconds from agent_executions`), "rounded up")
 }
 
-func TestMistakesAreNamed(t *testing.T) {
+func TestMisuseReturnsErrors(t *testing.T) {
 	rt, _ := open(t)
 	echo := register(t, rt, "echo", func(_ context.Context, text string) (string, error) { return text, nil })
 	nested := register(t, rt, "nested", func(ctx context.Context, _ struct{}) (string, error) {
 		h, err := echo.Start(ctx, "x")
 		return h.ID(), err
 	})
-	_, again := lanekeeper.Register(rt, "echo", func(context.Context, string) (string, error) { return "", nil })
-	_, nobody := lanekeeper.Register[int, int](rt, "nobody", nil)
+	_, duplicate := lanekeeper.Register(rt, "echo", func(context.Context, string) (string, error) { return "", nil })
+	_, noFunction := lanekeeper.Register[int, int](rt, "nobody", nil)
 	_, unprintable := lanekeeper.Register(rt, "a\x00b", func(context.Context, string) (string, error) { return "", nil })
-	_, urgent := echo.Start(t.Context(), "x", lanekeeper.Priority(9))
-	_, own := lanekeeper.Remote[int, int](rt, "heartbeat").Start(t.Context(), 1)
-	_, reserved := lanekeeper.Register(rt, "heartbeat", func(context.Context, string) (string, error) { return "", nil })
+	_, badPriority := echo.Start(t.Context(), "x", lanekeeper.Priority(9))
+	_, reservedStart := lanekeeper.Remote[int, int](rt, "heartbeat").Start(t.Context(), 1)
+	_, reservedName := lanekeeper.Register(rt, "heartbeat", func(context.Context, string) (string, error) { return "", nil })
 	run(t, rt)
 	h, err := lanekeeper.Remote[int, string](rt, "echo").Start(t.Context(), 7)
 	require.NoError(t, err)
@@ -301,12 +304,12 @@ func TestMistakesAreNamed(t *testing.T) {
 	_, late := lanekeeper.Register(rt, "late", func(context.Context, string) (string, error) { return "", nil })
 	_, unknown := echo.Handle("00000000-0000-7000-8000-000000000000").Wait(t.Context())
 	for want, err := range map[string]error{
-		"registered already":                      again,
-		"Lanekeeper's own":                        reserved,
-		"starts it itself":                        own,
-		"a function is required":                  nobody,
+		"registered already":                      duplicate,
+		"Lanekeeper's own":                        reservedName,
+		"starts it itself":                        reservedStart,
+		"a function is required":                  noFunction,
 		"without NUL":                             unprintable,
-		"priority must be 1 to 4":                 urgent,
+		"priority must be 1 to 4":                 badPriority,
 		"decode the input of flow echo as string": mistyped,
 		"use Call":                                inside,
 		"register before Run":                     late,
@@ -317,7 +320,7 @@ func TestMistakesAreNamed(t *testing.T) {
 	}
 }
 
-func TestARuntimeNeedsACurrentSchema(t *testing.T) {
+func TestOpenRequiresCurrentSchema(t *testing.T) {
 	pool := pgtest.Empty(t)
 	_, err := lanekeeper.Open(t.Context(), pool)
 	assert.Truef(t, err != nil && strings.Contains(err.Error(), "lanekeeper.Migrate"), "an empty database: %v", err)
@@ -333,7 +336,7 @@ func TestARuntimeNeedsACurrentSchema(t *testing.T) {
 
 // A FailNow of a test within a flow ends its goroutine without an error or a panic. The one worker is free for the next
 // flow.
-func TestAFlowThatEndsItsGoroutineFails(t *testing.T) {
+func TestGoexitFailsFlow(t *testing.T) {
 	var log testkit.Log
 	rt, _ := open(t, lanekeeper.WithWorkers(1), lanekeeper.WithLogger(slog.New(slog.NewTextHandler(&log, nil))))
 	leave := func(context.Context) (string, error) { runtime.Goexit(); return "", nil }
@@ -367,7 +370,7 @@ func TestAFlowThatEndsItsGoroutineFails(t *testing.T) {
 }
 
 // The program of the README dies in its second step, and continues there after a restart.
-func TestTheProgramOfTheReadmeSurvivesAKill(t *testing.T) {
+func TestReadmeProgramSurvivesKill(t *testing.T) {
 	binary := filepath.Join(t.TempDir(), "shipping")
 	out, err := exec.Command("go", "build", "-o", binary, "./examples/shipping").CombinedOutput()
 	require.NoError(t, err, out)
@@ -389,9 +392,9 @@ func TestTheProgramOfTheReadmeSurvivesAKill(t *testing.T) {
 	require.NoError(t, second.Process.Kill())
 	second.Wait()
 	before, after := strings.Fields(stdout.String()), more.String()
-	assert.Truef(t, !strings.Contains(after, "charge") && strings.Contains(after, "pack order-7 "+before[len(before)-1]) &&
-		strings.Contains(after, "send order-7 "),
-		"it said %q, and after the kill %q: want pack again under its key, and no charge", stdout, after)
+	packKey := before[len(before)-1]
+	assert.Contains(t, after, "pack order-7 "+packKey, "send order-7 ")
+	assert.Truef(t, !strings.Contains(after, "charge"), "the recorded step runs again: %s", after)
 }
 
 // lines is the output of a program.

@@ -56,7 +56,7 @@ func Step[T any](
 	for _, option := range opts {
 		option(&o)
 	}
-	call := func(ctx context.Context) (T, error) { return tryAgain(ctx, o, fn) }
+	call := func(ctx context.Context) (T, error) { return retry(ctx, o, fn) }
 	if o.untraced {
 		var input []executions.Option
 		if o.input != nil {
@@ -72,11 +72,11 @@ func Step[T any](
 	return value, stepError(err)
 }
 
-// tryAgain calls fn until it succeeds, the retries are used up, or the run ends.
-func tryAgain[T any](ctx context.Context, o stepOptions, fn func(ctx context.Context) (T, error)) (T, error) {
-	for pause, left := o.pause, o.retries; ; pause, left = 2*pause, left-1 {
+// retry calls fn until it succeeds, the retries are used up, or the run ends.
+func retry[T any](ctx context.Context, o stepOptions, fn func(ctx context.Context) (T, error)) (T, error) {
+	for pause, retries := o.pause, o.retries; ; pause, retries = 2*pause, retries-1 {
 		value, err := fn(ctx)
-		if err == nil || left <= 0 || executions.IsControl(err) || ctx.Err() != nil {
+		if err == nil || retries <= 0 || executions.IsControl(err) || ctx.Err() != nil {
 			return value, err
 		}
 		select {

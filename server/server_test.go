@@ -42,7 +42,7 @@ func call(t *testing.T, method, url, body string) (int, string) {
 	return resp.StatusCode, string(text)
 }
 
-func TestAProgramEmbedsTheAgentBesideItsFlows(t *testing.T) {
+func TestAgentServesProgramFlows(t *testing.T) {
 	var log testkit.Log
 	agent, err := server.Open(t.Context(), settings(pgtest.URL(t)), slog.New(slog.NewTextHandler(&log, nil)))
 	require.NoError(t, err)
@@ -84,7 +84,7 @@ func TestAProgramEmbedsTheAgentBesideItsFlows(t *testing.T) {
 	assert.Equal(t, http.StatusServiceUnavailable, status, "after its end /readyz")
 }
 
-func TestWrongSettingsAreNamed(t *testing.T) {
+func TestInvalidSettingsAreNamed(t *testing.T) {
 	url := pgtest.EmptyURL(t)
 	for want, wrong := range map[string]map[string]string{
 		"DATABASE_URL":       {"AGENT_ADMIN_TOKEN": token},
