@@ -153,7 +153,8 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 		select 'x', p.id, 'token', clock_timestamp() + interval '1 hour' from agent_principals p returning id::text`)
 	run := one(`insert into agent_eval_runs (suite, version, agent, agent_version, model, trials)
 		values ('returns', 1, 'a', 1, 'm', 1) returning id::text`)
-	one(`insert into agent_eval_trials (run_id, case_name, trial, position, verdict) values ($1::uuid, 'late', 1, 1, 'pass')
+	one(`insert into agent_eval_trials (run_id, case_name, trial, position, verdict)
+		values ($1::uuid, 'late', 1, 1, 'pass')
 		returning case_name`, run)
 	return [][]string{
 		{"eval label " + run + " late bad --note kind", "run " + run + ", eval returns, case late", ""},
@@ -333,7 +334,8 @@ func insertHistory(t *testing.T, db *pgxpool.Pool) {
 		values ('`+root+`', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'agent', 'external:turn', 'pending', null),
 		       ('`+child+`', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'agent', 'external:help', 'pending', '`+root+`');
 		insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, input)
-		values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AF', 'note', 'admin', 'operate', 'disable_skill', 'it costs too much', '{"skill": "broken"}')`)
+		values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AF', 'note', 'admin', 'operate', 'disable_skill', 'it costs too much',
+		        '{"skill": "broken"}')`)
 	pick := func(words ...string) string { return words[r.IntN(len(words))] }
 	cause := ""
 	for range 250 {

@@ -399,9 +399,15 @@ type threadRow struct {
 
 // threadSQL reads a thread as any SQL client would.
 const threadSQL = `
-select m.seq, case m.role when 'user' then t.participant else x.flow end as who, m.content, m.status
-  from agent_messages m join agent_threads t on t.id = m.thread_id left join agent_executions x on x.id = m.execution_id
- where m.thread_id = @thread order by m.seq`
+select m.seq,
+       case m.role when 'user' then t.participant else x.flow end as who,
+       m.content,
+       m.status
+  from agent_messages m
+  join agent_threads t on t.id = m.thread_id
+  left join agent_executions x on x.id = m.execution_id
+ where m.thread_id = @thread
+ order by m.seq`
 
 // printThread prints the thread from SQL and compares it with the expected messages.
 func (s *storyPlayer) printThread(ctx context.Context) error {

@@ -95,7 +95,8 @@ func TestDevReportsDotEnv(t *testing.T) {
 	t.Chdir(t.TempDir())
 	ran := filepath.Join(t.TempDir(), "ran")
 	for _, name := range []string{"postgres", "initdb", "pg_ctl"} {
-		if err := os.WriteFile(name, []byte("#!/bin/sh\ntouch "+ran+"\nexit 1\n"), 0o700); err != nil { //nolint:gosec // a program
+		script := "#!/bin/sh\ntouch " + ran + "\nexit 1\n"
+		if err := os.WriteFile(name, []byte(script), 0o700); err != nil { //nolint:gosec // a program
 			t.Fatal(err)
 		}
 	}

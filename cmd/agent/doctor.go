@@ -181,11 +181,19 @@ func tryCommit(ctx context.Context, pool *pgxpool.Pool) error {
 func lockedTables(ctx context.Context, pool *pgxpool.Pool, err error) error {
 	var locks string
 	failed := pool.QueryRow(ctx, `
-		select coalesce(string_agg(format('session %s (%s, %s, its transaction is open for %s s) locks %s', a.pid,
-		         coalesce(nullif(a.application_name, ''), 'no name'), coalesce(a.state, 'hidden'),
-		         floor(extract(epoch from clock_timestamp() - a.xact_start)), l.relation::regclass), '; '), '')
-		  from pg_locks l join pg_stat_activity a on a.pid = l.pid
-		 where l.granted and l.locktype = 'relation' and l.mode = 'AccessExclusiveLock'
+		select coalesce(string_agg(
+		         format('session %s (%s, %s, its transaction is open for %s s) locks %s',
+		                a.pid,
+		                coalesce(nullif(a.application_name, ''), 'no name'),
+		                coalesce(a.state, 'hidden'),
+		                floor(extract(epoch from clock_timestamp() - a.xact_start)),
+		                l.relation::regclass),
+		         '; '), '')
+		  from pg_locks l
+		  join pg_stat_activity a on a.pid = l.pid
+		 where l.granted
+		   and l.locktype = 'relation'
+		   and l.mode = 'AccessExclusiveLock'
 		   and l.relation in (select c.oid from pg_class c where c.relkind in ('r', 'p') and c.relname ~ '^(agent|river)_')
 		   and l.database = (select d.oid from pg_database d where d.datname = current_database())`).Scan(&locks)
 	if failed != nil {

@@ -78,7 +78,8 @@ func (w *browserTest) checkNotReloaded() {
 // checkFeed waits until the feed equals the log: each activity once, newest first, at most 50.
 func (w *browserTest) checkFeed() {
 	w.t.Helper()
-	want, err := json.Marshal(pgtest.Column[string](w.t, w.pool, `select id::text from agent_activity order by id desc limit 12`))
+	newest := pgtest.Column[string](w.t, w.pool, `select id::text from agent_activity order by id desc limit 12`)
+	want, err := json.Marshal(newest)
 	require.NoError(w.t, err)
 	w.Until("the newest activities are in the feed, each once",
 		fmt.Sprintf(`JSON.stringify([...document.querySelectorAll("#feed tr[data-row]")].map(r => r.dataset.row)) === %q`,
@@ -132,7 +133,8 @@ func TestLoginRedirectsToRequestedPage(t *testing.T) {
 	w.Go(w.base + deep)
 	w.waitLive()
 	expire()
-	w.Until("the page says that the login has ended", `document.querySelector("#live-state").textContent.includes("The login has ended")`)
+	w.Until("the page says that the login has ended",
+		`document.querySelector("#live-state").textContent.includes("The login has ended")`)
 	w.Click("#live-state a")
 	logIn(w.Page, deep)
 	expire()

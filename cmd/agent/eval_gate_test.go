@@ -117,7 +117,8 @@ func TestDevRejectsWorkspaceThatFailsItsEvals(t *testing.T) {
 	p.environ = append(p.environ, "AGENT_LISTEN=127.0.0.1:0")
 	p.must("apply", dir)
 	write("Be kind.", "Be rude.")
-	p.mustFail(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir, "dev", dir)
+	p.mustFail(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir,
+		"dev", dir)
 	assert.Contains(t, p.must("agents", "show", "nora"), "version 1")
 }
 
@@ -128,7 +129,8 @@ func TestServerAppliesSameGate(t *testing.T) {
 	remote, _ := p.remote()
 	remote.must("apply", dir)
 	write("Be kind.", "Be brief.")
-	remote.mustFail(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir, "apply", dir)
+	remote.mustFail(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir,
+		"apply", dir)
 	assert.Contains(t, remote.must("eval", "run", "--candidate", dir), "greets  2/2")
 	remote.must("apply", dir)
 	write("Be brief.", "Be rude.")

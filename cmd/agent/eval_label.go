@@ -20,7 +20,7 @@ func (c *cli) evalLabelCommand() *cobra.Command {
 		Use: "label RUN CASE good|bad|none", Short: "Say whether the answer of a trial is good",
 		Long: `Say whether the answer of a trial is good or bad; none withdraws your label. Judges are calibrated against the
 labels of people. The Engine Room has a key for each label.`,
-		Example: `  agent eval label 01a21abd-4de8-7876-b240-505ac1bc02d6 "refund not due" bad --trial 2 --note "no reason given"`,
+		Example: `  agent eval label 01a21abd-4de8-7876-b240-505ac1bc02d6 "refund not due" bad --trial 2 --note "no reason"`,
 		Args:    positionalArgs(3, 3, "a run's id, a case, and good, bad or none"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if l.Trial < 1 {

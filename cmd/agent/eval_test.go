@@ -94,10 +94,12 @@ func TestEvalCommands(t *testing.T) {
 	shown := p.must("eval", "show", id)
 	assert.Contains(t, shown, "not due  2      fail", "ev_")
 	assert.Contains(t, p.must("eval", "labels"), "no label; agent eval label")
-	assert.Contains(t, p.must("eval", "label", id, "not due", "bad", "--trial", "2", "--note", "it is not"), `trial 2 of "not due": bad`)
+	assert.Contains(t, p.must("eval", "label", id, "not due", "bad", "--trial", "2", "--note", "it is not"),
+		`trial 2 of "not due": bad`)
 	assert.Contains(t, p.must("eval", "labels", "orders"), "orders  not due  2      bad    root", "it is not")
 	assert.Equal(t, `{"answer":"It is paid.","pass":false}`+"\n", p.must("eval", "labels", "--jsonl"))
-	p.mustFail(1, `has no trial 3 of "not due"; see agent eval show`, "eval", "label", id, "not due", "good", "--trial", "3")
+	p.mustFail(1, `has no trial 3 of "not due"; see agent eval show`,
+		"eval", "label", id, "not due", "good", "--trial", "3")
 	p.mustFail(2, "a label is good, bad or none", "eval", "label", id, "not due", "fine")
 	for _, trial := range []string{"-5", "0", "3000000000"} {
 		p.mustFail(2, "a trial has a number from 1 to 100", "eval", "label", id, "not due", "good", "--trial", trial)
@@ -105,14 +107,13 @@ func TestEvalCommands(t *testing.T) {
 	p.mustFail(2, "--agent-version must be 1 or more", "eval", "shadow", "--agent-version", "-1")
 	p.must("eval", "label", id, "not due", "none", "--trial", "2")
 	assert.Equal(t, "", p.must("eval", "labels", "--jsonl"))
-	made := p.must("eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again")
+	traceID := regexp.MustCompile(`ev_\w+`).FindString(shown)
+	made := p.must("eval", "add", traceID, "--name", "again")
 	assert.Contains(t, made, "  - name: again", "- user: order 7?", "check_order:", "due: false", "in_order:")
-	assert.Contains(t, p.must("eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again", "--to", path),
-		`added "again"`)
+	assert.Contains(t, p.must("eval", "add", traceID, "--name", "again", "--to", path), `added "again"`)
 	assert.Contains(t, p.must("apply", dir), "~ eval orders")
-	p.mustFail(2, "there is no file nowhere.yaml", "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--to", "nowhere.yaml")
-	p.mustFail(1, `the suite has a case "again" already`, "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again",
-		"--to", path)
+	p.mustFail(2, "there is no file nowhere.yaml", "eval", "add", traceID, "--to", "nowhere.yaml")
+	p.mustFail(1, `the suite has a case "again" already`, "eval", "add", traceID, "--name", "again", "--to", path)
 }
 
 // An outage becomes its own suite, here and through a server. Apply takes its file unchanged.
@@ -127,7 +128,8 @@ func TestEvalAddFromOutage(t *testing.T) {
 	p.mustFail(1, "self-heal has not taken check_order out of service", append(add, "first")...)
 	pgtest.Exec(t, pgtest.Pool(t, url, postgres.Options{}), `
 		insert into agent_activity (trace_id, surface, kind, skill_name, skill_id, status, input, error_class, error_message)
-		select 'op_01JD3V7K8ZQ6W2M5T9X4C1B0A' || n, 'operate', 'call', 'check_order', s.id, 'error', '{"order": 7}', 'timeout', 'too slow'
+		select 'op_01JD3V7K8ZQ6W2M5T9X4C1B0A' || n, 'operate', 'call', 'check_order', s.id, 'error', '{"order": 7}',
+		       'timeout', 'too slow'
 		  from generate_series(1, 3) n, agent_skills s where s.name = 'check_order'`)
 	assert.Contains(t, p.must("selfheal"), "check_order: 3 consecutive failures", "agent eval add --outage check_order")
 	assert.Contains(t, p.must(append(add, "first")...), `added "first"`)

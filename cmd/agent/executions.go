@@ -7,7 +7,6 @@ import (
 	"io"
 	"maps"
 	"slices"
-	"time"
 
 	"github.com/spf13/cobra"
 
@@ -101,8 +100,12 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 				return err
 			}
 			visible := x.Redacted(cmd.Context())
+			waits, err := openWaits(cmd.Context(), s, visible)
+			if err != nil {
+				return err
+			}
 			shown := shownExecution{
-				Labels: labels[x.ID].Redacted(), Execution: visible, Waits: openWaits(visible),
+				Labels: labels[x.ID].Redacted(), Execution: visible, Waits: waits,
 				Checkpoints: make([]executions.Checkpoint, len(recorded)), Children: []executions.Relative{},
 				Forks: []executions.Relative{},
 			}
@@ -125,17 +128,23 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 	}
 }
 
-// openWaits returns the current wait of an execution, as a list of at most one.
-func openWaits(x executions.Execution) []executions.WaitingRow {
+// openWaits returns the current wait of an execution, as a list of at most one. Like agent executions waiting, it
+// measures the wait with the database's clock.
+func openWaits(ctx context.Context, s *session, x executions.Execution) ([]executions.WaitingRow, error) {
 	if x.Status != executions.Waiting || x.WaitingUntil == nil {
-		return []executions.WaitingRow{}
+		return []executions.WaitingRow{}, nil
 	}
-	return []executions.WaitingRow{{
+	wait := executions.WaitingRow{
 		ID: x.ID, TraceID: x.TraceID, Surface: x.Surface, Agent: x.Agent, Flow: x.Flow,
-		WaitingFor: postgres.Deref(x.WaitingFor),
-		WaitingKey: postgres.Deref(x.WaitingKey), WaitingUntil: *x.WaitingUntil, WaitingData: x.WaitingData,
-		Waited: time.Since(x.UpdatedAt).Seconds(),
-	}}
+		WaitingFor: postgres.Deref(x.WaitingFor), WaitingKey: postgres.Deref(x.WaitingKey),
+		WaitingUntil: *x.WaitingUntil, WaitingData: x.WaitingData,
+	}
+	err := s.Pool.QueryRow(ctx, `select extract(epoch from clock_timestamp() - @since::timestamptz)::float8`,
+		postgres.Strict{"since": x.UpdatedAt}).Scan(&wait.Waited)
+	if err != nil {
+		return nil, fmt.Errorf("read the time of the database: %w", err)
+	}
+	return []executions.WaitingRow{wait}, nil
 }
 
 func notFoundHint(err error) error {

@@ -138,11 +138,15 @@ actions:
       actions:
         - {id: up, actionType: set, parameters: {expressions: {n: n + 1}}}
         - {id: pause, actionType: delay, when: n == 3, parameters: {duration: 1ms}}
-        - {id: items, actionType: for_each, when: n == 3, parameters: {items: [a, b], actions: [{id: end, actionType: end, when: index == 1}]}}
+        - id: items
+          actionType: for_each
+          when: n == 3
+          parameters: {items: [a, b], actions: [{id: end, actionType: end, when: index == 1}]}
 `)
 	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *")
 	p.must("apply", dir)
-	base := program{t, append(slices.Clone(p.environ), "AGENT_LOG_LEVEL=info")}.start("serve").find(t, `msg=serving listen=(\S+)`)
+	server := program{t, append(slices.Clone(p.environ), "AGENT_LOG_LEVEL=info")}.start("serve")
+	base := server.find(t, `msg=serving listen=(\S+)`)
 	var started struct {
 		TraceID string `json:"trace_id"`
 	}
@@ -157,7 +161,8 @@ actions:
 		page, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+"/traces/"+started.TraceID+view, "",
 			testkit.Bearer(strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")))
 		require.NoError(t, err)
-		assert.Contains(t, string(page.Body), `kind-phase">phase, round 1<`, `kind-phase">phase, round 3<`, `kind-phase">phase, round 3.2<`)
+		assert.Contains(t, string(page.Body),
+			`kind-phase">phase, round 1<`, `kind-phase">phase, round 3<`, `kind-phase">phase, round 3.2<`)
 	}
 }
 
@@ -202,7 +207,8 @@ actions:
 	p.must("apply", dir)
 	remote, _ := p.remote()
 	for _, one := range []program{p, remote} {
-		one.mustFail(2, "the flow needs a thread, and none is named; name one with --thread ID", "executions", "start", "talks")
+		one.mustFail(2, "the flow needs a thread, and none is named; name one with --thread ID",
+			"executions", "start", "talks")
 	}
 	base, admin := strings.TrimPrefix(remote.environ[0], "AGENT_SERVER="), strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
 	got := send(t.Context(), "POST", base+"/v1/executions", admin, `{"flow": "talks"}`)

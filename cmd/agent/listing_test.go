@@ -294,11 +294,13 @@ func TestListingPagesAreComplete(t *testing.T) {
 	_, err := connect(t, url).Exec(t.Context(), `
 		insert into agent_executions (trace_id, surface, agent, flow, status)
 		  select 'fl_' || lpad(g::text, 26, '0'), 'flow', 'agent', 'import', 'pending' from `+all+`;
-		insert into agent_activity (trace_id, surface, agent, skill_name, status) select 'fl_1', 'flow', 'agent', 'import', 'success' from `+all+`;
+		insert into agent_activity (trace_id, surface, agent, skill_name, status)
+		  select 'fl_1', 'flow', 'agent', 'import', 'success' from `+all+`;
 		insert into agent_memory (key, value) select 'k' || g, '1' from `+all+`;
 		insert into agent_objectives (name, goal) select 'o' || g, 'goal' from `+all+`;
 		insert into agent_skills (name, handler, tool_definition) values ('sizes', 'builtin:table_sizes', '{}');
-		insert into agent_automations (name, skill_name, trigger, event) select 'a' || g, 'sizes', 'event', 'order.paid' from `+all+`;
+		insert into agent_automations (name, skill_name, trigger, event)
+		  select 'a' || g, 'sizes', 'event', 'order.paid' from `+all+`;
 		insert into agent_automation_runs (automation_id, scheduled_for, status)
 		  select id, clock_timestamp(), 'dead' from agent_automations;
 		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256)

@@ -136,8 +136,8 @@ const (
 	detachPoll    = 50 * time.Millisecond
 )
 
-// waitForDetach waits until the previous line of a remote console has released the lane, for at most detachTimeout. Each
-// line of such a console is a command of its own.
+// waitForDetach waits until the previous line of a remote console has released the lane, for at most detachTimeout.
+// Each line of such a console is a command of its own.
 func waitForDetach(ctx context.Context, a *app.App, admin *operate.Session) error {
 	for began := time.Now(); time.Since(began) < detachTimeout; {
 		holder, err := a.Operate.Holder(ctx)

@@ -44,16 +44,16 @@ func (s *eventPrinter) print(e operate.Event) {
 	case operate.ToolCall:
 		s.printCall(data)
 	case operate.Approval:
-		s.printNote("33", "waits for approval: "+data.Skill+" "+escapeJSON(string(data.Arguments))+
+		s.printNote(yellow, "waits for approval: "+data.Skill+" "+escapeJSON(string(data.Arguments))+
 			"\n  "+data.ID+", until "+formatTime(data.ExpiresAt)+" UTC")
 	case operate.Done:
-		s.printNote("2", doneLine(data))
+		s.printNote(dim, doneLine(data))
 	case operate.Holder:
 		s.printHolder(data)
 	case *problem.Problem:
 		s.endLine() // the command prints it
 	case nil:
-		s.printNote("33", "the answer broke off; retrying the model call")
+		s.printNote(yellow, "the answer broke off; retrying the model call")
 	}
 }
 
@@ -78,23 +78,23 @@ func (s *eventPrinter) printCall(c operate.ToolCall) {
 	arguments := truncate(printable(string(c.Arguments)), 120)
 	if c.Status == "started" {
 		if s.live {
-			s.printNote("2", fmt.Sprintf("· %s %s …", printable(c.Name), arguments))
+			s.printNote(dim, fmt.Sprintf("· %s %s …", printable(c.Name), arguments))
 		}
 		return
 	}
-	sign, tint := "✓", "32"
+	sign, colour := "✓", green
 	switch c.Status {
 	case "error", "unknown", "denied":
-		sign, tint = "✗", "31"
+		sign, colour = "✗", red
 	case "pending_approval", "skipped":
-		sign, tint = "·", "33"
+		sign, colour = "·", yellow
 	}
 	result := truncate(printable(cmp.Or(c.Error, string(c.Result))), 160)
 	took := ""
 	if c.DurationMS != nil {
 		took = " (" + formatMillis(c.DurationMS) + ")"
 	}
-	s.printNote(tint, fmt.Sprintf("%s %s %s → %s%s%s", sign, printable(c.Name), arguments, c.Status+" ", result, took))
+	s.printNote(colour, fmt.Sprintf("%s %s %s → %s %s%s", sign, printable(c.Name), arguments, c.Status, result, took))
 }
 
 // doneLine describes a turn that has ended or was left open.
@@ -109,21 +109,29 @@ func doneLine(d operate.Done) string {
 // printHolder prints the current admin for a watcher.
 func (s *eventPrinter) printHolder(h operate.Holder) {
 	if !h.Held {
-		s.printNote("2", "no admin is active")
+		s.printNote(dim, "no admin is active")
 		return
 	}
 	line := printable(h.Holder) + " is active"
 	if h.SessionID != "" {
 		line = printable(h.SessionID) + " is active, as " + printable(h.Holder)
 	}
-	s.printNote("2", fmt.Sprintf("%s, for %s", line, (time.Duration(h.HeldFor)*time.Second)))
+	s.printNote(dim, fmt.Sprintf("%s, for %s", line, (time.Duration(h.HeldFor)*time.Second)))
 }
 
+// Colours of notes, as codes of the escape sequence Select Graphic Rendition.
+const (
+	dim    = "2"
+	red    = "31"
+	green  = "32"
+	yellow = "33"
+)
+
 // printNote prints a line beside the answer.
-func (s *eventPrinter) printNote(tint, line string) {
+func (s *eventPrinter) printNote(colour, line string) {
 	s.endLine()
 	if s.colour {
-		line = "\x1b[" + tint + "m" + line + "\x1b[0m"
+		line = "\x1b[" + colour + "m" + line + "\x1b[0m"
 	}
 	s.write(s.status, line+"\n")
 }

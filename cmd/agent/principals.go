@@ -142,8 +142,8 @@ func (c *cli) principalsLinkCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "link PRINCIPAL ISSUER SUBJECT", Short: "Link an account elsewhere to a principal",
 		Args: positionalArgs(3, 3, "a name, an issuer and a subject"),
-		Long: `Link an account to a principal. The account then has the principal's role. The issuer is an OIDC issuer, slack:TEAM
-or telegram:BOT. The subject is the id of the account there, never a name or an e-mail address.`,
+		Long: `Link an account to a principal. The account then has the principal's role. The issuer is an OIDC issuer,
+slack:TEAM or telegram:BOT. The subject is the id of the account there, never a name or an e-mail address.`,
 		Example: "  agent principals link anna slack:T0123 U0456",
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if err := principals.LinkIdentity(cmd.Context(), s.Pool, args[0], args[1], args[2], reason); err != nil {

@@ -93,8 +93,9 @@ func TestRemoteConsolePrintsLikeLocal(t *testing.T) {
 	t.Parallel()
 	var screens [2]string
 	for i := range screens {
-		d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."), modeltest.ToolCall("wipe", `{}`),
-			modeltest.Text("Over."), modeltest.ToolCall("wipe", `{}`), modeltest.Text("Over again."),
+		d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."),
+			modeltest.ToolCall("wipe", `{}`), modeltest.Text("Over."),
+			modeltest.ToolCall("wipe", `{}`), modeltest.Text("Over again."),
 			modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0))
 		remoteTest := *d
 		remoteTest.environ = withoutLogLevel(d.environ)
@@ -125,8 +126,8 @@ func TestRemoteConsolePrintsLikeLocal(t *testing.T) {
 		s.typeKeys("\x04")
 		assert.Equal(t, 0, s.waitExit())
 		screen := strings.ReplaceAll(escapes.ReplaceAllString(s.shown.String(), ""), "\r", "")
-		screen = volatile.ReplaceAllString(regexp.MustCompile(`op_\S+@\S+|─+|[0-9a-f]{32}`).ReplaceAllString(screen, "#"), "#")
-		screens[i] = strings.TrimRight(screen, "\n> ")
+		screen = regexp.MustCompile(`op_\S+@\S+|─+|[0-9a-f]{32}`).ReplaceAllString(screen, "#")
+		screens[i] = strings.TrimRight(volatile.ReplaceAllString(screen, "#"), "\n> ")
 	}
 	assert.NoDiff(t, strings.Split(screens[0], "\n"), strings.Split(screens[1], "\n"))
 	assert.True(t, !strings.Contains(screens[1], "level="), "the log of the server is shown")
@@ -369,7 +370,8 @@ func TestRemoteConsoleAsksForApproval(t *testing.T) {
 	s.typeKeys("\n")
 	s.waitFor(`(left open; decide later)`)
 	pgtest.Equal(t, d.pool, "consumed pending", `select string_agg(status, ' ' order by id) from agent_approvals`)
-	pgtest.Until(t, d.pool, "completed waiting", `select string_agg(status, ' ' order by id) from agent_executions where flow = 'operate'`)
+	pgtest.Until(t, d.pool, "completed waiting",
+		`select string_agg(status, ' ' order by id) from agent_executions where flow = 'operate'`)
 	s.typeKeys("\x04")
 	assert.Equal(t, 0, s.waitExit())
 }

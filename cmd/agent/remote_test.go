@@ -48,7 +48,7 @@ func TestCommandsOpenFilesThroughTheCLI(t *testing.T) {
 	files, err := filepath.Glob("*.go")
 	require.NoError(t, err)
 	opens := regexp.MustCompile(`os\.(Open|OpenFile|ReadFile|ReadDir|DirFS|Create|WriteFile)\(`)
-	local := []string{"apply.go", "dev.go", "init.go", "login.go", "remote.go", "remotehost.go"}
+	local := []string{"init.go", "init_files.go", "login.go", "remote_files.go", "remote_request.go"}
 	for _, name := range files {
 		text, err := os.ReadFile(name)
 		require.NoError(t, err)
@@ -162,19 +162,35 @@ func TestRemoteRejectsAccessToServerMachine(t *testing.T) {
 	local := newProgram(t, url)
 	remote, _ := local.remote("OPENAI_API_KEY=sk-of-the-server", "OPENAI_BASE_URL=http://127.0.0.1:1")
 	secret := "kind: webhook_target\nname: out\nurl: https://example.com/x\nevents: [execution.completed]\nsecrets: "
-	for says, text := range map[string]string{
+	for stderr, document := range map[string]string{
 		"it reads OPENAI_API_KEY, a secret of the server": secret + "[\"${OPENAI_API_\\u004bEY}\"]\n",
 		"it reads a file of the server":                   secret + "[\"file:/etc/passwd\"]\n",
 		"it runs a program on the server":                 "kind: mcp_server\nname: sh\ncommand: [sh, -c, id]\n",
-		"it reads AGENT_ADMIN_TOKEN, a secret": "kind: channel\nname: c\ntype: telegram\nsecrets: {token: \"${AGENT_ADMIN_TOKEN}\"}\n" +
-			"settings: {base_url: \"https://example.com\"}\n",
-		"channel m: it reads a file of the server": "kind: channel\nname: m\ntype: email\nsecrets: {key: \"${MAIL_KEY}\"}\n" +
-			"settings: {address: a@example.com, smtp: \"example.com:25\", listen: \":2525\", tls_cert: /etc/c, tls_key: /etc/k}\n",
-		"it reads DATABASE_READ_URL, a secret": "kind: database\nname: d\ndescription: d\nurl_env: DATABASE_READ_URL\naccess: read\n",
+		"it reads AGENT_ADMIN_TOKEN, a secret": `
+kind: channel
+name: c
+type: telegram
+secrets: {token: "${AGENT_ADMIN_TOKEN}"}
+settings: {base_url: "https://example.com"}
+`,
+		"channel m: it reads a file of the server": `
+kind: channel
+name: m
+type: email
+secrets: {key: "${MAIL_KEY}"}
+settings: {address: a@example.com, smtp: "example.com:25", listen: ":2525", tls_cert: /etc/c, tls_key: /etc/k}
+`,
+		"it reads DATABASE_READ_URL, a secret": `
+kind: database
+name: d
+description: d
+url_env: DATABASE_READ_URL
+access: read
+`,
 	} {
-		dir := writeFolder(t, map[string]string{"x.yaml": text})
-		remote.mustFail(2, says, "apply", dir)
-		if strings.Contains(says, "file") { // after a local apply, the file does not matter
+		dir := writeFolder(t, map[string]string{"x.yaml": document})
+		remote.mustFail(2, stderr, "apply", dir)
+		if strings.Contains(stderr, "file") { // after a local apply, the file does not matter
 			local.must("apply", dir)
 			remote.must("apply", dir)
 		}
@@ -266,7 +282,20 @@ func TestRemoteCommandsNeedScopeOfRoute(t *testing.T) {
 	narrow.mustFail(1, "needs the scope operate", "skills", "disable", "recall")
 	operator.mustFail(1, "needs the scope admin", "apply", caretaker)
 	operator.must("skills", "disable", "recall", "--reason", "r")
-	pgtest.Equal(t, db, "operator-all cli", `select concat_ws(' ', actor, via) from agent_audit where act = 'disable_skill'`)
+	pgtest.Equal(t, db, "operator-all cli",
+		`select concat_ws(' ', actor, via) from agent_audit where act = 'disable_skill'`)
+	pgtest.Exec(t, db, `insert into agent_threads (id, channel) values ('maria', 'chat')`)
+	operator.must("threads", "invite", "maria")
+	operator.must("threads", "open", "maria", "--flow", "support")
+	pgtest.Equal(t, db, "operator-all operator-all",
+		`select string_agg(created_by, ' ') from agent_thread_access where thread_id = 'maria'`)
+	conflict := pgtest.Value[string](t, db, `
+		insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, found_value, trace_id,
+		  found_trace_id)
+		values ('admin', 'contact', '"b"', 1, 1, '"a"', 'op_x', 'op_y')
+		returning id::text`)
+	operator.must("memory", "conflicts", "resolve", conflict, "--take", "theirs")
+	pgtest.Equal(t, db, "operator-all", `select decided_by from agent_memory_conflicts`)
 }
 
 func TestRemoteInterruptCancelsTurn(t *testing.T) {
@@ -324,7 +353,9 @@ func fakeCommandServer(t *testing.T, pause time.Duration, lines ...string) progr
 
 func TestRemoteFailures(t *testing.T) {
 	t.Parallel()
-	at := func(url string) program { return newProgramWithoutDatabase(t, "AGENT_SERVER="+url, "AGENT_TOKEN=t") }
+	clientOf := func(url string) program {
+		return newProgramWithoutDatabase(t, "AGENT_SERVER="+url, "AGENT_TOKEN=t")
+	}
 	refusing := func(status int, body string) program {
 		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("Location", "http://elsewhere.invalid/")
@@ -332,41 +363,57 @@ func TestRemoteFailures(t *testing.T) {
 			_, _ = io.WriteString(w, body)
 		}))
 		t.Cleanup(server.Close)
-		return at(server.URL)
+		return clientOf(server.URL)
 	}
 	version := fmt.Sprintf(`{"version":%q}`, buildVersion())
-	for name, c := range map[string]struct {
-		p    program
-		code int
-		says string
+	for name, tc := range map[string]struct {
+		client program
+		code   int
+		stderr string // a part of it
 	}{
-		"dies":         {fakeCommandServer(t, 0, version, `{"out":"b25lCg=="}`), 1, "the connection ended before the command"},
-		"never begins": {fakeCommandServer(t, 0), 1, "the command may have been done: see agent activity ls"},
+		"dies": {
+			client: fakeCommandServer(t, 0, version, `{"out":"b25lCg=="}`),
+			code:   1, stderr: "the connection ended before the command",
+		},
+		"never begins": {
+			client: fakeCommandServer(t, 0),
+			code:   1, stderr: "the command may have been done: see agent activity ls",
+		},
 		"other version": {
-			fakeCommandServer(t, 0, `{"version":"v9.9.9"}`, `{"exit":0}`), 0,
-			"the server runs v9.9.9, this is " + buildVersion(),
+			client: fakeCommandServer(t, 0, `{"version":"v9.9.9"}`, `{"exit":0}`),
+			code:   0, stderr: "the server runs v9.9.9, this is " + buildVersion(),
 		},
-		"exit code":   {fakeCommandServer(t, 0, version, `{"exit":75}`), 75, ""},
-		"slow":        {fakeCommandServer(t, 50*time.Millisecond, version, `{}`, `{}`, `{"err":"b25lCg=="}`, `{"exit":1}`), 1, "one\n"},
-		"401":         {refusing(401, `{"detail":"wrong token"}`), 2, "401 Unauthorized: wrong token; set AGENT_TOKEN"},
-		"403":         {refusing(403, `{"detail":"the scope operate is missing"}`), 1, "the scope operate is missing"},
-		"older":       {refusing(404, `{"detail":"no route"}`), 1, "of this version or newer"},
-		"redirect":    {refusing(302, ""), 2, "redirects are not followed"},
-		"proxy":       {refusing(502, "<html>\x1b[31m"), 1, "502 Bad Gateway"},
-		"unreachable": {at("http://127.0.0.1:1"), 1, "connection refused"},
+		"exit code": {client: fakeCommandServer(t, 0, version, `{"exit":75}`), code: 75},
+		"slow": {
+			client: fakeCommandServer(t, 50*time.Millisecond, version, `{}`, `{}`, `{"err":"b25lCg=="}`, `{"exit":1}`),
+			code:   1, stderr: "one\n",
+		},
+		"401": {
+			client: refusing(401, `{"detail":"wrong token"}`),
+			code:   2, stderr: "401 Unauthorized: wrong token; set AGENT_TOKEN",
+		},
+		"403": {
+			client: refusing(403, `{"detail":"the scope operate is missing"}`),
+			code:   1, stderr: "the scope operate is missing",
+		},
+		"older":       {client: refusing(404, `{"detail":"no route"}`), code: 1, stderr: "of this version or newer"},
+		"redirect":    {client: refusing(302, ""), code: 2, stderr: "redirects are not followed"},
+		"proxy":       {client: refusing(502, "<html>\x1b[31m"), code: 1, stderr: "502 Bad Gateway"},
+		"unreachable": {client: clientOf("http://127.0.0.1:1"), code: 1, stderr: "connection refused"},
 		"no token": {
-			newProgramWithoutDatabase(t, "AGENT_SERVER=http://127.0.0.1:1", "HOME="+t.TempDir()), 2,
-			"set AGENT_TOKEN, or run agent login http://127.0.0.1:1",
+			client: newProgramWithoutDatabase(t, "AGENT_SERVER=http://127.0.0.1:1", "HOME="+t.TempDir()),
+			code:   2, stderr: "set AGENT_TOKEN, or run agent login http://127.0.0.1:1",
 		},
-		"http":       {at("http://example.com"), 2, "use https"},
-		"no address": {at("example.com"), 2, "is not an address"},
-		"password":   {at("https://u:p@x.io"), 2, "is not an address"},
+		"http":       {client: clientOf("http://example.com"), code: 2, stderr: "use https"},
+		"no address": {client: clientOf("example.com"), code: 2, stderr: "is not an address"},
+		"password":   {client: clientOf("https://u:p@x.io"), code: 2, stderr: "is not an address"},
 	} {
-		got := c.p.run("skills", "ls")
-		assert.Truef(t, got.code == c.code && strings.Contains(got.err, c.says) && !strings.Contains(got.err, "\x1b"),
-			"%s: %+v, want %d with %q", name, got, c.code, c.says)
+		got := tc.client.run("skills", "ls")
+		assert.Equal(t, tc.code, got.code, name, got.err)
+		assert.Contains(t, got.err, tc.stderr)
+		assert.Truef(t, !strings.Contains(got.err, "\x1b"), "%s: stderr has a control character: %q", name, got.err)
 	}
-	p := at("http://127.0.0.1:1")
+	p := clientOf("http://127.0.0.1:1")
 	for _, args := range [][]string{
 		{"serve"}, {"dev"}, {"init"}, {"migrate"}, {"lanes", "run", "x", "--", "true"}, {"mcp"}, {"healthcheck"}, {"demo"},
 	} {

@@ -135,8 +135,8 @@ func TestSelfHealReport(t *testing.T) {
 		t.Errorf("self-heal %+v, 3 in a row %+v", own, other)
 	}
 	set := filepath.Join(t.TempDir(), "set.jsonl")
-	testkit.WriteFile(t, set, `{"name":"a","shape":"mine","out":true,"from":1,"by":3,"skill":"sss","caller":"abc","result":"ttt",`+
-		`"gap":"111"}`)
+	testkit.WriteFile(t, set, `{"name":"a","shape":"mine","out":true,"from":1,"by":3,"skill":"sss","caller":"abc",`+
+		`"result":"ttt","gap":"111"}`)
 	assert.Contains(t, p.must("selfheal", "report", "--set", set), "1 trace\n", "mine", "1.00")
 	testkit.WriteFile(t, set+".bad", "{}")
 	p.mustFail(1, "line 1 of the set", "selfheal", "report", "--set", set+".bad")

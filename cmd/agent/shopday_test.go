@@ -90,7 +90,8 @@ func (p program) newApp() *app.App {
 func (d *shopDay) heartbeat(ctx context.Context, n int, changes ...string) error {
 	_, err := d.shop.Exec(ctx, `
 		insert into orders (id, email, item, total, ordered_at, promised_on)
-		values (2000 + $1::int, 'c' || $1::int || '@example.com', 'Chair', 80 + $1::int, now(), current_date - $1::int % 3)`, n)
+		values (2000 + $1::int, 'c' || $1::int || '@example.com', 'Chair', 80 + $1::int, now(),
+		        current_date - $1::int % 3)`, n)
 	if err != nil {
 		return err
 	}

@@ -60,8 +60,8 @@ func TestCommandHelp(t *testing.T) {
 		assert.Truef(t, cmd.Short != "" && strings.Contains(got.out, "Usage:\n  agent"),
 			"agent %s says too little:\n%s", strings.Join(args, " "), got.out)
 		for line := range strings.Lines(got.out) {
-			assert.Truef(t, len([]rune(line)) <= 140,
-				"agent %s has a line of %d characters", strings.Join(args, " "), len([]rune(line)))
+			assert.Truef(t, len([]rune(line)) <= 140 && !strings.Contains(line, "\t"),
+				"agent %s has a line with a tab or of %d characters: %s", strings.Join(args, " "), len([]rune(line)), line)
 		}
 		short := newProgramWithoutDatabase(t).run(append([]string{"help"}, strings.Fields(name)...)...)
 		assert.Truef(t, name == "help" || short.out == got.out,
@@ -145,11 +145,15 @@ func TestUsageErrors(t *testing.T) {
 		},
 		"no such state of a trace":  {[]string{"trace", "ls", "--status", "done"}, "not one of pending, running, waiting"},
 		"no such state of activity": {[]string{"activity", "ls", "--status", "completed"}, "not one of running, success"},
-		"no such surface":           {[]string{"activity", "ls", "--surface", "moon"}, `"moon": not one of heartbeat, operate`},
-		"no such surface of last":   {[]string{"trace", "last", "--surface", "moon"}, `"moon": not one of heartbeat, operate`},
-		"no rows":                   {[]string{"activity", "ls", "--limit", "0"}, "not a number from 1 to 500"},
-		"too many rows":             {[]string{"trace", "ls", "--limit", "501"}, "not a number from 1 to 500"},
-		"rows of no number":         {[]string{"executions", "ls", "--limit", "many"}, "not a number from 1 to 500"},
+		"no such surface": {
+			[]string{"activity", "ls", "--surface", "moon"}, `"moon": not one of heartbeat, operate`,
+		},
+		"no such surface of last": {
+			[]string{"trace", "last", "--surface", "moon"}, `"moon": not one of heartbeat, operate`,
+		},
+		"no rows":           {[]string{"activity", "ls", "--limit", "0"}, "not a number from 1 to 500"},
+		"too many rows":     {[]string{"trace", "ls", "--limit", "501"}, "not a number from 1 to 500"},
+		"rows of no number": {[]string{"executions", "ls", "--limit", "many"}, "not a number from 1 to 500"},
 		"no such wait": {
 			[]string{"executions", "waiting", "--for", "godot"}, "not one of response, agent, document",
 		},
