@@ -293,7 +293,8 @@ func TestMisuseReturnsErrors(t *testing.T) {
 	_, unprintable := lanekeeper.Register(rt, "a\x00b", func(context.Context, string) (string, error) { return "", nil })
 	_, badPriority := echo.Start(t.Context(), "x", lanekeeper.Priority(9))
 	_, reservedStart := lanekeeper.Remote[int, int](rt, "heartbeat").Start(t.Context(), 1)
-	_, reservedName := lanekeeper.Register(rt, "heartbeat", func(context.Context, string) (string, error) { return "", nil })
+	_, reservedName := lanekeeper.Register(rt, "heartbeat",
+		func(context.Context, string) (string, error) { return "", nil })
 	run(t, rt)
 	h, err := lanekeeper.Remote[int, string](rt, "echo").Start(t.Context(), 7)
 	require.NoError(t, err)

@@ -289,8 +289,8 @@ type checkpointRequest struct {
 // waitStep matches the steps that record the outcomes of an external worker's waits.
 var waitStep = regexp.MustCompile(`^wait [a-z]+ [0-9]+$`)
 
-// maxStep bounds the name of a step in characters. This package counts bytes, of which a character has at most four; the
-// database counts the characters.
+// maxStep bounds the name of a step in characters. This package counts bytes, of which a character has at most four;
+// the database counts the characters.
 const maxStep = 500
 
 func (c checkpointRequest) check() error {
