@@ -14,9 +14,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// maxFilterBytes bounds a filter's value, in bytes.
-const maxFilterBytes = 300
-
 // activityStates are the states of a row of the log.
 var activityStates = []string{
 	string(activity.Running), string(activity.Success), string(activity.Error), string(activity.PendingApproval),
@@ -137,30 +134,6 @@ func (room *Room) openLog(ctx context.Context, req *pageRequest) (string, error)
 // activityEntered holds filters in the form that a person entered.
 type activityEntered struct{ Skill, Lane, Agent, ID string }
 
-// textFilter reads a text filter.
-func (req *pageRequest) textFilter(name string) (string, error) {
-	value := strings.TrimSpace(req.Query.Get(name))
-	if len(value) > maxFilterBytes || !postgres.IsText(value) {
-		return "", problem.BadParameter("%s is not text of at most %d bytes", name, maxFilterBytes)
-	}
-	return value, nil
-}
-
-// timeFilter reads a time filter; resolveTimes has put typed times into UTC.
-func (req *pageRequest) timeFilter(name string) (time.Time, error) {
-	value := req.Query.Get(name)
-	if value == "" {
-		return time.Time{}, nil
-	}
-	for _, form := range []string{time.RFC3339, "2006-01-02T15:04Z07:00", "2006-01-02T15:04:05", time.DateOnly} {
-		if t, err := time.Parse(form, value); err == nil {
-			return t, nil
-		}
-	}
-	return time.Time{}, problem.BadParameter("%s is %.60q; it looks like 2026-01-31T15:04 or 2026-01-31T15:04Z", name,
-		value)
-}
-
 // feedPage is a page of rows.
 type feedPage struct {
 	Asked   activityFilter
@@ -243,13 +216,6 @@ func (room *Room) activityRows(ctx context.Context, req *pageRequest) (any, erro
 		Out: shownJSON(row.Output, row.OutputSize),
 	}
 	return data, nil
-}
-
-// withoutRow returns the URL without the expanded row.
-func (req *pageRequest) withoutRow() *pageRequest {
-	query := maps.Clone(req.Query)
-	query.Del("row")
-	return &pageRequest{URL: req.URL, Query: query}
 }
 
 // auditPage shows the audit log.

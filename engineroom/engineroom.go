@@ -23,15 +23,12 @@
 package engineroom
 
 import (
-	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
 	"html/template"
 	"log/slog"
 	"net/http"
-	"strings"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -161,26 +158,6 @@ func (room *Room) Routes() []Route {
 	return routes
 }
 
-// scope returns the scope that a page's viewer needs.
-func (p page) scope() principals.Scope {
-	first, _, _ := strings.Cut(strings.TrimPrefix(p.path, "/"), "/")
-	if strings.HasPrefix(p.path, "/evals/from/") || first == "evals" && strings.Contains(p.path, "/cases/") ||
-		first == "traces" && strings.HasSuffix(p.path, "/prompts") { // this page shows texts of threads
-		return principals.ThreadsRead
-	}
-	switch first {
-	case "threads", "memory", "find", "channels":
-		return principals.ThreadsRead
-	case "operate":
-		return principals.Operate
-	case "approvals":
-		return principals.ApprovalsRead
-	case "principals":
-		return principals.Administer
-	}
-	return principals.RunsRead
-}
-
 // allPages lists the pages in the order of the navigation.
 func (room *Room) allPages() []page {
 	return room.withReplica(room.withPause(room.withPendingCounts([]page{
@@ -198,21 +175,3 @@ func (room *Room) allPages() []page {
 		room.lanesPage(), room.operatePage(), room.findPage(), room.principalsPage(), room.principalPage(),
 	})))
 }
-
-// withReplica adds the replica's lag to every page. A page without other live parts opens no stream for the lag.
-func (room *Room) withReplica(pages []page) []page {
-	if !room.Read.Configured() {
-		return pages
-	}
-	for i := range pages {
-		one := part{name: "replica", sharedTemplate: true, load: sourceOf}
-		if len(pages[i].liveParts()) > 0 {
-			one.interval = 2 * time.Second
-		}
-		pages[i].parts = append([]part{one}, pages[i].parts...)
-	}
-	return pages
-}
-
-// sourceOf returns the source of the page.
-func sourceOf(ctx context.Context, _ *pageRequest) (any, error) { return replica.From(ctx), nil }

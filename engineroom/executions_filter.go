@@ -6,8 +6,6 @@ import (
 	"slices"
 	"strings"
 	"time"
-	"unicode"
-	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -238,62 +236,4 @@ func (f executionFilter) tabURL(name, value string) string {
 		return "/executions"
 	}
 	return "/executions?" + q.Encode()
-}
-
-// filtersOf reads URL parameters. It accepts only known parameters, each at most once. It drops empty parameters, which
-// forms send.
-func filtersOf(values url.Values, known ...string) (map[string]string, error) {
-	q := map[string]string{}
-	for name, given := range values {
-		switch {
-		case !slices.Contains(known, name):
-			return nil, problem.BadParameter("there is no filter %.60q here; there are %s", name, strings.Join(known, ", "))
-		case len(given) > 1:
-			return nil, problem.BadParameter("filter %s is given %d times", name, len(given))
-		case len(given[0]) > maxFilterBytes || !utf8.ValidString(given[0]) ||
-			strings.ContainsFunc(given[0], unicode.IsControl):
-			return nil, problem.BadParameter("filter %s has to be text of at most %d bytes", name, maxFilterBytes)
-		case strings.TrimSpace(given[0]) != "":
-			q[name] = given[0]
-		}
-	}
-	return q, nil
-}
-
-// tracesFor returns the ids of the traces that a pasted text stands for; empty for none, nil without a text.
-func (room *Room) tracesFor(ctx context.Context, text string) ([]string, error) {
-	text = strings.TrimSpace(text)
-	if text == "" {
-		return nil, nil
-	}
-	f, _ := fragmentOf(text)
-	runs, err := room.matchUUIDs(ctx, "agent_executions", f, maxMatches)
-	if err != nil {
-		return nil, err
-	}
-	found, err := room.matchTraces(ctx, f, runs, maxMatches)
-	if found == nil {
-		found = []string{}
-	}
-	return found, err
-}
-
-// runsFor returns the traces and the executions that a pasted text stands for. Both are nil without a text.
-func (room *Room) runsFor(ctx context.Context, text string) (traces, ids []string, err error) {
-	text = strings.TrimSpace(text)
-	if text == "" {
-		return nil, nil, nil
-	}
-	f, _ := fragmentOf(text)
-	if ids, err = room.matchUUIDs(ctx, "agent_executions", f, maxMatches); err != nil {
-		return nil, nil, err
-	}
-	if traces, err = room.matchTraceIDs(ctx, f, maxMatches); traces == nil {
-		traces = []string{}
-	}
-	return traces, ids, err
-}
-
-func invalidCursor() error {
-	return problem.BadParameter("this is not a cursor of this listing: take it from the page before")
 }

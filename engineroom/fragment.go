@@ -248,15 +248,6 @@ func (f fragment) whole() string {
 	return f.begin
 }
 
-// tail returns the end of an id for lists: 12 hex digits of a uuid or 8 letters of a trace id. It returns other ids
-// whole.
-func tail(id string) string {
-	if len(id) == traceIDLength && id[2] == '_' {
-		return "…" + id[traceIDLength-8:]
-	}
-	return short(id)
-}
-
 // containsPattern returns the LIKE pattern for texts that contain a text. An empty pattern matches all.
 func containsPattern(text string) string {
 	if text == "" {
@@ -303,4 +294,38 @@ func (f fragment) isWhole() bool {
 		return true
 	}
 	return uuidPattern.MatchString(strings.ToLower(f.whole()))
+}
+
+// tracesFor returns the ids of the traces that a pasted text stands for; empty for none, nil without a text.
+func (room *Room) tracesFor(ctx context.Context, text string) ([]string, error) {
+	text = strings.TrimSpace(text)
+	if text == "" {
+		return nil, nil
+	}
+	f, _ := fragmentOf(text)
+	runs, err := room.matchUUIDs(ctx, "agent_executions", f, maxMatches)
+	if err != nil {
+		return nil, err
+	}
+	found, err := room.matchTraces(ctx, f, runs, maxMatches)
+	if found == nil {
+		found = []string{}
+	}
+	return found, err
+}
+
+// runsFor returns the traces and the executions that a pasted text stands for. Both are nil without a text.
+func (room *Room) runsFor(ctx context.Context, text string) (traces, ids []string, err error) {
+	text = strings.TrimSpace(text)
+	if text == "" {
+		return nil, nil, nil
+	}
+	f, _ := fragmentOf(text)
+	if ids, err = room.matchUUIDs(ctx, "agent_executions", f, maxMatches); err != nil {
+		return nil, nil, err
+	}
+	if traces, err = room.matchTraceIDs(ctx, f, maxMatches); traces == nil {
+		traces = []string{}
+	}
+	return traces, ids, err
 }

@@ -3,80 +3,13 @@ package engineroom
 import (
 	"context"
 	"fmt"
-	"net/http"
-	"regexp"
-	"sync"
-	"sync/atomic"
+	"strings"
 	"time"
 
-	"github.com/lanekeeper/lanekeeper/internal/origin"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
 )
-
-// zoneCookie has the reader's time zone, an IANA name. The page's script writes the cookie and shows times in that
-// zone. The server reads typed times in the zone. Without the cookie both use UTC.
-const zoneCookie = "lanekeeper_zone"
-
-var (
-	zonePattern = regexp.MustCompile(`^[A-Z][A-Za-z]+(?:[/_+-]?[A-Za-z0-9]+)*$`)
-	// localTimePattern matches a time as a browser sends it, without a zone.
-	localTimePattern = regexp.MustCompile(`^\d{4}-\d\d-\d\dT\d\d:\d\d(?::\d\d)?$`)
-)
-
-// zoneOf returns the reader's time zone; UTC if unknown.
-func zoneOf(r *http.Request) *time.Location {
-	c, err := r.Cookie(origin.CookieName(r, zoneCookie))
-	if err != nil || len(c.Value) > 64 || c.Value == "Local" || !zonePattern.MatchString(c.Value) {
-		return time.UTC
-	}
-	zone, err := time.LoadLocation(c.Value)
-	if err != nil {
-		return time.UTC
-	}
-	return zone
-}
-
-// resolveTimes replaces typed times in the query by absolute times, so the URL means the same to every reader.
-func (req *pageRequest) resolveTimes() {
-	for _, name := range []string{"since", "until"} {
-		value := req.Query.Get(name)
-		if !localTimePattern.MatchString(value) {
-			continue
-		}
-		if len(value) == len("2006-01-02T15:04") {
-			value += ":00"
-		}
-		if t, err := time.ParseInLocation("2006-01-02T15:04:05", value, req.zone); err == nil {
-			req.Query.Set(name, t.UTC().Format(time.RFC3339))
-		}
-	}
-}
-
-// timeField is an input for a time in the reader's zone.
-type timeField struct{ Label, Name, Zone, Value, Instant string }
-
-// TimeField returns the input of a time filter with its current value; a zero time is empty.
-func (req *pageRequest) TimeField(label, name string, t time.Time) timeField {
-	f := timeField{Label: label, Name: name, Zone: zoneName(req.zone)}
-	if !t.IsZero() {
-		f.Value, f.Instant = t.In(req.zone).Format("2006-01-02T15:04"), t.UTC().Format(time.RFC3339)
-	}
-	return f
-}
-
-// zoneName names a zone on the page.
-func zoneName(zone *time.Location) string {
-	if zone == time.UTC {
-		return "UTC"
-	}
-	return "local (" + zone.String() + ")"
-}
-
-// Zone names the zone of the times on the page.
-func (d pageData) Zone() string { return zoneName(d.zone) }
-
-// ZoneCookie is the name of the zone's cookie here.
-func (d pageData) ZoneCookie() string { return d.zoneCookie }
 
 // maxPendingCount bounds the counted items: "99+".
 const maxPendingCount = 99
@@ -100,35 +33,6 @@ func pendingText(n int64) string {
 	}
 	return capped(n, maxPendingCount)
 }
-
-// cached shares the result of a read among pages and viewers.
-type cached[T any] struct {
-	stale atomic.Bool // set by invalidate
-	mu    sync.Mutex  // held during a read
-	at    time.Time
-	last  T
-}
-
-// read returns a result of at most the given age, or reads a new one.
-func (r *cached[T]) read(age time.Duration, read func() (T, error)) (T, error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if !r.stale.Swap(false) && time.Since(r.at) < age {
-		return r.last, nil
-	}
-	r.at = time.Time{}
-	got, err := read()
-	if err == nil {
-		r.last, r.at = got, time.Now()
-	}
-	return got, err
-}
-
-// invalidate makes the next call read again, even during a running read.
-func (r *cached[T]) invalidate() { r.stale.Store(true) }
-
-// sumsInterval is the interval at which a stream refreshes sums over the log.
-const sumsInterval = 10 * time.Second
 
 // pendingTTL is the longest age of a shared count. Topics that are due together share one count.
 const pendingTTL = 200 * time.Millisecond
@@ -168,3 +72,55 @@ func (room *Room) withPendingCounts(pages []page) []page {
 	}
 	return pages
 }
+
+// pausePart shows on every page that autonomous work is paused, with the action to resume. Without a pause, only the
+// overview has content: the action to pause.
+func (room *Room) pausePart() part {
+	return part{
+		name: "pause", interval: 2 * time.Second, refreshOnActivity: true, triggers: asksChanged, sharedTemplate: true,
+		load: room.paused,
+	}
+}
+
+// withPause adds pausePart to every page. A page without other live parts opens no stream for pausePart.
+func (room *Room) withPause(pages []page) []page {
+	for i := range pages {
+		one := room.pausePart()
+		if len(pages[i].liveParts()) == 0 {
+			one.interval = 0
+		}
+		pages[i].parts = append([]part{one}, pages[i].parts...)
+	}
+	return pages
+}
+
+// pausedState is the pause, and whether the page offers the action to pause.
+type pausedState struct {
+	executions.Pause
+	Overview bool
+}
+
+// paused reads the pause.
+func (room *Room) paused(ctx context.Context, req *pageRequest) (any, error) {
+	path, _, _ := strings.Cut(req.URL, "?")
+	p, err := executions.CurrentPause(ctx, room.Read)
+	return pausedState{p, path == "/"}, err
+}
+
+// withReplica adds the replica's lag to every page. A page without other live parts opens no stream for the lag.
+func (room *Room) withReplica(pages []page) []page {
+	if !room.Read.Configured() {
+		return pages
+	}
+	for i := range pages {
+		one := part{name: "replica", sharedTemplate: true, load: sourceOf}
+		if len(pages[i].liveParts()) > 0 {
+			one.interval = 2 * time.Second
+		}
+		pages[i].parts = append([]part{one}, pages[i].parts...)
+	}
+	return pages
+}
+
+// sourceOf returns the source of the page.
+func sourceOf(ctx context.Context, _ *pageRequest) (any, error) { return replica.From(ctx), nil }

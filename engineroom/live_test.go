@@ -7,15 +7,19 @@ import (
 	"errors"
 	"fmt"
 	"html/template"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -686,4 +690,65 @@ func FuzzStream(f *testing.F) {
 			t.Errorf("the id %q is read as %q", id, got.Events[0].ID)
 		}
 	})
+}
+
+// A HEAD request of a stream gets its response at once. Otherwise the next request on its connection would wait for
+// ever.
+func TestStreamAnswersHEAD(t *testing.T) {
+	t.Parallel()
+	_, server := openRoom(t)
+	client := &http.Client{Transport: &http.Transport{MaxConnsPerHost: 1}, Timeout: 60 * time.Second}
+	t.Cleanup(client.CloseIdleConnections)
+	for _, c := range []struct {
+		method, path string
+		status       int
+	}{
+		{"HEAD", "/live/operate", 200},
+		{"GET", "/operate", 200},
+		{"HEAD", "/live/operate?session=%00", 400},
+		{"GET", "/operate", 200},
+	} {
+		r, err := http.NewRequestWithContext(t.Context(), c.method, server.URL+c.path, http.NoBody)
+		require.NoError(t, err)
+		got, err := client.Do(r)
+		require.NoError(t, err, c.method, c.path)
+		if _, err := io.Copy(io.Discard, got.Body); err != nil || got.Body.Close() != nil || got.StatusCode != c.status {
+			t.Errorf("%s %s: status %d, %v", c.method, c.path, got.StatusCode, err)
+		}
+	}
+}
+
+// A change arrives quickly: the median of some delays is under 0.3 s.
+func TestALiveChangeArrivesWithin300Milliseconds(t *testing.T) {
+	pool, server := openRoom(t)
+	l := openStream(t, server.URL+"/live/activity", "")
+	var median time.Duration
+	for round := range 12 { // the machine may be busy
+		median = medianDelay(t, pool, l)
+		t.Logf("round %d: the median of the delays is %s", round, median)
+		if median <= 300*time.Millisecond {
+			return
+		}
+	}
+	t.Errorf("the median of the delays is %s", median)
+}
+
+// medianDelay returns the median time from a change to its update on the page.
+func medianDelay(t *testing.T, pool *pgxpool.Pool, l *streamReader) time.Duration {
+	t.Helper()
+	var delays []time.Duration
+	for i := range 5 {
+		time.Sleep(time.Duration(700+67*i) * time.Millisecond) // spreads the changes over the interval
+		start := time.Now()
+		id := insert(t, pool, `insert into agent_activity (trace_id, surface, skill_name, status)
+			values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', 'quick', 'success') returning id::text`)
+		for e := range l.events {
+			if e.name == "part" && strings.Contains(e.data, "row-"+id) {
+				break
+			}
+		}
+		delays = append(delays, time.Since(start))
+	}
+	slices.Sort(delays)
+	return delays[len(delays)/2]
 }

@@ -5,10 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
-	"strings"
 
 	"github.com/lanekeeper/lanekeeper/internal/origin"
-	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
@@ -81,28 +79,3 @@ func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string
 	}
 	room.writePage(w, r, http.StatusOK, body)
 }
-
-// mayView rejects a view that needs more than the page's scope. For example, the prompts of a trace are texts of
-// threads.
-func mayView(r *http.Request) error {
-	principal := principals.From(r.Context())
-	if principal == nil || r.URL.Query().Get("tab") != "prompt" || principal.May(principals.ThreadsRead) {
-		return nil
-	}
-	return problem.New(http.StatusForbidden, "this needs the scope %s, which %s (role %s) does not have",
-		principals.ThreadsRead, principal.Name, principal.Role).Kind("missing-scope", "Missing scope")
-}
-
-// Scopes lists the scopes of the viewer. The stylesheet hides forms that need other scopes.
-func (d pageData) Scopes() string {
-	if d.Viewer == nil {
-		return strings.Join((&principals.Caller{
-			Principal: principals.Principal{Role: principals.Admin},
-			Scopes:    []string{"*"},
-		}).Effective(), " ")
-	}
-	return strings.Join(d.Viewer.Effective(), " ")
-}
-
-// MayOpen reports whether the viewer may open a page.
-func (d pageData) MayOpen(p page) bool { return d.Viewer == nil || d.Viewer.May(p.scope()) }

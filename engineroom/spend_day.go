@@ -2,7 +2,6 @@ package engineroom
 
 import (
 	"context"
-	"sync"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -118,41 +117,6 @@ func (room *Room) expensiveTraces(ctx context.Context, req *pageRequest) (any, e
 		lifetime = 10 * time.Minute
 	}
 	return room.traceCosts.read(day, lifetime, func() (any, error) { return room.readExpensiveTraces(ctx, day) })
-}
-
-// dayCache caches the results of a few days.
-type dayCache struct {
-	mu   sync.Mutex
-	days map[time.Time]cachedDay
-}
-
-type cachedDay struct {
-	data any
-	at   time.Time
-}
-
-// maxCachedDays bounds the kept days.
-const maxCachedDays = 32
-
-// read returns the cached result of a day, or reads it.
-func (m *dayCache) read(day time.Time, lifetime time.Duration, read func() (any, error)) (any, error) {
-	m.mu.Lock()
-	kept, ok := m.days[day]
-	m.mu.Unlock()
-	if ok && time.Since(kept.at) < lifetime {
-		return kept.data, nil
-	}
-	data, err := read()
-	if err != nil {
-		return nil, err
-	}
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.days == nil || len(m.days) >= maxCachedDays {
-		m.days = map[time.Time]cachedDay{}
-	}
-	m.days[day] = cachedDay{data, time.Now()}
-	return data, nil
 }
 
 func (room *Room) readExpensiveTraces(ctx context.Context, day time.Time) (any, error) {

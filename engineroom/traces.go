@@ -4,18 +4,12 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"net/http"
-	"regexp"
 	"slices"
-	"strings"
-	"sync"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 const (
@@ -107,15 +101,6 @@ func (room *Room) openTraces(ctx context.Context, req *pageRequest) (string, err
 	f.timeRange, err = req.timeRange()
 	req.Subject = f
 	return "Traces", err
-}
-
-// checkOneOf rejects a value outside the filter's list; empty is no filter.
-func checkOneOf(name, value string, allowed []string) error {
-	if value == "" || slices.Contains(allowed, value) {
-		return nil
-	}
-	return problem.New(http.StatusBadRequest, "filter %s is one of %s, not %.60q", name,
-		strings.Join(allowed, ", "), value)
 }
 
 // listTraces reads one page. The surface's index yields the newest traces of each surface, and the index of claims
@@ -339,195 +324,4 @@ func (traceFilter) States() []string { return executionStatuses() }
 func (f traceFilter) Narrowed() bool {
 	return f.Surface != "" || f.Status != "" || f.Agent != "" || f.Bounded() || f.Before != "" ||
 		f.Trace != "" || f.Errors
-}
-
-// Bounds of the reads of a trace. The page always names the omitted rows, with a link.
-const (
-	traceFirst    = 1500   // rows read from the beginning of the trace
-	traceLast     = 500    // rows read from the end of the trace
-	traceFailed   = 50     // failed rows, anywhere in the trace
-	traceRuns     = 200    // executions
-	traceWaits    = 200    // ended waits
-	traceSummed   = 20_000 // rows added up and searched for errors
-	tracePerPage  = 100    // rows of a page of the table
-	maxSpanText   = 64_000 // characters of an input or an output
-	maxPromptText = 600_000
-)
-
-var traceViews = []string{"waterfall", "table"}
-
-// tracePage shows one trace.
-func (room *Room) tracePage() page {
-	return page{
-		path: "/traces/{id}", name: "trace", open: room.openTrace,
-		parts: []part{
-			{name: "view", interval: time.Second, refreshOnActivity: true, load: room.traceView},
-			{name: "panel", load: room.tracePanel}, // the page's script reloads the panel when its span changes
-		},
-	}
-}
-
-// traceSubject is the subject of a trace's page. All viewers of one URL share it.
-type traceSubject struct {
-	ID     string // in its stored form
-	Flow   string // of its first execution
-	View   string
-	Span   string // the span that the panel shows; empty for the trace as a whole
-	Tab    string // of the panel
-	After  string // start of the table's page
-	Filter lineFilter
-
-	mu     sync.Mutex
-	loaded map[string]loadedPart // by part, once the trace has ended
-}
-
-// loadedPart is the loaded data of a part of an ended trace.
-type loadedPart struct {
-	state traceState
-	data  any
-}
-
-// openTrace finds a trace by any form of its id.
-func (room *Room) openTrace(ctx context.Context, req *pageRequest) (string, error) {
-	if found, ok := req.Subject.(*traceSubject); ok {
-		return found.title(), nil // found for the same address, with the data read so far
-	}
-	q, err := filtersOf(req.Query, "view", "span", "tab", "after", "q", "kind", "errors")
-	if err != nil {
-		return "", err
-	}
-	t := &traceSubject{
-		View: q["view"], Span: q["span"], Tab: q["tab"], loaded: map[string]loadedPart{},
-		Filter: lineFilter{Text: strings.TrimSpace(q["q"]), Kind: q["kind"], Errors: q["errors"] != ""},
-	}
-	if err := checkOneOf("view", t.View, traceViews); err != nil {
-		return "", err
-	}
-	if t.View == "" {
-		t.View = traceViews[0]
-	}
-	if t.Span != "" && !spanIDPattern.MatchString(t.Span) {
-		return "", problem.BadParameter("span is %.60q, which is no span of a trace; take it from the waterfall", t.Span)
-	}
-	if err := checkOneOf("tab", t.Tab, panelTabs); err != nil {
-		return "", err
-	}
-	if err := checkOneOf("kind", t.Filter.Kind, traceKinds); err != nil {
-		return "", err
-	}
-	if t.After, err = req.uuidFilter("after"); err != nil {
-		return "", err
-	}
-	if t.ID, t.Flow, err = room.findTrace(ctx, req.path("id")); err != nil {
-		return "", err
-	}
-	req.Subject = t
-	return t.title(), nil
-}
-
-// spanIDPattern matches the ids of spans: activities, executions and waits.
-var spanIDPattern = regexp.MustCompile(`^(wait-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(-[0-9a-f]{1,16})?$`)
-
-// head returns the head of the loaded view; nil for none.
-func (t *traceSubject) head() *traceHead {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if view, ok := t.loaded["view"].data.(*spansView); ok {
-		return view.traceHead
-	}
-	return nil
-}
-
-// title names the trace by its flow and the end of its id.
-func (t *traceSubject) title() string {
-	if t.Flow == "" {
-		return "Trace " + t.ID
-	}
-	return t.Flow + " " + tail(t.ID)
-}
-
-// findTrace returns the stored form of an id, and the flow of the trace's first execution; empty for none.
-func (room *Room) findTrace(ctx context.Context, anyForm string) (id, flow string, err error) {
-	ids, err := trace.ParseAny(anyForm)
-	if err != nil {
-		return "", "", problem.New(http.StatusNotFound, "no trace has the id %.60q", anyForm)
-	}
-	forms := make([]string, len(ids))
-	for i, id := range ids {
-		forms[i] = string(id)
-	}
-	found, err := postgres.Rows[struct{ ID, Flow string }](ctx, room.Read, "find trace", `
-		select i.id, coalesce((select left(e.flow, 80) from agent_executions e where e.trace_id = i.id order by e.id limit 1),
-		         '') as flow
-		  from unnest(@ids::text[]) i (id)
-		 where exists (select from agent_executions e where e.trace_id = i.id)
-		    or exists (select from agent_activity a where a.trace_id = i.id) limit 1`, postgres.Strict{"ids": forms})
-	if err != nil {
-		return "", "", err
-	}
-	if len(found) == 0 {
-		return "", "", problem.New(http.StatusNotFound, "no trace has the id %.60q; retention may have removed it", anyForm)
-	}
-	return found[0].ID, found[0].Flow, nil
-}
-
-// traceState is compared to find out whether an ended trace has changed.
-type traceState struct {
-	Ended  bool
-	Runs   int64
-	Moved  *time.Time // the latest change of an execution
-	Latest *time.Time // the beginning of the latest activity
-	// Pending are the requested approvals, counted up to 100.
-	Pending int64
-}
-
-// loadUnlessEnded returns a part's loaded data if the trace has ended and not changed since. Otherwise it loads the
-// part. So each refresh of an ended trace's page costs one small query. load also reports whether the part still shows
-// running work.
-func (room *Room) loadUnlessEnded(
-	ctx context.Context, t *traceSubject, part string, load func(now traceState) (any, bool, error),
-) (any, error) {
-	now, err := postgres.Row[traceState](ctx, room.Read, "read trace", `
-		select r.runs, r.moved, r.ended and not exists (
-		         select from agent_activity_open o where o.execution_id = any (r.ids)) as ended,
-		       (select a.created_at from agent_activity a where a.trace_id = @id order by a.created_at desc
-		         limit 1) as latest,
-		       (select count(*) from (select from agent_approvals p
-		          where p.trace_id = @id and p.status = 'pending' limit 100) t) as pending
-		  from (select count(*) as runs, max(e.updated_at) as moved, array_agg(e.id) as ids,
-		               count(*) > 0 and bool_and(e.completed_at is not null) as ended
-		          from (select x.id, x.updated_at, x.completed_at from agent_executions x
-		                 where x.trace_id = @id order by x.id desc limit @limit) e) r`,
-		postgres.Strict{"id": t.ID, "limit": traceRuns})
-	if err != nil {
-		return nil, err
-	}
-	t.mu.Lock()
-	previous, ok := t.loaded[part]
-	t.mu.Unlock()
-	if ok && now.Ended && previous.state.equal(now) {
-		return previous.data, nil
-	}
-	data, open, err := load(now)
-	if err != nil {
-		return nil, err
-	}
-	now.Ended = now.Ended && !open
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.loaded[part] = loadedPart{now, data}
-	return data, nil
-}
-
-// equal reports whether two states are equal.
-func (s traceState) equal(other traceState) bool {
-	return s.Ended == other.Ended && s.Runs == other.Runs && s.Pending == other.Pending &&
-		equalTimes(s.Moved, other.Moved) && equalTimes(s.Latest, other.Latest)
-}
-
-func equalTimes(a, b *time.Time) bool {
-	if a == nil || b == nil {
-		return a == b
-	}
-	return a.Equal(*b)
 }

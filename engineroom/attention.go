@@ -1,0 +1,163 @@
+package engineroom
+
+import (
+	"context"
+	_ "embed"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// attentionSQL finds the newest items of each kind that need a person, and their number.
+//
+//go:embed attention.sql
+var attentionSQL string
+
+// attentionKind is a kind of item that needs attention.
+type attentionKind struct {
+	Kind, Title string
+	List        string // URL of the list
+	item        string // URL of an item; its escaped id follows
+	Total       int64  // counted up to countLimit
+	Items       []attentionItem
+}
+
+// attentionKinds lists all kinds in display order, beginning with kinds that block people.
+func attentionKinds() []attentionKind {
+	return []attentionKind{
+		{Kind: "approval", Title: "Approvals requested", List: "/approvals?status=pending", item: "/approvals/"},
+		{Kind: "request", Title: "Unanswered requests", List: "/executions?view=waiting", item: "/executions/"},
+		{Kind: "objective", Title: "Proposed objectives", List: "/objectives?status=proposed", item: "/objectives/"},
+		{Kind: "automation", Title: "Proposed automations", List: "/automations?state=disabled", item: "/automations/"},
+		{Kind: "conflict", Title: "Open memory conflicts", List: "/memory#conflicts", item: "/memory#conflict-"},
+		{Kind: "skill", Title: "Disabled skills", List: "/skills", item: "/skills/"},
+		{Kind: "stuck", Title: "Stuck executions", List: "/executions?view=stuck", item: "/executions/"},
+		{Kind: "run", Title: "Failed automation runs", List: "/automations#dead", item: "/automations/"},
+		{Kind: "delivery", Title: "Failed webhook deliveries", List: "/deliveries?status=dead", item: "/deliveries/"},
+		{Kind: "outgoing", Title: "Failed outgoing webhooks", List: "/outgoing?status=dead", item: "/outgoing/"},
+		{Kind: "message", Title: "Undelivered messages", List: "/threads", item: "/threads/"},
+		{Kind: "channel", Title: "Broken channels", List: "/channels", item: "/channels#channel-"},
+	}
+}
+
+// attentionItem is one item.
+type attentionItem struct {
+	Kind, Name, Target, Note string
+	At                       time.Time
+	Total                    int64
+	Call                     *pendingCall `db:"-"` // of an approval
+}
+
+// maxPerKind bounds the named items of one kind.
+const maxPerKind = 3
+
+// attentionItems reads the items.
+func (room *Room) attentionItems(ctx context.Context, _ *pageRequest) (any, error) {
+	items, err := postgres.Rows[attentionItem](ctx, room.Read, "list work that needs attention", attentionSQL,
+		postgres.Strict{"count_limit": countLimit, "limit": maxPerKind})
+	if err != nil {
+		return nil, err
+	}
+	broken, err := channels.ListBroken(ctx, room.Read)
+	if err != nil {
+		return nil, err
+	}
+	for _, b := range broken[:min(len(broken), maxPerKind)] {
+		items = append(items, attentionItem{
+			Kind: "channel", Name: b.Name, Target: b.Name, Note: strings.TrimSuffix(b.State+": "+b.Error, ": "), At: b.Since,
+			Total: int64(len(broken)),
+		})
+	}
+	calls, err := room.pendingCalls(ctx, items)
+	if err != nil {
+		return nil, err
+	}
+	var list []attentionKind
+	for _, kind := range attentionKinds() {
+		for _, n := range items {
+			if n.Kind == kind.Kind {
+				n.Call = calls[n.Target]
+				kind.Total = n.Total
+				kind.Items = append(kind.Items, n)
+			}
+		}
+		if kind.Total > 0 {
+			list = append(list, kind)
+		}
+	}
+	return map[string]any{"Needs": list}, nil
+}
+
+// Left is the number of items without a name on the page.
+func (n attentionKind) Left() int64 { return n.Total - int64(len(n.Items)) }
+
+// Word is the title for one item or for several.
+func (n attentionKind) Word() string {
+	if n.Total == 1 {
+		return singularNouns.Replace(n.Title)
+	}
+	return n.Title
+}
+
+// singularNouns replaces the nouns of titles by their singular.
+var singularNouns = strings.NewReplacer("Approvals", "Approval", "requests", "request", "objectives", "objective",
+	"automations", "automation", "conflicts", "conflict", "skills", "skill", "executions", "execution", "runs", "run",
+	"deliveries", "delivery", "channels", "channel")
+
+// Noun is the title within a sentence.
+func (n attentionKind) Noun() string { return strings.ToLower(n.Title[:1]) + n.Title[1:] }
+
+// Path is the item's URL, without its id.
+func (n attentionKind) Path() string { return n.item }
+
+// pendingCall is a call that waits for an approval.
+type pendingCall struct {
+	ID, TraceID, Flow, Agent, Description string
+	ExecutionID                           *string
+	SkillRevision                         int
+	RevisionNow                           *int
+	Bytes                                 int64
+	Arguments                             string // empty if the arguments are long
+	ExpiresAt                             time.Time
+}
+
+// maxInlineArguments bounds the arguments, in bytes, that a person can read and approve on the overview. Longer
+// arguments have a page of their own.
+const maxInlineArguments = 3000
+
+// Whole reports that the page shows the arguments in full.
+func (c pendingCall) Whole() bool { return c.Bytes <= maxInlineArguments }
+
+// Changed reports that an approval would be void: see approvalFacts.
+func (c pendingCall) Changed() bool { return c.RevisionNow == nil || *c.RevisionNow != c.SkillRevision }
+
+// pendingCalls reads the calls of the named approvals, by id. Arguments are exact, as on the approval's page.
+func (room *Room) pendingCalls(ctx context.Context, items []attentionItem) (map[string]*pendingCall, error) {
+	ids := []string{}
+	for _, n := range items {
+		if n.Kind == "approval" {
+			ids = append(ids, n.Target)
+		}
+	}
+	if len(ids) == 0 {
+		return nil, nil
+	}
+	list, err := postgres.Rows[pendingCall](ctx, room.Read, "read approvals", `
+		select a.id::text, left(a.trace_id, 100) as trace_id, coalesce(left(e.flow, 100), '') as flow,
+		       coalesce(left(e.agent, 100), '') as agent, coalesce(left(s.description, 200), '') as description,
+		       a.execution_id::text, a.skill_revision, s.revision as revision_now, octet_length(a.arguments::text) as bytes,
+		       case when octet_length(a.arguments::text) <= @limit then a.arguments::text else '' end as arguments,
+		       a.expires_at
+		  from agent_approvals a
+		  left join agent_executions e on e.id = a.execution_id
+		  left join agent_skills s on s.name = a.skill_name
+		 where a.id = any (@ids::uuid[])`, postgres.Strict{"ids": ids, "limit": maxInlineArguments})
+	calls := map[string]*pendingCall{}
+	for i := range list {
+		list[i].Arguments = formatJSON(list[i].Arguments)
+		calls[list[i].ID] = &list[i]
+	}
+	return calls, err
+}
