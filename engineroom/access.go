@@ -72,16 +72,16 @@ var linkedScopes = []principals.Scope{
 
 // mayOpen reports whether the viewer may open the page or route of an address.
 func (req *pageRequest) mayOpen(address string) bool {
-	at, err := url.Parse(address)
-	if err != nil || at.Query().Get("tab") == "prompt" && !req.mayReadThreads {
+	target, err := url.Parse(address)
+	if err != nil || target.Query().Get("tab") == "prompt" && !req.mayReadThreads {
 		return false
 	}
-	required := page{path: strings.TrimPrefix(at.Path, "/v1")}.scope()
-	return at.Path == "" || !strings.Contains(req.missingScopes, string(required))
+	required := page{path: strings.TrimPrefix(target.Path, "/v1")}.scope()
+	return target.Path == "" || !strings.Contains(req.missingScopes, string(required))
 }
 
-// unlink removes the addresses that the viewer may not open, so their links become text. Templates escape > in
-// attributes.
+// unlink removes the href of links that the viewer may not open, so they become text. It finds the end of a tag at the
+// first >, because templates escape > in attributes.
 func (req *pageRequest) unlink(body []byte) []byte {
 	if req.missingScopes == "" {
 		return body
@@ -103,7 +103,7 @@ func (req *pageRequest) unlink(body []byte) []byte {
 	}
 }
 
-// read loads the part for its viewers. Package activity decides which texts to hide from viewers without the scope.
+// read loads the part. Package activity decides which texts to hide from a viewer who may not read threads.
 func (p part) read(ctx context.Context, req *pageRequest) (any, error) {
 	if !req.mayReadThreads {
 		ctx = activity.WithoutTexts(ctx)

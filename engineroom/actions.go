@@ -72,8 +72,8 @@ func (room *Room) callRoute(r *http.Request, a action, body []byte) (status int,
 	}
 	inner.RequestURI, inner.Host, inner.RemoteAddr, inner.TLS = target.RequestURI(), r.Host, r.RemoteAddr, r.TLS
 	inner.Header.Set("Content-Type", "application/json")
-	inner.Header.Set("Accept", "application/json") // selects the complete outcome
-	for _, name := range []string{"Authorization", "Cookie"} {
+	inner.Header.Set("Accept", "application/json")             // selects the complete outcome
+	for _, name := range []string{"Authorization", "Cookie"} { // other headers describe the form
 		if values, ok := r.Header[name]; ok {
 			inner.Header[name] = values
 		}
@@ -81,10 +81,11 @@ func (room *Room) callRoute(r *http.Request, a action, body []byte) (status int,
 	a.setPrecondition(r.PostForm, inner.Header)
 	recorder := &responseRecorder{header: http.Header{}}
 	room.API().ServeHTTP(recorder, inner)
+	// A handler that writes nothing has the status 200.
 	return max(recorder.status, http.StatusOK), recorder.header, recorder.body.Bytes()
 }
 
-// body encodes the form for the route.
+// body encodes the form as the JSON body of the route. It rejects fields that the action does not have.
 func (a action) body(form url.Values) ([]byte, error) {
 	kinds := map[string]kind{}
 	for _, f := range a.fields {
@@ -124,7 +125,8 @@ func (a action) setPrecondition(form url.Values, header http.Header) {
 	}
 }
 
-// read converts a form's values. given is false for an empty field.
+// read converts a form's values. A list uses all of them, any other kind the last. given is false for an empty field,
+// which the body omits.
 func (k kind) read(values []string) (value any, given bool, err error) {
 	last := values[len(values)-1]
 	if strings.TrimSpace(last) == "" && k != asList {
@@ -230,7 +232,7 @@ type kind int
 const (
 	asText     kind = iota // a text
 	asList                 // all values, split into lines
-	asFlag                 // true for "true", "on" and "1", false for "false", "0" and nothing
+	asFlag                 // a boolean in the syntax of strconv.ParseBool, or "on"
 	asNumber               // a number
 	asJSON                 // JSON
 	asRevision             // the shown revision, for If-Match or, for 0 (absent), If-None-Match

@@ -44,8 +44,9 @@ type approvalFacts struct {
 	FourEyes                                                         bool
 	RequestedBy                                                      []string
 	RootOnly                                                         bool
-	Own                                                              bool `db:"-"` // the viewer requested the call, so may not decide
-	Refused                                                          bool `db:"-"` // only root may decide
+	// The viewer may not decide: Own, because the viewer requested the call; Refused, because only root may decide.
+	Own     bool `db:"-"`
+	Refused bool `db:"-"`
 }
 
 // Pending reports an open decision.
@@ -74,9 +75,9 @@ func (room *Room) approvalDecision(ctx context.Context, req *pageRequest) (any, 
 		  from agent_approvals a left join agent_skills s on s.name = a.skill_name where a.id = @id`,
 		postgres.Strict{"id": req.Subject})
 	principal := principals.From(ctx)
-	named := principal != nil && principal.Name != principals.Root
-	approval.Own = named && approval.FourEyes && slices.Contains(approval.RequestedBy, principal.Name)
-	approval.Refused = named && approval.RootOnly
+	isRestricted := principal != nil && principal.Name != principals.Root // the page offers root every decision
+	approval.Own = isRestricted && approval.FourEyes && slices.Contains(approval.RequestedBy, principal.Name)
+	approval.Refused = isRestricted && approval.RootOnly
 	return approval, err
 }
 
@@ -100,7 +101,8 @@ func (room *Room) approvalArguments(ctx context.Context, req *pageRequest) (any,
 	return map[string]any{"Text": text, "Bytes": int64(bytes), "Whole": whole}, nil
 }
 
-// approvalDifference compares the arguments with the last approved arguments of the same skill.
+// approvalDifference compares the arguments with those of the latest earlier approval of the same skill that was
+// approved.
 func (room *Room) approvalDifference(ctx context.Context, req *pageRequest) (any, error) {
 	var last struct {
 		ID, Before, After, By string

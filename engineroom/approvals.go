@@ -16,12 +16,16 @@ import (
 // maxApprovals bounds the approvals on a page.
 const maxApprovals = 50
 
-// approvalStates are the states of the rows behind each tab. "live" rows have not expired, "over" rows have.
-var approvalStates = map[string][][2]string{
+// approvalState selects approvals of a status in the database. expiry is "live" for those that have not expired, "over"
+// for those that have, and empty for both: rows get the status expired only later.
+type approvalState struct{ status, expiry string }
+
+// approvalStates are the states of the rows behind each value of the filter.
+var approvalStates = map[string][]approvalState{
 	"pending": {{"pending", "live"}},
 	"decided": {{"approved", "live"}, {"rejected", ""}, {"consumed", ""}},
 	"expired": {{"expired", ""}, {"pending", "over"}, {"approved", "over"}},
-	// The API has these states too; the page has no tab for them.
+	// The API has these values too; the page has no tab for them.
 	"approved": {{"approved", "live"}},
 	"rejected": {{"rejected", ""}},
 	"consumed": {{"consumed", ""}},
@@ -53,8 +57,8 @@ func openApprovals(req *pageRequest) (filter approvalFilter, err error) {
 	if err != nil || before == "" {
 		return filter, err
 	}
-	moment, id, _ := strings.Cut(before, "_")
-	at, parseErr := time.Parse(time.RFC3339Nano, moment)
+	timeText, id, _ := strings.Cut(before, "_")
+	at, parseErr := time.Parse(time.RFC3339Nano, timeText)
 	if parseErr != nil || !uuidPattern.MatchString(id) {
 		return filter, problem.BadParameter("before is %.60q, which is no place in this list; begin at its top", before)
 	}
@@ -113,7 +117,7 @@ func (room *Room) approvalsList(ctx context.Context, req *pageRequest) (any, err
 	filter, _ := req.Subject.(approvalFilter)
 	var all []approvalRow
 	for _, state := range approvalStates[filter.Status] {
-		rows, err := room.approvalsIn(ctx, filter, state[0], state[1])
+		rows, err := room.approvalsIn(ctx, filter, state)
 		if err != nil {
 			return nil, err
 		}
@@ -138,13 +142,12 @@ const selectApproval = `
 		       coalesce(e.flow, '') as flow,
 		       case when @time::text = 'over' then 'expired' else a.status end as status, s.revision as revision_now,
 		       octet_length(a.arguments::text)::bigint as bytes, left(a.arguments::text, @listed::int) as arguments
-		  from agent_approvals a left join agent_executions e on e.id = a.execution_id
+		  from agent_approvals a
+		  left join agent_executions e on e.id = a.execution_id
 		  left join agent_skills s on s.name = a.skill_name`
 
-// approvalsIn reads approvals in one state: expired, not expired, or (empty) both.
-func (room *Room) approvalsIn(ctx context.Context, filter approvalFilter, status, expiry string) ([]approvalRow,
-	error,
-) {
+// approvalsIn reads approvals in one state. Without a cursor it begins at infinity, before the latest expiry.
+func (room *Room) approvalsIn(ctx context.Context, filter approvalFilter, state approvalState) ([]approvalRow, error) {
 	before := pgtype.Timestamptz{Time: filter.BeforeAt, InfinityModifier: pgtype.Infinity, Valid: true}
 	if filter.BeforeID != "" {
 		before.InfinityModifier = pgtype.Finite
@@ -155,7 +158,8 @@ func (room *Room) approvalsIn(ctx context.Context, filter approvalFilter, status
 		   and (a.expires_at, a.id) < (@before_at::timestamptz, @before_id::uuid)
 		 order by a.expires_at desc, a.id desc limit @limit + 1`,
 		customPlan, postgres.Strict{
-			"status": status, "time": expiry, "before_at": before, "limit": maxApprovals, "listed": maxListedArguments,
+			"status": state.status, "time": state.expiry, "limit": maxApprovals, "listed": maxListedArguments,
+			"before_at": before,
 			"before_id": cmp.Or(filter.BeforeID, "ffffffff-ffff-ffff-ffff-ffffffffffff"),
 		})
 }

@@ -17,7 +17,7 @@ import (
 //go:embed assets
 var assetFiles embed.FS
 
-// asset serves an embedded file. Under its digest it is immutable.
+// asset serves an embedded file. A response to the versioned URL is immutable.
 func (room *Room) asset(w http.ResponseWriter, r *http.Request) {
 	name := r.PathValue("file")
 	text, err := assetFiles.ReadFile("assets/" + name)
@@ -39,6 +39,7 @@ func (room *Room) asset(w http.ResponseWriter, r *http.Request) {
 		w.WriteHeader(http.StatusNotModified)
 		return
 	}
+	// The system's table of MIME types may lack fonts.
 	h.Set("Content-Type", cmp.Or(mime.TypeByExtension(path.Ext(name)), "font/woff2"))
 	if _, err := w.Write(text); err != nil {
 		room.Logger.DebugContext(r.Context(), "file not sent", "error", err)
@@ -57,7 +58,7 @@ func assetURL(name string) (string, error) {
 var fingerprints = computeFingerprints()
 
 func computeFingerprints() map[string]string {
-	all, whole := map[string]string{}, sha256.New()
+	digests, whole := map[string]string{}, sha256.New()
 	for _, files := range []embed.FS{assetFiles, templateFiles, webassets.Files} {
 		err := fs.WalkDir(files, ".", func(name string, entry fs.DirEntry, err error) error {
 			if err != nil || entry.IsDir() {
@@ -67,16 +68,16 @@ func computeFingerprints() map[string]string {
 			if err != nil {
 				return err
 			}
-			all[path.Base(name)] = shortDigest(text)
+			digests[path.Base(name)] = shortDigest(text)
 			whole.Write(text)
 			return nil
 		})
 		if err != nil {
-			return map[string]string{} // embedded files are readable; without digests, browsers only do not cache them
+			panic(err) // embedded files are readable
 		}
 	}
-	all[""] = base64.RawURLEncoding.EncodeToString(whole.Sum(nil)[:6])
-	return all
+	digests[""] = base64.RawURLEncoding.EncodeToString(whole.Sum(nil)[:6])
+	return digests
 }
 
 // shortDigest is a digest of eight characters.

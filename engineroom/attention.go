@@ -15,7 +15,7 @@ import (
 //go:embed attention.sql
 var attentionSQL string
 
-// attentionKind is a kind of item that needs attention.
+// attentionKind is a kind of item that needs a person.
 type attentionKind struct {
 	Kind, Title string
 	List        string // URL of the list
@@ -90,11 +90,11 @@ func (room *Room) attentionItems(ctx context.Context, _ *pageRequest) (any, erro
 	return map[string]any{"Needs": list}, nil
 }
 
-// Left is the number of items without a name on the page.
-func (n attentionKind) Left() int64 { return n.Total - int64(len(n.Items)) }
+// Unnamed is the number of items that the page only counts.
+func (n attentionKind) Unnamed() int64 { return n.Total - int64(len(n.Items)) }
 
-// Word is the title for one item or for several.
-func (n attentionKind) Word() string {
+// Label is the title for one item or for several.
+func (n attentionKind) Label() string {
 	if n.Total == 1 {
 		return singularNouns.Replace(n.Title)
 	}

@@ -134,13 +134,23 @@ const runColumns = `r.id::text, a.name as automation, r.cause, r.status, left(r.
 	coalesce(left(r.error_message, 1000), '') as error, coalesce(left(r.output::text, 2000), '') as output, r.attempt,
 	r.scheduled_for, r.created_at, r.retry_at, r.finished_at, r.execution_id::text`
 
+// readRuns collects runs of a query, with redacted outputs.
+func readRuns(rows pgx.Rows, err error) ([]automationRun, error) {
+	list, err := postgres.Collect(rows, err, "list runs", pgx.RowToStructByName[automationRun])
+	for i := range list {
+		list[i].Output = redact.Text(list[i].Output, maxShown)
+	}
+	return list, err
+}
+
 // automationsDead lists the newest dead runs of all automations.
 func (room *Room) automationsDead(ctx context.Context, _ *pageRequest) (any, error) {
-	all, err := postgres.Rows[automationRun](ctx, room.Read, "list runs", `
+	rows, err := room.Read.Query(ctx, `
 		select `+runColumns+`
 		  from (select * from agent_automation_runs x where x.status = 'dead' order by x.id desc limit @limit + 1) r
 		  join agent_automations a on a.id = r.automation_id
 		 order by r.id desc`, postgres.Strict{"limit": maxDeadRuns})
+	all, err := readRuns(rows, err)
 	if err != nil {
 		return nil, err
 	}
@@ -149,8 +159,9 @@ func (room *Room) automationsDead(ctx context.Context, _ *pageRequest) (any, err
 }
 
 const (
-	maxRuns  = 30
-	maxShown = 64 << 10 // bytes of one value
+	maxRuns = 30
+	// maxShown bounds the bytes of a value of an automation or a delivery.
+	maxShown = 64 << 10
 )
 
 // automationPage shows one automation, its runs and its actions.
@@ -226,30 +237,31 @@ func argumentsShown(text string) string {
 
 func (room *Room) automationRuns(ctx context.Context, req *pageRequest) (any, error) {
 	subject, _ := req.Subject.(automationSubject)
-	all, err := postgres.Rows[automationRun](ctx, room.Read, "list runs", `
+	rows, err := room.Read.Query(ctx, `
 		select `+runColumns+`
-		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id
+		  from agent_automation_runs r
+		  join agent_automations a on a.id = r.automation_id
 		 where r.automation_id = @id and (@before = '' or r.id < nullif(@before, '')::uuid)
 		 order by r.id desc limit @limit + 1`,
 		customPlan, postgres.Strict{"id": subject.ID, "before": subject.Before, "limit": maxRuns})
+	all, err := readRuns(rows, err)
 	if err != nil {
 		return nil, err
 	}
 	list, links := paginate(req, all, maxRuns, func(r automationRun) string { return r.ID })
-	for i := range list {
-		list[i].Output = redact.Text(list[i].Output, maxShown)
-	}
 	return map[string]any{"Runs": list, "Links": links}, nil
 }
 
 // automationDead lists the automation's dead runs.
 func (room *Room) automationDead(ctx context.Context, req *pageRequest) (any, error) {
 	subject, _ := req.Subject.(automationSubject)
-	all, err := postgres.Rows[automationRun](ctx, room.Read, "list runs", `
+	rows, err := room.Read.Query(ctx, `
 		select `+runColumns+`
-		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id
-		 where r.automation_id = @id and r.status = 'dead' order by r.id desc limit @limit + 1`,
-		postgres.Strict{"id": subject.ID, "limit": maxDeadRuns})
+		  from agent_automation_runs r
+		  join agent_automations a on a.id = r.automation_id
+		 where r.automation_id = @id and r.status = 'dead'
+		 order by r.id desc limit @limit + 1`, postgres.Strict{"id": subject.ID, "limit": maxDeadRuns})
+	all, err := readRuns(rows, err)
 	if err != nil {
 		return nil, err
 	}

@@ -7,6 +7,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // insertAutomation inserts an automation with a schedule.
@@ -34,6 +35,7 @@ func TestAutomationsShowScheduleAndRuns(t *testing.T) {
 	id := insertAutomation(t, pool, "nightly")
 	insertAutomationRun(t, pool, id, "success")
 	dead := insertAutomationRun(t, pool, id, "dead")
+	rows.Quiet(t, pool, `update agent_automation_runs set output = '{"password": "hunter22"}'`)
 	insert(t, pool, `update agent_automations set enabled = false, disabled_by = 'self_heal', disabled_reason = 'fetch fails',
 		paused_for = 'fetch'
 		where id = $1::uuid returning name`, insertAutomation(t, pool, "weekly"))
@@ -41,6 +43,9 @@ func TestAutomationsShowScheduleAndRuns(t *testing.T) {
 		"2030-01-03 03:00", "no route to host",
 		"by self_heal", "fetch fails", "paused", `action="/act/v1/automations/runs/`+dead+`/redrive"`)
 	assert.True(t, !strings.Contains(body, "2030-01-04"), "the page shows more than three planned runs")
+	assert.True(t, !strings.Contains(body, "hunter22"), "the list of all automations shows a secret")
+	body = wantTexts(t, server.URL+"/automations/nightly", "[redacted]")
+	assert.True(t, !strings.Contains(body, "hunter22"), "the page of the automation shows a secret")
 	body = wantTexts(t, server.URL+"/automations?state=enabled", "nightly")
 	assert.True(t, !strings.Contains(body, "weekly"), "a paused automation is listed as enabled")
 	wantError(t, server.URL+"/automations?state=asleep", 400, "it can be enabled, disabled")

@@ -19,9 +19,9 @@ const maxBulk = 200
 
 // bulkAction is one action on several executions.
 type bulkAction struct {
-	Action, Word, About string
-	IDs                 []string
-	More                bool // more than maxBulk executions match
+	Action, Label, About string
+	IDs                  []string
+	More                 bool // more than maxBulk executions match
 }
 
 // Count formats the number of executions.
@@ -40,9 +40,9 @@ func (b bulkAction) Lines() string { return strings.Join(b.IDs, "\n") }
 
 func retryAction(ids []string) bulkAction {
 	return bulkAction{
-		Action: "retry", Word: "Retry", IDs: ids,
-		About: "A new execution for each copies the recorded steps and repeats the failed part. Executions retried before are " +
-			"left out.",
+		Action: "retry", Label: "Retry", IDs: ids,
+		About: "A new execution for each copies the recorded steps and repeats the failed part. " +
+			"Executions retried before are left out.",
 	}
 }
 
@@ -65,7 +65,7 @@ func (room *Room) bulkActions(ctx context.Context, req *pageRequest) (any, error
 	}
 	f.Before = ""
 	retry, cancel := retryAction(nil), bulkAction{
-		Action: "cancel", Word: "Cancel",
+		Action: "cancel", Label: "Cancel",
 		About: "Each ends at once: its claim is void, its lanes are free, and children that it waits for end with it.",
 	}
 	var offered []bulkAction

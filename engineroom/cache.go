@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// cached shares the result of a read among pages and viewers.
+// cached shares the result of a read among pages and viewers. Concurrent calls wait for one read.
 type cached[T any] struct {
 	stale atomic.Bool // set by invalidate
 	mu    sync.Mutex  // held during a read
@@ -22,11 +22,11 @@ func (r *cached[T]) read(age time.Duration, read func() (T, error)) (T, error) {
 		return r.last, nil
 	}
 	r.at = time.Time{}
-	got, err := read()
+	result, err := read()
 	if err == nil {
-		r.last, r.at = got, time.Now()
+		r.last, r.at = result, time.Now()
 	}
-	return got, err
+	return result, err
 }
 
 // invalidate makes the next call read again, even during a running read.
@@ -35,7 +35,7 @@ func (r *cached[T]) invalidate() { r.stale.Store(true) }
 // sumsInterval is the interval at which a stream refreshes sums over the log.
 const sumsInterval = 10 * time.Second
 
-// dayCache caches the results of a few days.
+// dayCache caches results by day. Concurrent calls after the lifetime of a result each read it.
 type dayCache struct {
 	mu   sync.Mutex
 	days map[time.Time]cachedDay
@@ -46,16 +46,16 @@ type cachedDay struct {
 	at   time.Time
 }
 
-// maxCachedDays bounds the kept days.
+// maxCachedDays bounds the cached days. At the bound, the cache drops all of them.
 const maxCachedDays = 32
 
 // read returns the cached result of a day, or reads it.
 func (m *dayCache) read(day time.Time, lifetime time.Duration, read func() (any, error)) (any, error) {
 	m.mu.Lock()
-	kept, ok := m.days[day]
+	result, ok := m.days[day]
 	m.mu.Unlock()
-	if ok && time.Since(kept.at) < lifetime {
-		return kept.data, nil
+	if ok && time.Since(result.at) < lifetime {
+		return result.data, nil
 	}
 	data, err := read()
 	if err != nil {

@@ -28,11 +28,13 @@ func (room *Room) channelList(ctx context.Context, _ *pageRequest) (any, error) 
 }
 
 func (room *Room) channelSenders(ctx context.Context, _ *pageRequest) (any, error) {
-	list, err := channels.Identities(ctx, room.Read, maxSenders)
-	return map[string]any{"Senders": list, "More": len(list) == maxSenders}, err
+	list, err := channels.Identities(ctx, room.Read, maxSenders+1)
+	list, more := firstN(list, maxSenders)
+	return map[string]any{"Senders": list, "More": more}, err
 }
 
 func (room *Room) channelLost(ctx context.Context, _ *pageRequest) (any, error) {
-	list, err := channels.Sends(ctx, room.Read, channels.SendFilter{Limit: maxSenders})
-	return map[string]any{"Sends": list, "More": len(list) == maxSenders}, err
+	list, err := channels.Sends(ctx, room.Read, channels.SendFilter{Limit: maxSenders + 1})
+	list, more := firstN(list, maxSenders)
+	return map[string]any{"Sends": list, "More": more}, err
 }

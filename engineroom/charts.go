@@ -17,6 +17,9 @@ import (
 // topSeries bounds the named series of a chart; one more series sums the rest.
 const topSeries = 4
 
+// topSeriesClasses are the colours of the named series.
+var topSeriesClasses = [topSeries]string{"bar-accent", "bar-info", "bar-warn", "bar-phase"}
+
 // chartRanges are the ranges of the page, each with the length and the number of its points.
 var chartRanges = map[string]timeAxis{
 	"24h": {time.Hour, 24, "hour"}, "7d": {6 * time.Hour, 28, "6 hours"}, "30d": {24 * time.Hour, 30, "day"},
@@ -43,10 +46,10 @@ func (s timeAxis) period() activity.Period {
 	return activity.ByDay
 }
 
-// key is the point of a moment.
+// key is the start of the point that contains a time, in seconds.
 func (s timeAxis) key(at time.Time) int64 { return at.UTC().Truncate(s.step).Unix() }
 
-// points returns the points with their values. A point without values gets the values in none.
+// points returns the points with their values, by the start of the point. A point without values gets those of empty.
 func (s timeAxis) points(byStart map[int64][]float64, empty ...float64) []point {
 	list := make([]point, 0, s.count)
 	name, short := time.DateOnly, "Jan 2"
@@ -71,7 +74,7 @@ type chartFilter struct {
 }
 
 // chartRange is a link to a range.
-type chartRange struct{ Name, Word, URL string }
+type chartRange struct{ Name, Label, URL string }
 
 // chartsPage draws runs, errors, latency, waits and spend over time. It reads every figure from counts, so the page's
 // cost does not depend on the size of the tables.
@@ -105,16 +108,16 @@ func openCharts(_ context.Context, req *pageRequest) (title string, err error) {
 	return "", nil
 }
 
-// figure is a chart with its figures in words.
+// figure is a chart with a summary.
 type figure struct {
-	Chart chart
-	Words string
-	Empty string // text for a chart without values
-	Links []link
+	Chart   chart
+	Summary string // empty for a chart without values
+	Empty   string // text for a chart without values
+	Links   []link
 }
 
 // link leads to the rows behind a chart.
-type link struct{ URL, Word string }
+type link struct{ URL, Label string }
 
 // runCharts draws ended executions, by the time of their end.
 func (room *Room) runCharts(ctx context.Context, req *pageRequest) (any, error) {
@@ -140,11 +143,11 @@ func (room *Room) runCharts(ctx context.Context, req *pageRequest) (any, error) 
 	byStart := map[int64][]float64{}
 	var all line
 	for _, l := range lines {
-		values := valuesAt(byStart, axis.key(l.Start), 3)
-		values[0], values[1], values[2] = values[0]+float64(l.Completed), values[1]+float64(l.Cancelled),
-			values[2]+float64(l.Failed+l.Timeout)
-		all.Completed, all.Cancelled, all.Failed = all.Completed+l.Completed, all.Cancelled+l.Cancelled,
-			all.Failed+l.Failed+l.Timeout
+		failed := l.Failed + l.Timeout
+		addTo(byStart, axis.key(l.Start), float64(l.Completed), float64(l.Cancelled), float64(failed))
+		all.Completed += l.Completed
+		all.Cancelled += l.Cancelled
+		all.Failed += failed
 	}
 	d := figure{Empty: "No end of an execution in this time is counted yet.", Chart: chart{
 		Title: "Runs and errors per " + axis.unit, About: "Executions by the time of their end.",
@@ -152,7 +155,7 @@ func (room *Room) runCharts(ctx context.Context, req *pageRequest) (any, error) 
 		Points: axis.points(byStart, 0, 0, 0),
 	}}
 	if ended := all.Completed + all.Cancelled + all.Failed; ended > 0 {
-		d.Words = human.Count(ended) + " runs, " + human.Count(all.Failed) + " failed (" +
+		d.Summary = human.Count(ended) + " runs, " + human.Count(all.Failed) + " failed (" +
 			human.Percent(float64(all.Failed)/float64(ended)) + ")"
 	}
 	flow := ""
@@ -163,12 +166,14 @@ func (room *Room) runCharts(ctx context.Context, req *pageRequest) (any, error) 
 	return map[string]any{"Charts": []figure{d}}, nil
 }
 
-// valuesAt returns the n values of a point. It adds a missing point with zeros.
-func valuesAt(values map[int64][]float64, key int64, n int) []float64 {
-	if values[key] == nil {
-		values[key] = make([]float64, n)
+// addTo adds values to those of a point. A missing point begins with zeros.
+func addTo(points map[int64][]float64, key int64, values ...float64) {
+	if points[key] == nil {
+		points[key] = make([]float64, len(values))
 	}
-	return values[key]
+	for i, v := range values {
+		points[key][i] += v
+	}
 }
 
 // histogram counts durations by bucket.
@@ -269,7 +274,7 @@ func percentileChart(title, about, empty string, list []histogram, axis timeAxis
 			n += count
 		}
 		p := sum.percentiles()
-		d.Words = "p50 " + millisTick(p[0]) + ", p95 " + millisTick(p[1]) + ", p99 " + millisTick(p[2]) +
+		d.Summary = "p50 " + millisTick(p[0]) + ", p95 " + millisTick(p[1]) + ", p99 " + millisTick(p[2]) +
 			" of " + human.Count(n)
 	}
 	return d
@@ -340,18 +345,12 @@ func stackedSpend(dimension activity.Dimension, lines []activity.SpendLine, axis
 	}
 	names := slices.Collect(maps.Keys(totals))
 	slices.SortFunc(names, func(a, b string) int { return cmp.Or(cmp.Compare(totals[b], totals[a]), cmp.Compare(a, b)) })
-	place := map[string]int{}
+	seriesOf := map[string]int{} // by name; the last series sums the rest
 	for i, name := range names {
-		place[name] = min(i, topSeries)
+		seriesOf[name] = min(i, topSeries)
 		if i < topSeries {
-			word := name
-			if name == "" {
-				word = "no " + string(dimension)
-			}
-			d.Chart.Series = append(d.Chart.Series, series{
-				brief(40, word),
-				[]string{"bar-accent", "bar-info", "bar-warn", "bar-phase"}[i],
-			})
+			label := cmp.Or(name, "no "+string(dimension))
+			d.Chart.Series = append(d.Chart.Series, series{brief(40, label), topSeriesClasses[i]})
 		}
 	}
 	if len(names) > topSeries {
@@ -362,7 +361,9 @@ func stackedSpend(dimension activity.Dimension, lines []activity.SpendLine, axis
 		if l.Period == nil {
 			continue
 		}
-		valuesAt(values, axis.key(*l.Period), len(d.Chart.Series))[place[l.Key]] += value(l)
+		pointValues := make([]float64, len(d.Chart.Series))
+		pointValues[seriesOf[l.Key]] = value(l)
+		addTo(values, axis.key(*l.Period), pointValues...)
 	}
 	d.Chart.Points = axis.points(values, make([]float64, len(d.Chart.Series))...)
 	if len(names) > 0 {
@@ -370,7 +371,7 @@ func stackedSpend(dimension activity.Dimension, lines []activity.SpendLine, axis
 		if all.CostUSD == 0 {
 			largest = human.Count(int64(totals[names[0]]))
 		}
-		d.Words = largest + " of " + tokensOrMoney(all) + ": " + cmp.Or(brief(40, names[0]), "no "+string(dimension))
+		d.Summary = largest + " of " + tokensOrMoney(all) + ": " + cmp.Or(brief(40, names[0]), "no "+string(dimension))
 	}
 	return d
 }
@@ -389,8 +390,7 @@ func cacheChart(lines []activity.SpendLine, axis timeAxis) figure {
 	all := sumSpend(lines)
 	for _, l := range lines {
 		if l.Period != nil {
-			values := valuesAt(sums, axis.key(*l.Period), 2)
-			values[0], values[1] = values[0]+float64(l.CachedTokens), values[1]+float64(l.PromptTokens)
+			addTo(sums, axis.key(*l.Period), float64(l.CachedTokens), float64(l.PromptTokens))
 		}
 	}
 	shares := map[int64][]float64{}
@@ -403,7 +403,7 @@ func cacheChart(lines []activity.SpendLine, axis timeAxis) figure {
 		Points: axis.points(shares, math.NaN()),
 	}}
 	if all.PromptTokens > 0 {
-		d.Words = human.Percent(float64(all.CachedTokens)/float64(all.PromptTokens)) + " of " +
+		d.Summary = human.Percent(float64(all.CachedTokens)/float64(all.PromptTokens)) + " of " +
 			human.Count(all.PromptTokens) + " prompt tokens"
 	}
 	return d
@@ -423,26 +423,39 @@ func (room *Room) skillCharts(ctx context.Context, req *pageRequest) (any, error
 		return map[string]any{}, nil
 	}
 	axis := chartRanges[filter.Range]
-	type line struct {
+	outcomes, err := room.skillOutcomes(ctx, axis)
+	if err != nil {
+		return nil, err
+	}
+	durations, err := room.skillDurations(ctx, axis)
+	if err != nil {
+		return nil, err
+	}
+	return map[string]any{"Charts": []figure{outcomes, durations}}, nil
+}
+
+// skillOutcomes draws the succeeded and failed calls.
+func (room *Room) skillOutcomes(ctx context.Context, axis timeAxis) (figure, error) {
+	lines, err := postgres.Rows[struct {
 		Start          time.Time
 		Worked, Failed int64
-	}
-	lines, err := postgres.Rows[line](ctx, room.Read, "count calls", `
+	}](ctx, room.Read, "count calls", `
 		select g.start, sum(c.worked)::bigint as worked, sum(c.failed)::bigint as failed
 		  from generate_series(@since::timestamptz, clock_timestamp(), @step::interval) g (start)
-		 cross join lateral (select u.worked, u.failed from agent_activity_counts u
-		                      where u.span = @span and u.start = g.start and u.kind = 'call' offset 0) c
+		 cross join lateral (
+		   select u.worked, u.failed
+		     from agent_activity_counts u
+		    where u.span = @span and u.start = g.start and u.kind = 'call' offset 0) c
 		 group by g.start`, customPlan, postgres.Strict{
 		"span": string(axis.period()), "since": axis.since(), "step": "1 " + string(axis.period()),
 	})
 	if err != nil {
-		return nil, err
+		return figure{}, err
 	}
 	byStart := map[int64][]float64{}
 	var worked, failed int64
 	for _, l := range lines {
-		values := valuesAt(byStart, axis.key(l.Start), 2)
-		values[0], values[1] = values[0]+float64(l.Worked-l.Failed), values[1]+float64(l.Failed)
+		addTo(byStart, axis.key(l.Start), float64(l.Worked-l.Failed), float64(l.Failed))
 		worked, failed = worked+l.Worked, failed+l.Failed
 	}
 	d := figure{Empty: "No skill was called in this time.", Links: []link{{"/skills", "Skills by health"}}, Chart: chart{
@@ -451,23 +464,31 @@ func (room *Room) skillCharts(ctx context.Context, req *pageRequest) (any, error
 		Points: axis.points(byStart, 0, 0),
 	}}
 	if worked > 0 {
-		d.Words = human.Count(worked) + " calls, " + human.Count(failed) + " failed (" +
+		d.Summary = human.Count(worked) + " calls, " + human.Count(failed) + " failed (" +
 			human.Percent(float64(failed)/float64(worked)) + ")"
 	}
-	daily := timeAxis{24 * time.Hour, max(2, int(time.Duration(axis.count)*axis.step/(24*time.Hour))), "day"}
+	return d, nil
+}
+
+// skillDurations draws percentiles by day, because the durations of calls are counted by day only. It draws at least
+// two days: a line needs two points.
+func (room *Room) skillDurations(ctx context.Context, axis timeAxis) (figure, error) {
+	days := int(time.Duration(axis.count) * axis.step / (24 * time.Hour))
+	daily := timeAxis{24 * time.Hour, max(2, days), "day"}
 	durations, err := postgres.Rows[histogram](ctx, room.Read, "read durations of calls", `
-		select x.day::timestamp at time zone 'UTC' as start, '' as measure, array_agg(x.bucket order by x.bucket) as buckets,
-		       array_agg(x.n order by x.bucket) as counts
+		select x.day::timestamp at time zone 'UTC' as start, '' as measure,
+		       array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.n order by x.bucket) as counts
 		  from (select g.day::date as day, d.bucket, d.calls as n
 		          from generate_series(@since::timestamptz at time zone 'UTC', clock_timestamp() at time zone 'UTC',
 		                               interval '1 day') g (day)
-		         cross join lateral (select u.bucket, u.calls from agent_activity_durations u
-		                              where u.day = g.day::date and u.skill = '' offset 0) d) x
+		         cross join lateral (
+		           select u.bucket, u.calls
+		             from agent_activity_durations u
+		            where u.day = g.day::date and u.skill = '' offset 0) d) x
 		 group by 1`, customPlan, postgres.Strict{"since": daily.since()})
 	if err != nil {
-		return nil, err
+		return figure{}, err
 	}
-	took := percentileChart("Duration of skill calls", "By day (UTC).", "No skill was called in this time.", durations,
-		daily)
-	return map[string]any{"Charts": []figure{d, took}}, nil
+	const empty = "No skill was called in this time."
+	return percentileChart("Duration of skill calls", "By day (UTC).", empty, durations, daily), nil
 }

@@ -5,7 +5,6 @@ import (
 	"regexp"
 	"time"
 
-	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -56,7 +55,7 @@ func (room *Room) openDeliveries(ctx context.Context, req *pageRequest) (string,
 		return "", err
 	}
 	filter := deliveryFilter{Endpoint: endpoint}
-	if filter.endpoints, err = room.namesLike(ctx, "endpoint", endpoint); err != nil {
+	if filter.endpoints, err = room.namesLike(ctx, req, "endpoint", endpoint); err != nil {
 		return "", err
 	}
 	if filter.ID, err = req.textFilter("id"); err != nil {
@@ -118,9 +117,9 @@ type deliveryRow struct {
 func (room *Room) deliveriesList(ctx context.Context, req *pageRequest) (any, error) {
 	filter, _ := req.Subject.(deliveryFilter)
 	all, err := postgres.Rows[deliveryRow](ctx, room.Read, "list deliveries", `
-		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, d.execution_id::text,
-		  d.attempts, d.replays,
-		       d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at,
+		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id,
+		       d.execution_id::text, d.attempts, d.replays, d.repeats, d.conflicts,
+		       octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at,
 		       coalesce(left(d.error_message, 300), '') as error, coalesce(e.scheme, '') as scheme,
 		       coalesce(left(coalesce(d.headers #>> '{X-Github-Event,0}',
 		         jsonb_path_query_first(d.outcome, '$.*.event') #>> '{}'), 100), '') as event
@@ -177,25 +176,24 @@ type targetRow struct {
 	Pending, Dead                             int64      // at most maxCounted + 1
 }
 
-// Capped formats a bounded count.
-func (targetRow) Capped(n int64) string {
-	if n > maxCounted {
-		return human.Count(maxCounted) + "+"
-	}
-	return human.Count(n)
-}
+// Capped formats Pending or Dead.
+func (targetRow) Capped(n int64) string { return capped(n, maxCounted) }
 
 func (room *Room) deliveryTargets(ctx context.Context, _ *pageRequest) (any, error) {
 	all, err := postgres.Rows[targetRow](ctx, room.Read, "list targets", `
-		select t.id::text, t.name, left(t.url, 2048) as url, array(select left(coalesce(e, ''), 200)
-		  from unnest(t.events[:20]) e) as events,
+		select t.id::text, t.name, left(t.url, 2048) as url,
+		       array(select left(coalesce(e, ''), 200) from unnest(t.events[:20]) e) as events,
 		       t.enabled, left(t.disabled_by, 300) as disabled_by, left(t.disabled_reason, 300) as disabled_reason,
-		         t.failures,
-		       t.failing_since, case when t.blocked_until > clock_timestamp() then t.blocked_until end as blocked_until,
-		       (select count(*) from (select from agent_webhook_outbox o where o.target_id = t.id and o.status = 'pending'
-		         limit @count + 1) p) as pending,
-		       (select count(*) from (select from agent_webhook_outbox o where o.target_id = t.id
-		         and o.status = 'dead' limit @count + 1) p) as dead
+		       t.failures, t.failing_since,
+		       case when t.blocked_until > clock_timestamp() then t.blocked_until end as blocked_until,
+		       (select count(*)
+		          from (select from agent_webhook_outbox o
+		                 where o.target_id = t.id and o.status = 'pending'
+		                 limit @count + 1) p) as pending,
+		       (select count(*)
+		          from (select from agent_webhook_outbox o
+		                 where o.target_id = t.id and o.status = 'dead'
+		                 limit @count + 1) p) as dead
 		  from agent_webhook_targets t order by t.name limit @limit + 1`,
 		postgres.Strict{"limit": maxTargets, "count": maxCounted})
 	if err != nil {

@@ -2,22 +2,23 @@
 //
 // A page is a list of parts. A part is a query and a template. The first response, each live update and the page
 // without JavaScript use the same render. While a page is open, the server refreshes its parts once for all viewers of
-// the URL. It sends changed parts over one event stream per page. An update is the part's whole state, so a reconnected
-// stream needs no replay.
+// the URL with the same scopes. It sends changed parts over one event stream per page. An update replaces the viewer's
+// state of the part, whatever that is, so a reconnected stream needs no replay.
 //
 // Guarantees:
 //
 //   - The package only reads. Changes go through the routes of package api, with the same checks and audit as other
 //     clients.
-//   - No part's cost grows with the tables: an index and a limit bound each query. A bounded number shows its bound
-//     ("1,000+"). Sums over the activity log come from activity.Counted.
+//   - The cost of a part does not grow with the tables: an index and a limit bound each query, except the search for
+//     words in memory, and the lists of agents and principals. A bounded number shows its bound ("1,000+"). Sums over
+//     the activity log come from the counts of package activity.
 //   - The templates escape foreign text. Control characters and direction marks are visible, and a cut value shows its
 //     length.
 //   - A page loads nothing from another host. The Content-Security-Policy allows no inline script or style.
 //   - A part that fails shows its error in place; all other parts stay.
 //   - Pages may read from a replica (see internal/replica), and then show its lag. The Operate page and the result of
 //     an action read from the primary.
-//   - Every page works without JavaScript, including its actions.
+//   - Every page works without JavaScript, including its actions. Updates, keys and notifications need it.
 //
 // The server checks access before it calls a handler of this package.
 package engineroom
@@ -50,7 +51,7 @@ type Options struct {
 	Logger *slog.Logger
 	// Agent is the agent's name, shown in titles.
 	Agent string
-	// Agents finds the agents; nil is an installation without settings.
+	// Agents finds the agents; nil stands for a directory with the name Agent and no other settings.
 	Agents *agents.Directory
 	// Limits are the configured budgets of a day.
 	Limits budgets.Limits

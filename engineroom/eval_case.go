@@ -163,7 +163,7 @@ type comparedTrial struct {
 
 // comparisonRow shows a call of both trials, or their answers. Differs marks the first difference.
 type comparisonRow struct {
-	Word        string
+	Label       string
 	Left, Right comparisonCell
 	Differs     bool
 	What        string     // names the difference
@@ -239,7 +239,7 @@ func (c *trialComparison) compare() {
 	}
 	same := c.Right != nil && !c.Undecidable
 	for i := range min(calls, maxComparedCalls) {
-		row := comparisonRow{Word: fmt.Sprintf("call %d", i+1), Left: c.Left.cell(i)}
+		row := comparisonRow{Label: fmt.Sprintf("call %d", i+1), Left: c.Left.cell(i)}
 		if c.Right != nil {
 			row.Right = c.Right.cell(i)
 		}
@@ -250,7 +250,7 @@ func (c *trialComparison) compare() {
 		c.Rows = append(c.Rows, row)
 	}
 	answer := comparisonRow{
-		Word: "answer", Left: comparisonCell{Answer: true},
+		Label: "answer", Left: comparisonCell{Answer: true},
 		Right: comparisonCell{Answer: c.Right != nil},
 	}
 	if same && c.Left.Trial.Answer != c.Right.Trial.Answer {

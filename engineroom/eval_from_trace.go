@@ -3,6 +3,7 @@ package engineroom
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"net/url"
 	"slices"
@@ -40,20 +41,24 @@ func (room *Room) openCaseFrom(ctx context.Context, req *pageRequest) (string, e
 
 func (room *Room) caseFrom(_ context.Context, req *pageRequest) (any, error) { return req.Subject, nil }
 
-// readCase makes the case. An unknown suite counts as no suite.
+// readCase makes a case from a trace, for a suite. An unknown suite counts as no suite.
 func (room *Room) readCase(ctx context.Context, id, suite string) (newCase, error) {
 	result := newCase{Trace: id}
 	trace := activity.Trace{TraceID: id}
 	rows, err := room.Read.Query(ctx, `
 		select a.kind, a.skill_name, a.status, a.input, a.output, a.error_message, a.error_class, a.created_at
-		  from agent_activity a where a.trace_id = @trace and a.kind in ('model', 'call')
-		 order by a.created_at, a.id limit @limit`, customPlan, postgres.Strict{"trace": id, "limit": maxCaseCalls})
+		  from agent_activity a
+		 where a.trace_id = @trace and a.kind in ('model', 'call')
+		 order by a.created_at, a.id limit @limit + 1`, customPlan, postgres.Strict{"trace": id, "limit": maxCaseCalls})
 	trace.Activities, err = postgres.Collect(rows, err, "read trace "+id, pgx.RowToStructByNameLax[activity.Row])
-	if err != nil {
+	switch {
+	case err != nil:
 		return result, err
-	}
-	if len(trace.Activities) == 0 {
+	case len(trace.Activities) == 0:
 		return result, notFound("there is no trace %.60q with model calls", id)
+	case len(trace.Activities) > maxCaseCalls:
+		result.Why = fmt.Sprintf("the trace has more than %d calls", maxCaseCalls)
+		return result, nil
 	}
 	list, err := evals.List(ctx, room.Read)
 	if err != nil {
@@ -79,7 +84,7 @@ func (room *Room) readCase(ctx context.Context, id, suite string) (newCase, erro
 	return result, err
 }
 
-// maxCaseCalls bounds the calls of a case.
+// maxCaseCalls bounds the calls of a case. A case of only the first calls would expect the wrong answer.
 const maxCaseCalls = 500
 
 // newSuiteName is the name of a new suite.

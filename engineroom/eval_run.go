@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/url"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/evals"
@@ -118,10 +119,13 @@ func (room *Room) evalRunFacts(ctx context.Context, req *pageRequest) (any, erro
 	return map[string]any{"Run": shownRun{report, passesOfRun(report)}, "Doubtful": controlDiffers}, err
 }
 
-// otherRuns lists the runs to compare with.
+// maxOtherRuns bounds the runs that the form offers for a comparison.
+const maxOtherRuns = 30
+
+// otherRuns lists the newest runs of the suite, for the form that chooses one to compare with.
 func (room *Room) otherRuns(ctx context.Context, req *pageRequest) (any, error) {
 	subject, _ := req.Subject.(evalRunSubject)
-	list, err := evals.Runs(ctx, room.Read, subject.Run.Suite, 30)
+	list, err := evals.Runs(ctx, room.Read, subject.Run.Suite, maxOtherRuns)
 	list = slices.DeleteFunc(list, func(r evals.Run) bool { return r.ID == subject.Run.ID })
 	return map[string]any{"Run": subject.Run, "Against": subject.Against, "Others": list}, err
 }
@@ -173,7 +177,8 @@ func (room *Room) evalRunTrials(ctx context.Context, req *pageRequest) (any, err
 	return map[string]any{"Trials": rows, "More": more}, err
 }
 
-// trialRows reads the trials of a run, of one case if named.
+// trialRows reads the first maxTrialRows trials of a run, of one case if named, and whether there are more. It reads as
+// many labels, so a trial with many labels can cost other trials theirs.
 func (room *Room) trialRows(ctx context.Context, subject evalRunSubject, caseName string) ([]trialRow, bool, error) {
 	trials, err := evals.BriefTrials(ctx, room.Read, subject.Run.ID, caseName)
 	if err != nil {
@@ -198,7 +203,7 @@ func labelsOf(all []evals.Label, t evals.Trial) []evals.Label {
 func casePath(run, caseName string, trial int, against *evals.Run) string {
 	q := url.Values{}
 	if trial > 0 {
-		q.Set("trial", formatSVG(float64(trial)))
+		q.Set("trial", strconv.Itoa(trial))
 	}
 	if against != nil {
 		q.Set("against", against.ID)

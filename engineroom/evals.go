@@ -116,7 +116,7 @@ type suiteRow struct {
 	Runs               []shownRun `db:"-"`
 }
 
-// Missing is the number of the columns without a run; 0 for none.
+// Missing is the number of empty columns after the runs. The row of a suite without runs has one cell that says so.
 func (s suiteRow) Missing() int { return suiteRuns - max(1, len(s.Runs)) }
 
 // listSuites reads the current suites by name, with their newest runs.

@@ -317,6 +317,16 @@ func TestLabelTextsNeedThreadsRead(t *testing.T) {
 	}
 }
 
+func TestLongTraceMakesNoCase(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
+	rows.Quiet(t, pool, `
+		insert into agent_activity (trace_id, kind, skill_name, status)
+		select $1, 'call', 'fetch', 'success' from generate_series(1, $2::int)`, trace, maxCaseCalls+1)
+	wantTexts(t, server.URL+"/evals/from/"+trace, "the trace has more than 500 calls")
+}
+
 // The cost of trials is spend of the surface eval, without a skill. No daily budget includes it.
 func TestEvalSpendHasItsOwnSurface(t *testing.T) {
 	t.Parallel()

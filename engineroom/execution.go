@@ -39,9 +39,9 @@ func (room *Room) executionPage() page {
 // executionSubject is the execution of a page.
 type executionSubject struct {
 	ID   string
-	From string // first step of the fork form
+	From string // the step from which the fork form starts
 	Tab  string // of the values
-	// before is the position in the timeline; nil for the newest.
+	// before is the cursor of the timeline; nil for the newest steps.
 	before *stepCursor
 }
 
@@ -108,7 +108,8 @@ func (x executionRecord) State() string {
 	return x.Status
 }
 
-// lostAt is the end of the worker's lease; nil while the lease holds.
+// lostAt is the end of the worker's lease; nil while the lease holds, or without a claim. Without the worker's row, it
+// is the latest change of the execution.
 func (x executionRecord) lostAt() *time.Time {
 	switch {
 	case x.ClaimedBy == nil || x.Ended():
@@ -121,7 +122,7 @@ func (x executionRecord) lostAt() *time.Time {
 	return nil
 }
 
-// Took is the duration since the first claim in short form; empty while the execution runs.
+// Took is the duration from the first claim, or without one from the creation, to the end; empty before the end.
 func (x executionRecord) Took() string {
 	from := x.CreatedAt
 	if x.StartedAt != nil {
@@ -142,19 +143,17 @@ func (x executionRecord) Queued() string {
 type executionView struct {
 	executionRecord
 
-	View  *spansView // nil if the page of the trace omits the execution
-	Line  *spanNode  // the execution's line, with the sums of the lines below
-	Lost  []lostClaim
-	First string // the first recorded step
-	Cause *activity.RootCause
-
-	Labels executions.Labels
-
+	View       *spansView // nil if the page of the trace omits the execution
+	Line       *spanNode  // the execution's line, with the sums of the lines below
+	Lost       []lostClaim
+	First      string // the first recorded step
+	Cause      *activity.RootCause
+	Labels     executions.Labels
 	Missing    *missingWorker // while the execution waits for a claim
-	Unforkable bool           // neither forked nor retried
+	Unforkable bool           // the flow allows neither fork nor retry
 }
 
-// executionView reads the row, without the lock's secret, and its lines of the trace.
+// executionView reads the execution, and its lines of the trace's waterfall.
 func (room *Room) executionView(ctx context.Context, req *pageRequest) (any, error) {
 	subject, _ := req.Subject.(executionSubject)
 	x, err := room.readExecution(ctx, subject.ID)
@@ -197,25 +196,19 @@ func (room *Room) executionView(ctx context.Context, req *pageRequest) (any, err
 	return view, nil
 }
 
-// subtree returns the line of a node and the lines below it, with their levels from 0.
-func subtree(order []*spanNode, id string) (list []*spanNode) {
-	for _, n := range order {
-		switch {
-		case n.ID == id:
-			list = append(list, n)
-		case len(list) > 0 && n.Level <= list[0].Level:
-			// Lines follow their parent without a gap.
-			return relativeLevels(list)
-		case len(list) > 0:
-			list = append(list, n)
-		}
+// subtree returns the line of a node and the lines below it, with their levels from 0; nil for an unknown node.
+func subtree(order []*spanNode, id string) []*spanNode {
+	first := slices.IndexFunc(order, func(n *spanNode) bool { return n.ID == id })
+	if first < 0 {
+		return nil
 	}
-	return relativeLevels(list)
-}
-
-func relativeLevels(list []*spanNode) []*spanNode {
-	for _, n := range slices.Backward(list) {
-		n.Level -= list[0].Level
+	level, end := order[first].Level, first+1
+	for end < len(order) && order[end].Level > level { // lines follow their parent without a gap
+		end++
+	}
+	list := order[first:end]
+	for _, n := range list {
+		n.Level -= level
 	}
 	return list
 }
@@ -259,7 +252,7 @@ type openWait struct {
 	Number             int
 	Data               shownValue
 	Event              string // the event that ends the wait
-	Raise              bool   // the page offers to emit the event
+	Emit               bool   // the page offers to emit the event
 	Requests           []openRequest
 }
 
@@ -296,7 +289,7 @@ func (room *Room) executionWait(ctx context.Context, req *pageRequest) (any, err
 	switch w.For {
 	case "response", "document", "signature", "test", "event":
 		// A form must send the key unchanged, so a key that the page does not show unchanged has no form.
-		w.Raise = len(w.Key) <= maxEventKey && redact.Text(w.Key, maxValue) == w.Key &&
+		w.Emit = len(w.Key) <= maxEventKey && redact.Text(w.Key, maxValue) == w.Key &&
 			!strings.ContainsFunc(w.Key, isInvisible)
 	}
 	w.Key, w.Step = redact.Text(w.Key, maxValue), redact.Text(w.Step, maxValue)
@@ -312,12 +305,6 @@ func (room *Room) executionWait(ctx context.Context, req *pageRequest) (any, err
 // maxEventKey is the API's bound of an event's key, in bytes.
 const maxEventKey = 500
 
-const (
-	lanesShown    = 50
-	messagesShown = 20
-	stepsOffered  = 200 // options of the fork form
-)
-
 // executionLane is a lane that an execution holds or has lent.
 type executionLane struct {
 	Lane         string
@@ -328,19 +315,27 @@ type executionLane struct {
 	Borrower     *string    // of a lent lane
 }
 
+// lanesShown bounds the lanes that the execution holds, and those that it has lent.
+const lanesShown = 50
+
 // executionLanes reads the lanes that the execution holds, borrows or has lent.
 func (room *Room) executionLanes(ctx context.Context, req *pageRequest) (any, error) {
 	list, err := postgres.Rows[executionLane](ctx, room.Read, "read the lanes of the execution", `
-		select k.* from ((select l.lane, l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end
-		  as expires_at,
+		select k.* from (
+		(select l.lane, l.fencing_token, l.locked_at,
+		        case when not l.parked then l.expires_at end as expires_at,
 		        (select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1) as lender,
 		        null::text as borrower
 		   from agent_locks l
-		  where l.execution_id = @id and l.locked_by <> '' and l.expires_at > clock_timestamp() limit @limit)
+		  where l.execution_id = @id and l.locked_by <> '' and l.expires_at > clock_timestamp()
+		  limit @limit)
 		union all
 		(select l.lane, l.fencing_token, o.lent_at, case when not l.parked then l.expires_at end, null, o.borrower::text
-		   from agent_lock_loans o join agent_locks l on l.lane = o.lane
-		  where o.lender = @id limit @limit)) k order by k.lane`, customPlan,
+		   from agent_lock_loans o
+		   join agent_locks l on l.lane = o.lane
+		  where o.lender = @id
+		  limit @limit)) k
+		 order by k.lane`, customPlan,
 		postgres.Strict{"id": req.Subject.(executionSubject).ID, "limit": lanesShown})
 	if err != nil {
 		return nil, err
@@ -355,8 +350,11 @@ type sentMessage struct {
 	CreatedAt                  time.Time
 }
 
-// executionMessages reads the execution's messages, newest first, in the order of the index on the execution; see
-// descendants.
+// messagesShown bounds the messages of an execution on its page.
+const messagesShown = 20
+
+// executionMessages reads the execution's newest messages. It reads them in the order of the index on the execution;
+// see descendants.
 func (room *Room) executionMessages(ctx context.Context, req *pageRequest) (any, error) {
 	list, err := postgres.Rows[sentMessage](ctx, room.Read, "read the messages of the execution", `
 		select m.id::text, m.thread_id, m.status, left(m.content, 600) as text, octet_length(m.content) as bytes, m.created_at

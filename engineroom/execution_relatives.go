@@ -15,8 +15,8 @@ import (
 )
 
 const (
-	maxTreeDepth = 4   // levels below an execution
-	maxTreeWidth = 50  // children of each
+	maxTreeDepth = 4   // levels below the execution of the page
+	maxTreeWidth = 50  // children of one execution
 	maxTree      = 100 // descendants in all
 	maxForks     = 50
 )
@@ -40,7 +40,7 @@ type fork struct {
 // executionFamily has the relatives of an execution.
 type executionFamily struct {
 	Root  *relative // the first ancestor; nil without parent and children
-	More  bool
+	More  bool      // there are more than maxTree descendants
 	Forks []fork
 }
 
@@ -68,12 +68,19 @@ func (room *Room) executionRelatives(ctx context.Context, req *pageRequest) (any
 func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) {
 	rows, err := room.Read.Query(ctx, `
 		with recursive line (id, level) as (
-		  select x.id, 0 from agent_executions x where x.id = @id
+		  select x.id, 0
+		    from agent_executions x
+		   where x.id = @id
 		  union all
-		  select p.id, l.level + 1 from line l join agent_executions x on x.id = l.id
-		    join agent_executions p on p.id = x.parent_id where l.level < @deepest)
+		  select p.id, l.level + 1
+		    from line l
+		    join agent_executions x on x.id = l.id
+		    join agent_executions p on p.id = x.parent_id
+		   where l.level < @deepest)
 		select x.id::text, left(x.flow, 100) as flow, x.status, x.parent_id::text, x.created_at, l.level
-		  from line l join agent_executions x on x.id = l.id order by l.level`, customPlan,
+		  from line l
+		  join agent_executions x on x.id = l.id
+		 order by l.level`, customPlan,
 		postgres.Strict{"id": id, "deepest": executions.MaxDepth})
 	if err != nil {
 		return nil, fmt.Errorf("read the parents of the execution: %w", err)
@@ -85,21 +92,30 @@ func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) 
 	return list, nil
 }
 
-// descendants reads the descendants by level: the oldest maxTreeWidth of each parent, and maxTree + 1 in all. It reads
-// them in the order of the index on the parent. For another order, the planner may scan the whole table by id.
+// descendants reads the descendants by level: at most maxTreeWidth children of each parent, and maxTree + 1 in all. The
+// inner query reads the children in the order of the index on the parent, and bounds them before the order by id. With
+// an order by id alone, the planner may scan the whole table by its primary key.
 func (room *Room) descendants(ctx context.Context, id string) ([]relative, error) {
 	rows, err := room.Read.Query(ctx, `
 		with recursive tree (id, level) as (
 		  select @id::uuid, 0
 		  union all
-		  select c.id, t.level + 1 from tree t cross join lateral (
-		    select y.id from (select x.id, x.parent_id from agent_executions x where x.parent_id >= t.id
-		      order by x.parent_id limit @near) y
-		     where y.parent_id = t.id order by y.id limit @wide) c
+		  select c.id, t.level + 1
+		    from tree t
+		   cross join lateral (
+		    select y.id
+		      from (select x.id, x.parent_id
+		              from agent_executions x
+		             where x.parent_id >= t.id
+		             order by x.parent_id limit @near) y
+		     where y.parent_id = t.id
+		     order by y.id limit @wide) c
 		   where t.level < @deep)
 		select x.id::text, left(x.flow, 100) as flow, x.status, x.parent_id::text, x.created_at, t.level
-		  from (select id, level from tree limit @limit + 2) t join agent_executions x on x.id = t.id
-		 where t.level > 0 order by t.level, x.id`, customPlan,
+		  from (select id, level from tree limit @limit + 2) t
+		  join agent_executions x on x.id = t.id
+		 where t.level > 0
+		 order by t.level, x.id`, customPlan,
 		postgres.Strict{"id": id, "wide": maxTreeWidth, "near": 4 * maxTreeWidth, "deep": maxTreeDepth, "limit": maxTree})
 	if err != nil {
 		return nil, fmt.Errorf("read the children of the execution: %w", err)
@@ -119,21 +135,19 @@ func collectRelatives(rows pgx.Rows) ([]relative, error) {
 
 // buildTree builds the tree of the ancestors and descendants, and returns its root.
 func buildTree(ancestors, descendants []relative, id string) *relative {
-	known := map[string]*relative{}
-	var root *relative
-	slices.Reverse(ancestors)
-	all := append(ancestors, descendants...)
-	for i := range all {
-		r := &all[i]
+	slices.Reverse(ancestors) // parents come before their children
+	family := append(ancestors, descendants...)
+	byID := map[string]*relative{}
+	for i := range family {
+		r := &family[i]
 		r.Here = r.ID == id
-		known[r.ID] = r
-		if root == nil {
-			root = r
-		} else if r.ParentID != nil && known[*r.ParentID] != nil {
-			known[*r.ParentID].Children = append(known[*r.ParentID].Children, r)
+		if r.ParentID != nil && byID[*r.ParentID] != nil {
+			parent := byID[*r.ParentID]
+			parent.Children = append(parent.Children, r)
 		}
+		byID[r.ID] = r
 	}
-	return root
+	return &family[0]
 }
 
 // forks returns the executions forked from this one, newest first.

@@ -37,7 +37,7 @@ func (room *Room) executionValues(ctx context.Context, req *pageRequest) (any, e
 		  from agent_executions e
 		 cross join lateral (select e.input::text as input, e.variables::text as variables,
 		                            coalesce(e.result::text, '') as result, coalesce(e.error_message, '') as error) v
-		 where e.id = @id`, postgres.Strict{"id": req.Subject.(executionSubject).ID}).
+		 where e.id = @id`, postgres.Strict{"id": subject.ID}).
 		Scan(&view.Status, &input, &view.Input.Bytes, &variables, &view.Variables.Bytes, &result, &view.Result.Bytes,
 			&summary, &view.Summary.Bytes, &failure, &view.Error.Bytes)
 	if err != nil {
@@ -53,14 +53,13 @@ func (room *Room) executionValues(ctx context.Context, req *pageRequest) (any, e
 	if hide && summary != "" {
 		summary, view.Summary.Bytes = activity.HiddenText, int64(len(activity.HiddenText))
 	}
-	view.Input, view.Variables, view.Result = shownJSON(input, view.Input.Bytes),
-		shownJSON(variables, view.Variables.Bytes),
-		shownJSON(result, view.Result.Bytes)
+	view.Input, view.Variables = shownJSON(input, view.Input.Bytes), shownJSON(variables, view.Variables.Bytes)
+	view.Result = shownJSON(result, view.Result.Bytes)
 	view.Summary, view.Error = shownText(summary, view.Summary.Bytes), shownText(failure, view.Error.Bytes)
 	return view, nil
 }
 
-// latestCheckpoint reads the newest checkpoint of an execution, as JSON.
+// latestCheckpoint reads the newest checkpoint of an execution, as JSON; empty for none.
 func (room *Room) latestCheckpoint(ctx context.Context, id string) (shownValue, error) {
 	hide, err := room.hidesTextsOf(ctx, id)
 	if err != nil {
@@ -82,6 +81,9 @@ func (room *Room) latestCheckpoint(ctx context.Context, id string) (shownValue, 
 	}
 	return shownJSON(body, size), nil
 }
+
+// stepsOffered bounds the recorded steps that the fork form offers.
+const stepsOffered = 200
 
 // forkForm holds the defaults of the fork form.
 type forkForm struct {

@@ -114,15 +114,16 @@ func (l *executionList) markLost(i int, h halt) {
 type executionList struct {
 	executionFilter
 	Rows []executionRow
-	// Older links to the next page. Farther means that this page reached its bound of rows, so the next page may be
-	// empty.
+	// Older links to the next page; empty for none. Farther means that this page reached its bound of Window rows, so the
+	// next page may be empty.
 	Older   string
 	Farther bool
 	Window  int64
 }
 
-// candidateColumns are the columns that the listing's filters and orders read.
-const candidateColumns = `x.id, x.trace_id, x.status, x.surface, x.flow, x.agent, x.created_at, x.completed_at from agent_executions x`
+// candidateColumns are the columns that the listing's filters and orders read, with their table.
+const candidateColumns = `x.id, x.trace_id, x.status, x.surface, x.flow, x.agent, x.created_at, x.completed_at
+	  from agent_executions x`
 
 // executionCandidates are the rows that the leading filter yields, within the period, newest first.
 const executionCandidates = `
@@ -193,8 +194,7 @@ func (room *Room) listExecutions(ctx context.Context, req *pageRequest) (any, er
 		  where `+executionConditions+`
 		  order by w.id desc limit @limit + 1) p
 		  join agent_executions e on e.id = p.id
-		 order by e.id desc`, customPlan,
-		f.args(maxSearched, executionsShown))
+		 order by e.id desc`, customPlan, f.args(maxSearched, executionsShown))
 	result := executionList{executionFilter: f, Window: maxSearched}
 	if result.Rows, err = collectExecutions(ctx, rows, err); err == nil {
 		err = haltRunning(ctx, room.Read, len(result.Rows), result.runningID, result.markLost)

@@ -99,7 +99,7 @@ func (room *Room) openExecutions(ctx context.Context, req *pageRequest) (string,
 		return "", err
 	}
 	flow, _ := parseExclusion(f.Flow)
-	if f.flows, err = room.namesLike(ctx, "flow", flow); err != nil {
+	if f.flows, err = room.namesLike(ctx, req, "flow", flow); err != nil {
 		return "", err
 	}
 	if err := f.parseCursor(q["before"]); err != nil {

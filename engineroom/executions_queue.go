@@ -16,9 +16,9 @@ const queueKinds = 100
 
 // stateTab links to the executions of one state.
 type stateTab struct {
-	Word, Link string
-	Count      string // with "+" beyond maxCount; empty without a count
-	Now        bool   // the current tab
+	Label, Link string
+	Count       string // with "+" beyond maxCount; empty without a count
+	Now         bool   // the current tab
 }
 
 // executionStates returns the tabs, which are the only filter of states. Failed includes timeouts. Waiting is in order
@@ -32,9 +32,9 @@ func (room *Room) executionStates(ctx context.Context, req *pageRequest) (any, e
 			return nil, err
 		}
 	}
-	tabs := []stateTab{{Word: "All", Link: f.tabURL("", ""), Now: f.View == "" && f.Status == "" && !f.Failed}}
+	tabs := []stateTab{{Label: "All", Link: f.tabURL("", ""), Now: f.View == "" && f.Status == "" && !f.Failed}}
 	for _, s := range executionStatuses() {
-		tab := stateTab{Word: s, Link: f.tabURL("status", s), Count: counts[s], Now: f.Status == s}
+		tab := stateTab{Label: s, Link: f.tabURL("status", s), Count: counts[s], Now: f.Status == s}
 		switch s {
 		case string(executions.Waiting):
 			tab.Link, tab.Now = f.tabURL("view", s), tab.Now || f.View == s
@@ -46,7 +46,7 @@ func (room *Room) executionStates(ctx context.Context, req *pageRequest) (any, e
 		tabs = append(tabs, tab)
 	}
 	return append(tabs, stateTab{
-		Word: "stuck", Link: f.tabURL("view", "stuck"), Count: counts["stuck"], Now: f.View == "stuck",
+		Label: "stuck", Link: f.tabURL("view", "stuck"), Count: counts["stuck"], Now: f.View == "stuck",
 	}), nil
 }
 
@@ -103,7 +103,7 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 	return counts, nil
 }
 
-// capped formats a bounded count.
+// capped formats a count of at most limit + 1, such as 1,000+.
 func capped(n, limit int64) string {
 	if n > limit {
 		return human.Count(limit) + "+"

@@ -127,6 +127,24 @@ func TestListExecutionsByState(t *testing.T) {
 	}
 }
 
+func TestFlowFilterShowsItsBounds(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	long := strings.Repeat("x", maxSuggestedLength+1)
+	rows.Quiet(t, pool, `
+		insert into agent_executions (trace_id, surface, flow)
+		select 'fl_1', 'flow', 'import_' || n from generate_series(1, @names::int) n
+		union all
+		select 'fl_1', 'flow', @long`, postgres.Strict{"names": maxNamesLike + 1, "long": long})
+	wantTexts(t, server.URL+"/executions?flow=IMPORT", "IMPORT, only the first 20 names")
+	body := wantTexts(t, server.URL+"/executions?flow=import_1")
+	assert.True(t, !strings.Contains(body, "only the first"), "a complete name is shown as a part of many names")
+	body = wantTexts(t, server.URL+"/executions")
+	assert.True(t, !strings.Contains(body, `<option value="xxx`), "the page suggests a part of a long name")
+	body = wantTexts(t, server.URL+"/executions?flow="+long)
+	assert.Equal(t, 1, strings.Count(body, `<tr id="execution-`), "executions of the flow with the long name")
+}
+
 // nextLink returns the target of the first link after a text.
 func nextLink(body, after string) string {
 	_, link, _ := strings.Cut(body, after+`<a href="`)
@@ -235,7 +253,7 @@ func TestTimelinePages(t *testing.T) {
 		_, list, _ := strings.Cut(body, `<ol class="moments">`)
 		list, _, _ = strings.Cut(list, "</ol>")
 		seen["all"] += strings.Count(list, "Fork from here")
-		if strings.Contains(body, "Under claim 2 from here on") {
+		if strings.Contains(body, "Claimed again (claim 2)") {
 			seen["claim"]++
 		}
 		path = strings.TrimSuffix(nextLink(body, `<p class="pager">`), "#timeline")
@@ -246,6 +264,27 @@ func TestTimelinePages(t *testing.T) {
 	}
 	assert.Truef(t, seen["all"] == 90 && seen["claim"] == 1, "entries on all pages: %v", seen)
 	wantTexts(t, server.URL+"/executions/"+id+"?from="+url.QueryEscape("step 7"), `name="from" value="step 7"`)
+}
+
+func TestTimelineShowsItsBounds(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	id := rows.Execution(t, pool, "running", "flow", "external:crawler")
+	address := server.URL + "/executions/" + id
+	addChanges := func(from, to int) {
+		rows.Quiet(t, pool, `
+			insert into agent_status_changes (execution_id, n, status)
+			select $1::uuid, n, 'running' from generate_series($2::int, $3::int) n`, id, from, to)
+	}
+	addChanges(1, maxStatusChanges)
+	const omitted = "Earlier changes of status are not shown"
+	assert.True(t, !strings.Contains(wantTexts(t, address), omitted), "the page reports omitted changes, but shows all")
+	addChanges(maxStatusChanges+1, maxStatusChanges+1)
+	wantTexts(t, address, omitted)
+	rows.Quiet(t, pool, `
+		insert into agent_checkpoints (execution_id, step, claim)
+		select $1::uuid, n || repeat('x', $2::int), 1 from generate_series(1, $3::int) n`, id, maxFilterBytes, stepsShown+1)
+	wantTexts(t, address, "Earlier steps are not shown")
 }
 
 func TestExecutionShowsParentChildrenAndForks(t *testing.T) {
@@ -262,7 +301,7 @@ func TestExecutionShowsParentChildrenAndForks(t *testing.T) {
 	wantTexts(t, server.URL+"/executions/"+here, "(this one)", `id="relative-`+root, `id="relative-`+child,
 		`id="fork-`+fork,
 		"from step", "Started by")
-	wantTexts(t, server.URL+"/executions/"+fork, "Forked from", "before step", "taken over")
+	wantTexts(t, server.URL+"/executions/"+fork, "Forked from", "before step", ">copied<")
 	wantTexts(t, server.URL+"/executions", "child of", ">parent</span>", "fork of")
 	rows.Quiet(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, parent_id) select 'x', 'flow', 'many',

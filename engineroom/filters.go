@@ -1,16 +1,21 @@
 package engineroom
 
 import (
+	"cmp"
 	"context"
+	"fmt"
 	"slices"
 	"strings"
 )
 
 // chip shows a set filter, with a link to the page without the filter.
-type chip struct{ Word, Value, Href string }
+type chip struct{ Label, Value, Href string }
 
-// filterWords are the labels of the filters' parameters, in the order of the chips. Cursors have none.
-var filterWords = [][2]string{
+// filterLabel is the label of a filter's parameter.
+type filterLabel struct{ param, label string }
+
+// filterLabels are in the order of the chips. Cursors have no chips, so they have no labels.
+var filterLabels = []filterLabel{
 	{"q", "Words"},
 	{"status", "State"},
 	{"state", "State"},
@@ -39,36 +44,38 @@ var filterWords = [][2]string{
 	{"sort", "Order"},
 }
 
+// valueLabels names the values of parameters that a reader would not understand, by parameter and value. A parameter
+// without values here shows its value as it is.
+var valueLabels = map[[2]string]string{
+	{"sort", byTook}: "slowest first",
+	{"sort", byCost}: "most expensive first",
+	{"errors", "1"}:  "errors",
+	{"failed", "1"}:  "failed or timed out",
+}
+
 // Chips lists the set filters, except the named ones. Each chip links to the page without its filter.
 func (req *pageRequest) Chips(except ...string) []chip {
 	var list []chip
-	for _, w := range filterWords {
-		value := strings.TrimSpace(req.Query.Get(w[0]))
-		if value == "" || slices.Contains(except, w[0]) {
+	for _, f := range filterLabels {
+		value := strings.TrimSpace(req.Query.Get(f.param))
+		if value == "" || slices.Contains(except, f.param) {
 			continue
 		}
-		rest := req.withoutRow()
+		withoutFilter := req.withoutRow()
 		for _, cursor := range []string{"before", "after", "cursor"} {
-			rest.Query.Del(cursor)
+			withoutFilter.Query.Del(cursor)
 		}
-		if w[0] == "failed" {
-			value = "failed or timed out"
+		value = cut(60, cmp.Or(valueLabels[[2]string{f.param, value}], value))
+		if slices.Contains(req.cappedFilters, f.param) {
+			value += fmt.Sprintf(", only the first %d names", maxNamesLike)
 		}
-		switch w[0] + " " + value {
-		case "sort took":
-			value = "slowest first"
-		case "sort cost":
-			value = "most expensive first"
-		case "errors 1":
-			value = "errors"
-		}
-		list = append(list, chip{w[1], cut(60, value), rest.withParam(w[0], "")})
+		list = append(list, chip{f.label, value, withoutFilter.withParam(f.param, "")})
 	}
 	return list
 }
 
-// Set returns the number of set filters, except the named ones.
-func (req *pageRequest) Set(except ...string) int { return len(req.Chips(except...)) }
+// CountFilters returns the number of set filters, except the named ones.
+func (req *pageRequest) CountFilters(except ...string) int { return len(req.Chips(except...)) }
 
 // maxOptions bounds the suggestions of a filter that a page contains.
 const maxOptions = 100

@@ -16,7 +16,7 @@ import (
 const (
 	// hitsShown bounds the hits of a group.
 	hitsShown = 6
-	// maxNames bounds the rows of a small table whose names a search compares.
+	// maxNames bounds the rows of most tables whose names a search compares: the first by name, or the newest.
 	maxNames = 2000
 	// maxRecentRuns bounds the newest executions whose texts a search compares.
 	maxRecentRuns = 1000
@@ -35,10 +35,11 @@ type hit struct {
 
 // hitGroup are the hits of one kind.
 type hitGroup struct {
-	Name, Word string
-	Hits       []hit
-	More       string // the address of all hits; empty for none
-	rank       int
+	Name, Label string
+	Hits        []hit
+	More        string // the address of a list with further hits; empty for none
+	Cut         bool   // further hits have no list
+	rank        int    // of the group; the lowest is first
 }
 
 // findQuery is the text of a search.
@@ -46,8 +47,8 @@ type findQuery struct {
 	Text string
 	like string   // LIKE pattern of names that contain the text
 	id   fragment // the text as a fragment of an id
-	isID bool
-	// runs has the executions whose ids contain the part, for two kinds of hits; nil makes the finder read them.
+	isID bool     // the text may be a part of an id
+	// runs has the executions whose ids contain the text. Two finders need them; nil makes each read them.
 	runs *[]string
 }
 
@@ -100,7 +101,8 @@ type searchResult struct {
 	Text   string
 	Groups []hitGroup
 	IsID   bool
-	Window int64
+	Window int64 // the number of searched ids of executions
+	Names  int64 // the number of searched names of most kinds
 }
 
 // Count is the number of hits.
@@ -114,7 +116,7 @@ func (f searchResult) Count() (n int) {
 // search finds the groups of hits, best first. Without a text it returns the newest items.
 func (room *Room) search(ctx context.Context, text string) (searchResult, error) {
 	q, ok := newFindQuery(text)
-	f := searchResult{Text: q.Text, IsID: q.isID, Window: maxFragments}
+	f := searchResult{Text: q.Text, IsID: q.isID, Window: maxFragments, Names: maxNames}
 	if !ok {
 		groups, err := room.recentItems(ctx)
 		f.Groups = groups
@@ -129,9 +131,9 @@ func (room *Room) search(ctx context.Context, text string) (searchResult, error)
 		if len(hits) == 0 {
 			continue
 		}
-		g := hitGroup{Name: group.name, Word: group.word, Hits: hits[:min(len(hits), hitsShown)], rank: 4 * len(finders)}
+		g := hitGroup{Name: group.name, Label: group.label, Hits: hits[:min(len(hits), hitsShown)], rank: 4 * len(finders)}
 		if len(hits) > hitsShown {
-			g.More = group.all
+			g.More, g.Cut = group.all, group.all == ""
 		}
 		for _, h := range g.Hits {
 			g.rank = min(g.rank, q.rank(h.Title)*len(finders)+i)
@@ -187,7 +189,7 @@ func (room *Room) findResults(w http.ResponseWriter, r *http.Request) {
 	room.writePage(w, r, http.StatusOK, req.unlink(body))
 }
 
-// recentItems are the newest traces and failures, open approvals and the pages.
+// recentItems are open approvals, the newest failures and executions, and the pages.
 func (room *Room) recentItems(ctx context.Context) ([]hitGroup, error) {
 	latest, err := room.runHits(ctx, `
 		select e.id from agent_executions e order by e.id desc limit @limit`, postgres.Strict{"limit": hitsShown})
@@ -211,10 +213,10 @@ func (room *Room) recentItems(ctx context.Context) ([]hitGroup, error) {
 	pages, _ := room.findPages(ctx, findQuery{})
 	var groups []hitGroup
 	for _, g := range []hitGroup{
-		{Name: "pending", Word: "Approval requested", Hits: pending, More: "/approvals"},
-		{Name: "failed", Word: "Failed last", Hits: failed, More: "/executions?failed=1"},
-		{Name: "latest", Word: "Latest executions", Hits: latest, More: "/executions"},
-		{Name: "pages", Word: "Pages", Hits: pages},
+		{Name: "pending", Label: "Approval requested", Hits: pending, More: "/approvals"},
+		{Name: "failed", Label: "Failed last", Hits: failed, More: "/executions?failed=1"},
+		{Name: "latest", Label: "Latest executions", Hits: latest, More: "/executions"},
+		{Name: "pages", Label: "Pages", Hits: pages},
 	} {
 		if len(g.Hits) > 0 {
 			groups = append(groups, g)

@@ -33,7 +33,7 @@ const (
 	fragmentTrace = "ch_01JD3V7K8ZQ6W2M5T9X44YGH89"
 )
 
-// F5: any part of a displayed id works in an address, a filter and the find box.
+// Any part of a displayed id works in an address, a filter and the find box.
 func TestPartOfIDIsFoundEverywhere(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -70,6 +70,12 @@ func TestPartOfIDIsFoundEverywhere(t *testing.T) {
 		wantTexts(t, server.URL+"/activity?trace="+url.QueryEscape(part), "pay_back")
 		wantTexts(t, server.URL+"/audit?trace="+url.QueryEscape(part), "pay_back")
 		wantTexts(t, server.URL+"/find?q="+url.QueryEscape(part), `href="/traces/`+fragmentTrace)
+	}
+
+	rows.Quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name)
+		values ('ev_01JE3V7K8ZQ6W2M5T9X44YGH89', 'eval', 'check_order')`)
+	for _, part := range []string{"ev_01JE3V", "EV_01JE3V7K8ZQ6W2M5T9X44YGH89", "ev_01JE…YGH89"} {
+		wantTexts(t, server.URL+"/activity?trace="+url.QueryEscape(part), "check_order")
 	}
 
 	// The page lists several matches. Without a match, it says where it searched.
@@ -112,6 +118,14 @@ func TestFindByPartOfName(t *testing.T) {
 		got, _ := followRedirects(t, server.URL+path)
 		assert.Equal(t, want, got)
 	}
+	const further = "There are more. A longer part of the name finds fewer."
+	for n := range hitsShown {
+		insertMemory(t, pool, "facts", fmt.Sprintf("weather_%d", n), "rain")
+	}
+	body := wantTexts(t, server.URL+"/find?q=weather_")
+	assert.True(t, !strings.Contains(body, further), "the page announces more hits, but shows all")
+	insertMemory(t, pool, "facts", "weather_more", "rain")
+	wantTexts(t, server.URL+"/find?q=weather_", further)
 	wantTexts(t, server.URL+"/executions?flow=IMPORT", "import_orders")
 	wantTexts(t, server.URL+"/executions?flow=nothing", "No execution matches")
 	wantError(t, server.URL+"/skills/zzz", 404, "there is no skill")
@@ -132,8 +146,8 @@ func TestFindDialogWithKeys(t *testing.T) {
 	p.Until("the dialog has the focus", `document.activeElement.id === "find-q"`)
 	p.Shows("Visited last")
 	p.Type("#find-q", "fetch")
-	p.Until("both are options",
-		`document.querySelectorAll("#find-list [role=option]").length >= 2 && document.querySelector("#find-list [aria-selected=true]")`)
+	p.Until("both are options", `document.querySelectorAll("#find-list [role=option]").length >= 2 &&
+		document.querySelector("#find-list [aria-selected=true]")`)
 	wantNoBrowserErrors(t, p)
 	var first string
 	const chosen = `document.getElementById("find-q").getAttribute("aria-activedescendant")`
@@ -144,8 +158,8 @@ func TestFindDialogWithKeys(t *testing.T) {
 	p.Click("#find-open")
 	p.Eval(`document.getElementById("find-q").value = "", 1`, new(int))
 	p.Type("#find-q", "fetch_n")
-	p.Until("one is chosen",
-		`document.getElementById("find-q").value === "fetch_n" && document.querySelector("#find-list [aria-selected=true]")?.textContent.includes("fetch_news")`)
+	p.Until("one is chosen", `document.getElementById("find-q").value === "fetch_n" &&
+		document.querySelector("#find-list [aria-selected=true]")?.textContent.includes("fetch_news")`)
 	p.PressUntil("\r", `!document.getElementById("find").open`) // a second Enter would open it again
 	p.Until("the skill is opened", `location.pathname === "/skills/fetch_news"`)
 
@@ -158,7 +172,7 @@ func TestFindDialogWithKeys(t *testing.T) {
 	withoutScript.Until("the link opens the skill", `document.querySelector("h1")?.textContent.includes("fetch_news")`)
 }
 
-// F12: on a phone, rows are cards and the navigation is at the bottom.
+// On a phone, rows are cards and the navigation is at the bottom.
 func TestPhoneShowsCardsAndBottomNavigation(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -181,7 +195,7 @@ func TestPhoneShowsCardsAndBottomNavigation(t *testing.T) {
 	}
 }
 
-// F12: the buttons of an approval are in reach of a thumb.
+// The buttons of an approval are in reach of a thumb.
 func TestApprovalButtonsOnPhone(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -191,10 +205,13 @@ func TestApprovalButtonsOnPhone(t *testing.T) {
 		p := browser.Open(t, browser.Look{Width: width, Height: 844})
 		p.Go(server.URL + "/approvals")
 		var far string
-		p.Eval(`(() => { const card = document.querySelector(".approval").getBoundingClientRect();
-			const buttons = [...document.querySelectorAll(".approval button:not([hidden])")].map(b => b.getBoundingClientRect());
-			return buttons.length < 2 ? "there are no two buttons" : buttons.filter(b => b.height < 44 || b.width < 44 || card.bottom - b.bottom > 140 ||
-				b.left < 0 || b.right > innerWidth).map(b => JSON.stringify(b)).join(" ") })()`, &far)
+		p.Eval(`(() => {
+			const card = document.querySelector(".approval").getBoundingClientRect();
+			const boxes = [...document.querySelectorAll(".approval button:not([hidden])")].map(b => b.getBoundingClientRect());
+			if (boxes.length < 2) return "there are no two buttons";
+			return boxes.filter(b => b.height < 44 || b.width < 44 || card.bottom - b.bottom > 140 || b.left < 0 ||
+				b.right > innerWidth).map(b => JSON.stringify(b)).join(" ");
+		})()`, &far)
 		assert.Equal(t, "", far, "at", width)
 		wantNoBrowserErrors(t, p)
 	}
@@ -263,12 +280,12 @@ func TestListLayout(t *testing.T) {
 	} {
 		p.Go(server.URL + path)
 		var first, wide string
-		p.Eval(
-			`[...document.querySelectorAll("#list tbody tr > :first-child, #rows tbody tr > :first-child, #entries tbody tr > :first-child, #held tbody tr > :first-child")].map(e => e.textContent).join("\n")`, &first)
+		p.Eval(`[...document.querySelectorAll(":is(#list, #rows, #entries, #held) tbody tr > :first-child")]
+			.map(e => e.textContent).join("\n")`, &first)
 		assert.Contains(t, first, want)
-		p.Eval(
-			`[...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth).map(e => e.getAttribute("aria-labelledby")).join(" ")`, &wide)
-		assert.Equal(t, path, path+wide)
+		p.Eval(`[...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth)
+			.map(e => e.getAttribute("aria-labelledby")).join(" ")`, &wide)
+		assert.Equal(t, "", wide, path, "has lists that are wider than their window")
 		assert.Truef(t, strings.Count(wantTexts(t, server.URL+path), `<th scope="col"`) != 0, "%s has no table", path)
 	}
 }

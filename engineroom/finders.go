@@ -12,14 +12,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// finder finds the hits of one kind, at most hitsShown+1, best first.
+// finder finds the hits of one kind, best first. More than hitsShown hits tell that there are more than the page shows.
 type finder func(room *Room, ctx context.Context, q findQuery) ([]hit, error)
 
 // finders has the kinds of hits in the order of their groups. A kind with a matching id comes first.
 var finders = []struct {
-	name, word, all string
-	byID            bool
-	find            finder
+	name, label string
+	all         string // the list of the kind, as an address; empty for none
+	byID        bool   // a part of an id finds it
+	find        finder
 }{
 	{"traces", "Traces", "", true, (*Room).findTraces},
 	{"executions", "Executions", "", true, (*Room).findExecutions},
@@ -43,7 +44,7 @@ var finders = []struct {
 	{"settings", "Settings", "", false, (*Room).findSettings},
 }
 
-// findersByPath are the pages whose address may have a part of an id or of a name.
+// findersByPath has the finder of each page that accepts a part of an id or of a name in its address.
 var findersByPath map[string]finder
 
 func init() { // a literal would be an initialization cycle, because the finders use the pages
@@ -87,7 +88,7 @@ func (room *Room) hitsOf(
 			Href: href(r.ID), Title: cut(120, r.Title), About: cut(160, redact.Text(r.About, maxValue)),
 			State: r.State, At: r.At,
 		}
-		if uuidPattern.MatchString(r.ID) || len(r.ID) == traceIDLength {
+		if uuidPattern.MatchString(r.ID) || len(r.ID) == traceIDLength { // a name is in the title
 			list[i].ID = r.ID
 		}
 	}
@@ -138,9 +139,11 @@ func (room *Room) findTraces(ctx context.Context, q findQuery) ([]hit, error) {
 		select i.id, left(coalesce(r.flow, 'trace without an execution'), 200) as title,
 		       left(coalesce(r.about, ''), 600) as about, coalesce(r.status, '') as state, r.created_at as at
 		  from unnest(@ids::text[]) with ordinality i (id, n)
-		  left join lateral (select e.flow, e.status, e.created_at, coalesce(nullif(e.error_message, ''), e.result_summary)
-		    as about
-		         from agent_executions e where e.trace_id = i.id order by e.id limit 1) r on true
+		  left join lateral (
+		    select e.flow, e.status, e.created_at, coalesce(nullif(e.error_message, ''), e.result_summary) as about
+		      from agent_executions e
+		     where e.trace_id = i.id
+		     order by e.id limit 1) r on true
 		 order by i.n`, postgres.Strict{"ids": ids}, pathWithID("/traces/"))
 }
 
@@ -150,10 +153,14 @@ func (room *Room) findLabels(ctx context.Context, q findQuery) ([]hit, error) {
 	name, value := executions.ParseLabel(q.Text)
 	return room.runHits(ctx, `
 		select x.id from (
-		(select b.execution_id as id, 1 as place from agent_execution_labels b
-		  where lower(b.value) = lower(@value) and (@name = '' or b.name = @name) order by b.execution_id desc limit @limit)
+		(select b.execution_id as id, 1 as place
+		   from agent_execution_labels b
+		  where lower(b.value) = lower(@value) and (@name = '' or b.name = @name)
+		  order by b.execution_id desc limit @limit)
 		union
-		(select b.execution_id, 2 from agent_execution_labels b
+		-- This order is that of the index, whose operator class compares texts byte by byte.
+		(select b.execution_id, 2
+		   from agent_execution_labels b
 		  where lower(b.value) like lower(@prefix) and (@name = '' or b.name = @name)
 		  order by lower(b.value) using operator(pg_catalog.~<~), b.execution_id limit @limit)) x
 		 group by x.id order by min(x.place), x.id desc limit @limit`,
@@ -201,7 +208,9 @@ func (room *Room) findApprovals(ctx context.Context, q findQuery) ([]hit, error)
 func (room *Room) findSkills(ctx context.Context, q findQuery) ([]hit, error) {
 	return room.hitsOf(ctx, `
 		select s.name as id, s.name as title, left(s.description, 300) as about,
-		       case when s.enabled then 'enabled' else 'disabled' end as state, null::timestamptz as at
+		       case when s.enabled then 'enabled'
+		            else 'disabled' end as state,
+		       null::timestamptz as at
 		  from (select * from agent_skills a order by a.name limit @window) s
 		 where s.name ilike @like or left(s.description, 1000) ilike @like
 		 order by s.name ilike @like desc, s.name limit @limit`,
@@ -264,9 +273,11 @@ func (room *Room) findAgents(ctx context.Context, q findQuery) ([]hit, error) {
 
 func (room *Room) findAutomations(ctx context.Context, q findQuery) ([]hit, error) {
 	return room.hitsOf(ctx, `
-		select a.name as id, a.name as title, left(coalesce(nullif(a.description, ''), a.skill_name || a.flow || a.prompt),
-		  300) as about,
-		       case when a.enabled then 'enabled' else 'disabled' end as state, null::timestamptz as at
+		select a.name as id, a.name as title,
+		       left(coalesce(nullif(a.description, ''), a.skill_name || a.flow || a.prompt), 300) as about,
+		       case when a.enabled then 'enabled'
+		            else 'disabled' end as state,
+		       null::timestamptz as at
 		  from (select * from agent_automations x order by x.name limit @window) a
 		 where a.name ilike @like or left(a.description, 1000) ilike @like or a.skill_name ilike @like or a.flow ilike @like
 		 order by a.name ilike @like desc, a.name limit @limit`,
@@ -293,9 +304,11 @@ func (room *Room) findThreads(ctx context.Context, q findQuery) ([]hit, error) {
 		          where x.id ilike @like or x.participant ilike @like or x.name ilike @like or x.owner ilike @like
 		          limit @limit)) p
 		  join agent_threads t on t.id = p.id
-		  left join lateral (select left(c.content, 400) as words from agent_messages c where c.thread_id = t.id
-		    and c.seq is not null
-		                      order by c.seq desc limit 1) m on true
+		  left join lateral (
+		    select left(c.content, 400) as words
+		      from agent_messages c
+		     where c.thread_id = t.id and c.seq is not null
+		     order by c.seq desc limit 1) m on true
 		 order by t.updated_at desc limit @limit`,
 		postgres.Strict{"text": q.Text, "like": q.like, "window": maxRecentThreads, "limit": hitsShown + 1},
 		pathWithID("/threads/"))
@@ -359,13 +372,14 @@ func (room *Room) findOutgoing(ctx context.Context, q findQuery) ([]hit, error) 
 		return nil, err
 	}
 	return room.hitsOf(ctx, `
-		select o.id::text, left(o.event, 200) as title, left(o.last_error, 300) as about, o.status as state, o.created_at
-		  as at
+		select o.id::text, left(o.event, 200) as title, left(o.last_error, 300) as about, o.status as state,
+		       o.created_at as at
 		  from agent_webhook_outbox o where o.id = any (@ids::text[]::uuid[]) order by o.id desc`,
 		postgres.Strict{"ids": ids}, pathWithID("/outgoing/"))
 }
 
-// findActions finds rows of the activity log by the beginning of their ids.
+// findActions finds rows of the activity log by the beginning of their ids. A shorter beginning than 8 digits would
+// match too many rows.
 func (room *Room) findActions(ctx context.Context, q findQuery) ([]hit, error) {
 	low, high, _ := q.id.hexRange()
 	if !q.isID || low == "" || len(hexDigits(q.id.begin)) < 8 {
@@ -394,7 +408,7 @@ func (room *Room) findPages(ctx context.Context, q findQuery) ([]hit, error) {
 	return list, nil
 }
 
-// findSettings finds settings by their names and meanings.
+// findSettings finds settings by their names and meanings. A text of less than 3 bytes would match most of them.
 func (room *Room) findSettings(_ context.Context, q findQuery) ([]hit, error) {
 	var list []hit
 	for _, s := range config.Settings() {

@@ -14,7 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
-// flash is the message of an action. It travels in a signed cookie, because another process may show the page.
+// flash is the message of an action for the next page. A signed cookie carries it, because another process may render
+// that page.
 type flash struct {
 	Text  string `json:"t"`
 	Bad   bool   `json:"b,omitempty"`

@@ -15,7 +15,8 @@ import (
 const (
 	// maxFlows bounds the flows on the page.
 	maxFlows = 200
-	// maxFlowRuns bounds the executions of a flow that a query counts from the index; larger numbers come from the counts.
+	// maxFlowRuns bounds the executions of a flow that a query counts from the index; larger numbers come from the
+	// counts.
 	maxFlowRuns = 300
 )
 

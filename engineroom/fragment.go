@@ -13,8 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Any part of an id finds the id. A beginning is a range of the index, so it finds ids of any age. A query compares any
-// other part with the newest ids, in index order, because an index of endings would slow every insert.
+// A part of an id finds the id. A beginning is a range of the index, so it finds ids of any age. Queries compare any
+// other part with the newest ids only, in index order, because an index of endings would slow every insert.
 const (
 	// maxFragments bounds the executions or traces that a query compares with a part of an id. maxOtherFragments bounds
 	// the rows of another table.
@@ -29,8 +29,16 @@ const (
 // fragment is a pasted part of an id: the whole id, its beginning, its end, or both with … between them.
 type fragment struct {
 	begin, end string // end is empty without an ellipsis
-	surface    string // hb, op, ch, wh or fl, if a trace id's beginning is given
+	surface    string // a prefix of tracePrefixes, if the part begins like a trace id
 }
+
+// tracePrefixes are the prefixes of trace ids, before the underscore.
+var tracePrefixes = func() (prefixes []string) {
+	for _, surface := range activitySurfaces {
+		prefixes = append(prefixes, trace.Surface(surface).Prefix())
+	}
+	return prefixes
+}()
 
 // fragmentOf parses a pasted id. In a URL, the id is the last segment of the path. ok is false for text that is no part
 // of an id.
@@ -42,19 +50,19 @@ func fragmentOf(text string) (f fragment, ok bool) {
 	}
 	text = strings.ReplaceAll(text, "...", "…")
 	begin, end, abbreviated := strings.Cut(text, "…")
-	if len(begin) > 2 && begin[2] == '_' && slices.Contains([]string{"hb", "op", "ch", "wh", "fl"},
-		strings.ToLower(begin[:2])) {
+	if len(begin) > 2 && begin[2] == '_' && slices.Contains(tracePrefixes, strings.ToLower(begin[:2])) {
 		f.surface, begin = strings.ToLower(begin[:2]), begin[3:]
 	}
 	f.begin, f.end = begin, end
-	letters := func(r rune) bool {
+	isForeign := func(r rune) bool {
 		return (r < '0' || r > '9') && (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && r != '-'
 	}
-	plausible := !strings.ContainsFunc(begin+end, letters) && len(begin+end) <= 36
+	plausible := !strings.ContainsFunc(begin+end, isForeign) && len(begin+end) <= 36
 	if f.surface != "" || abbreviated {
 		_, _, pattern := f.ulidRange()
 		return f, plausible && (f.surface != "" && pattern != "" || f.surface == "" && len(begin+end) >= minFragment)
 	}
+	// A lower-case text without a digit is a word, though some words are also hex digits.
 	return f, plausible && len(begin) >= minFragment &&
 		(strings.ContainsAny(begin, "0123456789") || begin == strings.ToUpper(begin))
 }
@@ -123,7 +131,7 @@ func (f fragment) surfaces() []string {
 	if f.surface != "" {
 		return []string{f.surface}
 	}
-	return []string{"hb", "op", "ch", "wh", "fl"}
+	return tracePrefixes
 }
 
 // idTables are the tables whose rows a part of their uuid finds. The statement needs the tables' names as constants.
@@ -144,16 +152,19 @@ func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, limi
 	if f.begin != "" && (f.end != "" || len(hexDigits(f.begin)) == 32) || strings.ToLower(f.begin+f.end) != f.begin+f.end {
 		window = 0 // the range has all matches, or no page shows a uuid in this form
 	}
+	// The query compares bytes first, because that decides for almost every id. Only then it formats the id.
 	even, odd := f.wholeBytes()
 	return postgres.Values[string](ctx, room.Read, "find ids", `
 		select x.id::text from (
-		  (select r.id from (select t.id from `+table+` t where @low <> '' and t.id between nullif(@low,
-			'')::uuid and nullif(@high, '')::uuid
-		     order by t.id desc limit @searched) r
-		    where not @cut or encode(uuid_send(r.id), 'hex') like @pattern order by r.id desc limit @limit)
+		  (select r.id
+		     from (select t.id from `+table+` t
+		            where @low <> '' and t.id between nullif(@low, '')::uuid and nullif(@high, '')::uuid
+		            order by t.id desc limit @searched) r
+		    where not @cut or encode(uuid_send(r.id), 'hex') like @pattern
+		    order by r.id desc limit @limit)
 		  union
-		  -- Bytes are compared first: of most ids nothing else is.
-		  (select n.id from (select t.id from `+table+` t order by t.id desc limit @window) n
+		  (select n.id
+		     from (select t.id from `+table+` t order by t.id desc limit @window) n
 		    where case when position(@even::bytea in uuid_send(n.id)) > 0 or position(@odd::bytea in uuid_send(n.id)) > 0
 		               then encode(uuid_send(n.id), 'hex') like @pattern end
 		    order by n.id desc limit @limit)) x
@@ -178,7 +189,8 @@ func (room *Room) matchTraces(ctx context.Context, f fragment, runs []string, li
 		(select e.trace_id from agent_executions e where e.id = any (@ids::text[]::uuid[]))
 		union
 		(select a.trace_id from agent_activity a
-		  where @low <> '' and a.id between nullif(@low, '')::uuid and nullif(@high, '')::uuid order by a.id desc limit @limit)`,
+		  where @low <> '' and a.id between nullif(@low, '')::uuid and nullif(@high, '')::uuid
+		  order by a.id desc limit @limit)`,
 		customPlan, postgres.Strict{"ids": runs, "low": low, "high": high, "limit": limit})
 	for _, id := range traces {
 		if !slices.Contains(found, id) && len(found) < limit {
@@ -237,7 +249,7 @@ func (room *Room) matchTraceIDs(ctx context.Context, f fragment, limit int) ([]s
 	})
 }
 
-// whole returns the fragment as one text.
+// whole returns the fragment as one text; empty with an ellipsis.
 func (f fragment) whole() string {
 	switch {
 	case f.end != "":

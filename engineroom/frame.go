@@ -34,7 +34,8 @@ func pendingText(n int64) string {
 	return capped(n, maxPendingCount)
 }
 
-// pendingTTL is the longest age of a shared count. Topics that are due together share one count.
+// pendingTTL is the longest age of a shared count, unless pollChanges detects a change earlier. Topics that are due
+// together thus share one count.
 const pendingTTL = 200 * time.Millisecond
 
 // countPending counts the items that wait for a person.

@@ -75,7 +75,7 @@ func TestNewApprovalNotifiesOnce(t *testing.T) {
 	wantNoBrowserErrors(t, p)
 }
 
-// F8: an action that only its row shows as running is shown as stopped, without a running clock.
+// An action that only its row shows as running is shown as stopped, without a running clock.
 func TestHaltedActionIsNotRunning(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -120,7 +120,7 @@ func TestHaltedActionIsNotRunning(t *testing.T) {
 	wantNoBrowserErrors(t, p)
 }
 
-// F14: the server and the browser format a value alike.
+// The server and the browser format a value alike.
 func TestBrowserFormatsValuesLikeServer(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("../internal/human/testdata/examples.json")
@@ -143,7 +143,7 @@ func TestBrowserFormatsValuesLikeServer(t *testing.T) {
 	}
 }
 
-// F14: a planned time in the past is shown as due.
+// A planned time in the past is shown as due.
 func TestPastPlannedRunIsDue(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)

@@ -15,7 +15,8 @@ type halt struct {
 	ID    string
 	State string // stateStopped or stateLost
 	At    time.Time
-	// Unclaimed reports that the execution waits for another worker, which continues its phases. Calls in flight are lost.
+	// Unclaimed reports that the execution waits for another worker, which continues its phases. Calls in flight are
+	// lost.
 	Unclaimed bool
 }
 

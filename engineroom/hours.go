@@ -45,7 +45,7 @@ func (h hourRuns) URL(failed bool) string {
 // hourWidth is the width of an hour in the chart, and hourHeight the height of the chart.
 const hourWidth, hourHeight = 20, 56
 
-// hourChart returns the chart. A stream refreshes the chart like sums.
+// hourChart returns the chart. A stream refreshes it at the interval of sums, not of its part.
 func (room *Room) hourChart(ctx context.Context, req *pageRequest, agent string) (hourChart, error) {
 	read := func() (hourChart, error) { return room.runsByHour(ctx, agent) }
 	if !req.streaming || req.cache == nil {

@@ -27,9 +27,9 @@ type hub struct {
 
 	mu      sync.Mutex
 	topics  map[string]*topic
-	rows    rowHashes
 	viewers int
 
+	rows         rowHashes                       // has its own mutex
 	databaseDown atomic.Bool                     // the last check for changes failed
 	failures     cached[monitor.Failures]        // of all streams
 	lastFailing  atomic.Pointer[monitor.Failing] // as of the last read of them

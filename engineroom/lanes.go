@@ -7,7 +7,6 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
@@ -60,24 +59,31 @@ func (room *Room) openLanes(ctx context.Context, req *pageRequest) (string, erro
 	if filter.Before, err = req.uuidFilter("before"); err != nil {
 		return "", err
 	}
-	filter.lanes, err = room.lanesFor(ctx, filter.Lane)
+	filter.lanes, err = room.lanesFor(ctx, req, filter.Lane)
 	req.Subject = filter
 	return "Lanes", err
 }
 
 // lanesFor returns the lanes whose names contain a text, or only the lane with exactly that name; nil without a text.
-func (room *Room) lanesFor(ctx context.Context, text string) ([]string, error) {
+// It searches the first maxSearched lanes by name. Of more than maxNamesLike matches it returns the first, and records
+// in the request that there are more. Without a match it returns the text.
+func (room *Room) lanesFor(ctx context.Context, req *pageRequest, text string) ([]string, error) {
 	if text == "" {
 		return nil, nil
 	}
 	lanes, err := postgres.Values[string](ctx, room.Read, "find lanes", `
 		select x.lane from (select l.lane from agent_locks l order by l.lane limit @window) x
-		 where not exists (select from agent_locks o where o.lane = @text) and x.lane ilike @like limit @limit`, customPlan,
+		 where not exists (select from agent_locks o where o.lane = @text) and x.lane ilike @like
+		 limit @limit + 1`, customPlan,
 		postgres.Strict{"text": text, "like": containsPattern(text), "window": maxSearched, "limit": maxNamesLike})
-	if len(lanes) == 0 {
-		lanes = []string{text}
+	if err != nil || len(lanes) == 0 {
+		return []string{text}, err
 	}
-	return lanes, err
+	lanes, more := firstN(lanes, maxNamesLike)
+	if more {
+		req.cappedFilters = append(req.cappedFilters, "lane")
+	}
+	return lanes, nil
 }
 
 // heldLane is a held lane.
@@ -92,13 +98,8 @@ type heldLane struct {
 	Lender         *string    // the execution that lent the lane
 }
 
-// Waiting formats the bounded number of waiters.
-func (l heldLane) Waiting() string {
-	if l.Waiters > maxLanes {
-		return human.Count(maxLanes) + "+"
-	}
-	return human.Count(l.Waiters)
-}
+// Waiting formats Waiters.
+func (l heldLane) Waiting() string { return capped(l.Waiters, maxLanes) }
 
 // heldLanes reads the held lanes by name, in index order.
 func (room *Room) heldLanes(ctx context.Context, req *pageRequest) (any, error) {

@@ -17,9 +17,10 @@ import (
 // The event stream of a page, at /live and the page's path:
 //
 //   - hello comes first. Its data is the server's build, so a page of an older build can report the newer build.
-//   - part is a changed part; data {id, html}. The event's id names the state of all parts of the page after the event.
-//     Last-Event-ID, or ?seen= at first, names the state that the page has. A reconnected stream sends exactly the
-//     parts that differ from that state.
+//   - part is a changed part; data {id, html}. In a part of minDiffSize or more, a row that the page has already may be
+//     empty, with the attribute data-same: see rowHashes. The event's id names the state of all live parts of the page
+//     after the event. Last-Event-ID, or ?seen= at first, names the state that the page has. A reconnected stream sends
+//     only the parts that differ from that state.
 //   - expired reports that the login has ended. Then the stream ends, as at shutdown.
 //
 // The server sends a ping every few seconds; its data is the server's time in milliseconds. Pings are events, because
@@ -48,9 +49,9 @@ func (room *Room) live(p page) http.Handler {
 		if seen == "" {
 			seen = r.URL.Query().Get("seen")
 		}
-		if r.Method == http.MethodHead {
+		if r.Method == http.MethodHead { // an endless response would occupy the connection
 			w.Header().Set("Content-Type", "text/event-stream")
-			return // a browser reuses the connection as soon as it has the headers
+			return
 		}
 		sub, leave, err := room.hub.join(p, req, seen)
 		if err != nil {

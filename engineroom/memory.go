@@ -113,7 +113,7 @@ func (room *Room) openMemoryList(ctx context.Context, req *pageRequest) (string,
 	if filter.Before, err = req.uuidFilter("before"); err != nil {
 		return "", err
 	}
-	if filter.categories, err = room.namesLike(ctx, "category", filter.Category); err != nil {
+	if filter.categories, err = room.namesLike(ctx, req, "category", filter.Category); err != nil {
 		return "", err
 	}
 	req.Subject = filter

@@ -20,13 +20,13 @@ import (
 )
 
 const (
-	operateFlow         = "operate" // flow of an admin's turn; also its lane
-	maxSessions         = 30        // in the list
-	maxSearchedSessions = 1000      // searched for a name
+	operateFlow         = "operate" // the flow of an admin's turn, and the name of its lane
+	maxSessions         = 30        // sessions in the list
+	maxSearchedSessions = 1000      // threads of admins that the list searches
 	maxSessionMessages  = 60        // messages of the shown session
-	maxMessageLength    = 8000      // characters of one
-	maxTurnCalls        = 40        // calls of skills of one turn
-	callTurns           = 5         // the newest turns of the session whose calls the page shows
+	maxMessageLength    = 8000      // characters of a message
+	maxTurnCalls        = 40        // calls of skills in a turn
+	callTurns           = 5         // newest turns whose calls the page shows
 )
 
 // operatePage is the admin's conversation with the agent. It shows one session with its requested approvals, a message
@@ -175,10 +175,10 @@ func (room *Room) callsOfTurns(ctx context.Context, messages []sessionMessage) (
 	}
 	calls, err := postgres.Rows[sessionCall](ctx, room.Pool, "read calls", `
 		select a.id::text, a.trace_id, coalesce(a.execution_id::text, '') as execution_id, a.created_at as at,
-		       left(a.skill_name, 200) as name, a.status, left(coalesce(a.error_message, ''), 1000)
-		  as error, left(a.input::text, 8192) as input, octet_length(a.input::text)::bigint as input_bytes,
-		  coalesce(left(a.output::text, 8192), '') as output,
-		  coalesce(octet_length(a.output::text), 0)::bigint as output_bytes, a.duration_ms
+		       left(a.skill_name, 200) as name, a.status, left(coalesce(a.error_message, ''), 1000) as error,
+		       left(a.input::text, 8192) as input, octet_length(a.input::text)::bigint as input_bytes,
+		       coalesce(left(a.output::text, 8192), '') as output,
+		       coalesce(octet_length(a.output::text), 0)::bigint as output_bytes, a.duration_ms
 		  from unnest(@traces::text[]) t (id)
 		 cross join lateral (select c.* from agent_activity c where c.trace_id = t.id and c.kind = 'call'
 		                      order by c.created_at limit @limit) a
@@ -328,7 +328,8 @@ var operateAction = action{
 	"The agent has answered.",
 }
 
-// runTurn runs a whole turn and shows the session. It returns when the turn ends or waits for an approval.
+// runTurn runs a turn and redirects to its session. It returns when the turn ends, waits for an approval, or continues
+// in another process.
 func (room *Room) runTurn(w http.ResponseWriter, r *http.Request) {
 	if err := r.ParseForm(); err != nil {
 		room.redirectBack(w, r, "/operate", flash{Text: "this is not the form of the console", Bad: true})

@@ -44,7 +44,7 @@ const (
 	maxOverviewObjectives = 5
 	maxFeedRows           = 12
 	maxOverviewCategories = 6
-	// countLimit is the first uncounted number: "1,000+".
+	// countLimit is where counting stops. The page shows this count as "1,000+".
 	countLimit = 1001
 )
 
@@ -72,12 +72,12 @@ type currentWork struct {
 
 // runningNow reads the running work: claimed executions with a live worker, then other actions.
 func (room *Room) runningNow(ctx context.Context, req *pageRequest) (any, error) {
-	var got currentWork
+	var work currentWork
 	agent, err := room.selectedAgent(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	got.Runs, err = postgres.Rows[running](ctx, room.Read, "list running work", `
+	work.Runs, err = postgres.Rows[running](ctx, room.Read, "list running work", `
 		with runs as (
 		 select e.id::text as execution_id, e.trace_id, e.surface, left(e.flow, 100) as flow,
 		        coalesce(left(e.thread_id, 300), '') as thread_id, coalesce(o.doing, '{}') as doing,
@@ -103,34 +103,34 @@ func (room *Room) runningNow(ctx context.Context, req *pageRequest) (any, error)
 	if err != nil {
 		return nil, err
 	}
-	got.Runs, got.More = firstN(got.Runs, maxRunning)
-	if err := room.readQueueState(ctx, &got); err != nil {
+	work.Runs, work.More = firstN(work.Runs, maxRunning)
+	if err := room.readQueueState(ctx, &work); err != nil {
 		return nil, err
 	}
-	return got, nil
+	return work, nil
 }
 
 // readQueueState adds the ready and waiting work, and the next schedule.
-func (room *Room) readQueueState(ctx context.Context, got *currentWork) error {
+func (room *Room) readQueueState(ctx context.Context, work *currentWork) error {
 	var name *string
 	var at *time.Time
 	err := room.Read.QueryRow(ctx, `
-		select (select count(*) from (select from agent_executions e where e.status = 'running'
-		  order by e.id desc limit @count_limit) x),
-		       (select count(*) from (select from agent_executions e where e.status = 'pending'
-		  order by e.id desc limit @count_limit) x),
-		       (select count(*) from (select from agent_executions e where e.status = 'waiting'
-		         order by e.id desc limit @count_limit) x),
+		select (select count(*)
+		          from (select from agent_executions e where e.status = 'running' order by e.id desc limit @count_limit) x),
+		       (select count(*)
+		          from (select from agent_executions e where e.status = 'pending' order by e.id desc limit @count_limit) x),
+		       (select count(*)
+		          from (select from agent_executions e where e.status = 'waiting' order by e.id desc limit @count_limit) x),
 		       s.name, s.next_run_at
 		  from (select) one
 		  left join (select left(name, 100) as name, next_run_at from agent_schedules order by next_run_at limit 1) s
 		    on true`,
-		postgres.Strict{"count_limit": countLimit}).Scan(&got.Running, &got.Pending, &got.Waiting, &name, &at)
+		postgres.Strict{"count_limit": countLimit}).Scan(&work.Running, &work.Pending, &work.Waiting, &name, &at)
 	if err != nil {
 		return fmt.Errorf("count executions: %w", err)
 	}
 	if name != nil && at != nil {
-		got.Next = &struct {
+		work.Next = &struct {
 			Name string
 			At   time.Time
 		}{*name, *at}

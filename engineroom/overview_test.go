@@ -142,7 +142,7 @@ func TestAttentionItemsAreCountedAndLinked(t *testing.T) {
 	}
 	for _, kind := range attentionKinds() {
 		kind.Total = 1
-		texts = append(texts, `id="need-`+kind.Kind+`"`, `">1<span class="aside-text"> `+kind.Word())
+		texts = append(texts, `id="need-`+kind.Kind+`"`, `">1<span class="aside-text"> `+kind.Label())
 	}
 	pgtest.Exec(t, pool, `
 		insert into agent_automation_runs (automation_id, scheduled_for, status, error_message)

@@ -15,6 +15,21 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
+func TestChannelPageBoundsSenders(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	addSenders := func(from, to int) {
+		rows.Quiet(t, pool, `
+			insert into agent_channel_identities (channel, subject, conversation, status)
+			select 'mail', 'sender ' || n, 'c', 'paired' from generate_series($1::int, $2::int) n`, from, to)
+	}
+	addSenders(1, maxSenders)
+	assert.True(t, !strings.Contains(wantTexts(t, server.URL+"/channels"), "The list is cut"),
+		"the page shows all senders, but says that it omits some")
+	addSenders(maxSenders+1, maxSenders+1)
+	wantTexts(t, server.URL+"/channels", "The list is cut")
+}
+
 func TestUnlinkRemovesLinksViewerMayNotOpen(t *testing.T) {
 	t.Parallel()
 	for lacks, links := range map[string]map[string]bool{
@@ -210,5 +225,6 @@ func followPager(t *testing.T, server *httptest.Server, path string, row *regexp
 }
 
 // olderLink matches the link to the next page, not the one back to the first.
-var olderLink = regexp.MustCompile(
-	`<p class="pager">(?:<span>[^<]*</span> |<a href="[^"]+">(?:Newest|First|Latest) [^<]*</a>)*<a href="([^"]+)">(?:Older|Further|Earlier|Later|More|Search) `)
+var olderLink = regexp.MustCompile(`<p class="pager">` +
+	`(?:<span>[^<]*</span> |<a href="[^"]+">(?:Newest|First|Latest) [^<]*</a>)*` +
+	`<a href="([^"]+)">(?:Older|Further|Earlier|Later|More|Search) `)

@@ -58,9 +58,10 @@ func (room *Room) openPrincipal(ctx context.Context, req *pageRequest) (string, 
 	return "Principal " + p.Name, err
 }
 
-// showSecret writes the page with a new token or login link. The secret is neither in a cookie nor in a URL.
+// showSecret writes the page with a new token or login link. It does not redirect like other actions, because then a
+// cookie or the URL of the page would have to carry the secret.
 func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string, body []byte) {
-	var made struct{ Token, Path string }
+	var made struct{ Token, Path string } // Path is the path of a login link
 	if err := json.Unmarshal(body, &made); err != nil {
 		room.Refuse(w, r, err)
 		return

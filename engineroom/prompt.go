@@ -35,21 +35,22 @@ type promptPart struct {
 // promptTool is a tool or a call of one, with its definition or arguments as JSON.
 type promptTool struct{ Name, About, Text string }
 
-// promptOf reads the prompt of a model call. All its texts together have at most maxPromptText characters.
+// promptOf reads the prompt of a model call; nil if it was not recorded. All texts of its messages and of the answer
+// together have at most maxPromptText characters.
 func (room *Room) promptOf(ctx context.Context, id, row, answer string) (*promptView, error) {
 	page, err := prompts.Of(ctx, room.Read, id, prompts.Filter{ActivityID: row})
 	if err != nil || len(page.Calls) == 0 {
 		return nil, err
 	}
 	p := &promptView{Call: page.Calls[0]}
-	left := maxPromptText
+	remaining := maxPromptText
 	read := func(digest string) promptPart {
 		part, found := page.Parts[digest]
 		shown := promptPart{
 			Digest: digest, Role: cut(40, part.Role), Found: found, Bytes: int64(part.Bytes), Truncated: part.Truncated,
 		}
 		if found {
-			shown.fill(part.Body, &left)
+			shown.fill(part.Body, &remaining)
 		}
 		return shown
 	}
@@ -66,13 +67,14 @@ func (room *Room) promptOf(ctx context.Context, id, row, answer string) (*prompt
 	}
 	if answer != "" {
 		p.Answer = &promptPart{Role: "assistant", Found: true, Bytes: int64(len(answer))}
-		p.Answer.fill(json.RawMessage(answer), &left)
+		p.Answer.fill(json.RawMessage(answer), &remaining)
 	}
 	return p, nil
 }
 
-// fill splits a message into its fields. It shows any other value unchanged.
-func (part *promptPart) fill(body json.RawMessage, left *int) {
+// fill splits a message into its fields. Any other value becomes the text. The text has at most as many characters as
+// remaining, from which fill subtracts them.
+func (part *promptPart) fill(body json.RawMessage, remaining *int) {
 	var m models.Message
 	whole := ""
 	if json.Unmarshal(body, &m) == nil && (m.Role != "" || m.Content != "" || len(m.ToolCalls) > 0) {
@@ -93,9 +95,9 @@ func (part *promptPart) fill(body json.RawMessage, left *int) {
 	} else {
 		whole, part.JSON = formatJSON(string(body)), true
 	}
-	part.Text = cut(min(*left, maxSpanText), whole)
+	part.Text = cut(min(*remaining, maxSpanText), whole)
 	part.TextCut = part.Text != whole
-	*left = max(*left-utf8.RuneCountInString(part.Text), 0)
+	*remaining = max(*remaining-utf8.RuneCountInString(part.Text), 0)
 }
 
 // toolsOf names the tools of a request.

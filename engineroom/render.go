@@ -32,14 +32,14 @@ type pageData struct {
 	Page  page
 	Nav   []page
 	Flash *flash // message of the last action; shown once
-	// Live is the URL of the stream, empty for none; Seen names the state of the parts.
+	// Live is the URL of the stream, empty for none. Seen has the digests of the live parts: see parseDigests.
 	Live, Seen string
-	Viewer     *principals.Caller // the viewer; nil for parts that all viewers share
+	Viewer     *principals.Caller // nil without a login
 	Replicated bool               // the page may come from a replica
 	// Content is the page's executed template.
 	Content     template.HTML
 	parts       map[string][]byte
-	placeholder string // stands before the name of a part in its place
+	placeholder string // the prefix of a part's placeholder
 	zoneCookie  string
 }
 
@@ -65,7 +65,7 @@ func (d pageData) Part(name string) (template.HTML, error) {
 	return template.HTML(d.placeholder + name + ";"), nil // the name is a constant of this package
 }
 
-// withParts puts the rendered parts into their places. A part may have a megabyte, so no template copies it.
+// withParts replaces the placeholders by the rendered parts. A part may have a megabyte, so no template copies it.
 func (d pageData) withParts(layout []byte) []byte {
 	size := len(layout)
 	for _, text := range d.parts {
@@ -82,7 +82,7 @@ func (d pageData) withParts(layout []byte) []byte {
 	}
 }
 
-// serve serves a page.
+// serve returns the handler of a page. An address with a part of an id or name redirects to the match.
 func (room *Room) serve(p page) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if err := mayView(r); err != nil {
@@ -101,13 +101,14 @@ func (room *Room) serve(p page) http.Handler {
 			body, err = room.render(ctx, p, d)
 			return err
 		})
-		if to := ""; err != nil {
-			if to = room.resolvePartialID(r.Context(), p, d.pageRequest, err); to == "" {
+		if err != nil {
+			target := room.resolvePartialID(r.Context(), p, d.pageRequest, err)
+			if target == "" {
 				room.Refuse(w, r, err)
 				return
 			}
 			setSecurityHeaders(w.Header())
-			http.Redirect(w, r, to, http.StatusSeeOther)
+			http.Redirect(w, r, target, http.StatusSeeOther)
 			return
 		}
 		source.SetHeader(w.Header())
@@ -125,7 +126,7 @@ func (room *Room) render(ctx context.Context, p page, d pageData) ([]byte, error
 		return nil, err
 	}
 	var err error
-	if d.Waits, err = room.countPending(ctx); err != nil { // the part shows the error
+	if d.Waits, err = room.countPending(ctx); err != nil { // the part waits shows the error
 		room.Logger.DebugContext(ctx, "waits not read", "error", err)
 	}
 	texts, err := room.renderParts(ctx, p, d.pageRequest)
@@ -211,7 +212,7 @@ func (room *Room) renderPartError(ctx context.Context, p page, one part, err err
 	return room.execute("trouble", map[string]any{"Name": one.name, "Detail": refused.Detail})
 }
 
-// loadSubject loads the page's subject.
+// loadSubject loads the page's subject. A path that PostgreSQL rejects as text is no server error: no row has it.
 func (d *pageData) loadSubject(ctx context.Context, p page) error {
 	if p.open == nil {
 		return nil
@@ -238,7 +239,7 @@ func (d *pageData) hasValidPath(p page) bool {
 	return true
 }
 
-// digest returns a digest of rendered HTML.
+// digest returns a digest of rendered HTML, in the form of digestPattern.
 func digest(text []byte) string {
 	sum := sha256.Sum256(text)
 	return base64.RawURLEncoding.EncodeToString(sum[:9])
@@ -264,7 +265,8 @@ var bufferPool = sync.Pool{New: func() any { return new(bytes.Buffer) }}
 // maxPooledBuffer bounds a buffer that execute keeps for reuse.
 const maxPooledBuffer = 4 << 20
 
-// escapeInvisible makes control characters and direction marks visible. The templates have none.
+// escapeInvisible replaces control characters and direction marks by their code points, such as ⟨U+202E⟩. The templates
+// contain none, so each is from foreign text.
 func escapeInvisible(text []byte) []byte {
 	if isPlainText(text) {
 		return text
@@ -283,11 +285,11 @@ func escapeInvisible(text []byte) []byte {
 }
 
 // plainASCII has the bytes of ASCII that a browser displays as themselves.
-var plainASCII = func() (is [256]bool) {
+var plainASCII = func() (plain [256]bool) {
 	for c := range rune(utf8.RuneSelf) {
-		is[c] = !isInvisible(c)
+		plain[c] = !isInvisible(c)
 	}
-	return is
+	return plain
 }()
 
 // isPlainText reports a text without characters to make visible. A page may have a megabyte, most of it ASCII.

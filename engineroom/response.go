@@ -24,14 +24,14 @@ func (room *Room) writePage(w http.ResponseWriter, r *http.Request, status int, 
 	}
 }
 
-// Refuse writes an error page.
+// Refuse writes an error page, as plain text if its template fails.
 func (room *Room) Refuse(w http.ResponseWriter, r *http.Request, err error) {
 	p, unexpected := problem.Of(err)
 	if unexpected {
 		room.Logger.ErrorContext(r.Context(), "page not rendered", "path", problem.Path(r), "error", err)
 	}
 	if p.Status == http.StatusServiceUnavailable && w.Header().Get("Retry-After") == "" {
-		w.Header().Set("Retry-After", "2")
+		w.Header().Set("Retry-After", "2") // an outage of the database is often short
 	}
 	body, err := room.execute("refusal", map[string]any{
 		"Agent": room.Agent, "Problem": p, "Find": p.Status == http.StatusNotFound,
@@ -75,8 +75,8 @@ func (room *Room) login(w http.ResponseWriter, r *http.Request) {
 }
 
 // contentSecurityPolicy permits only files and connections of this server.
-const contentSecurityPolicy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; " +
-	"connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+const contentSecurityPolicy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; " +
+	"font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 
 // setSecurityHeaders sets the security headers. Only this server receives the referrer, which the redirect after an
 // action needs.

@@ -87,7 +87,7 @@ func TestLoginPageIsPublic(t *testing.T) {
 	assert.NoDiff(t, []string{"GET /assets/{file}", "GET /login"}, public)
 }
 
-// F13: the server compresses pages and files, and a browser loads a file once.
+// The server compresses pages and files, and a browser loads a file once.
 func TestPagesAreCompressedAndAssetsCached(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -134,6 +134,8 @@ func TestPagesAreCompressedAndAssetsCached(t *testing.T) {
 	p.Go(server.URL + "/")
 	p.Go(server.URL + "/lanes")
 	var loaded []string
-	p.Eval(`performance.getEntriesByType("resource").filter((e) => e.name.includes("/assets/") && e.transferSize > 0).map((e) => e.name)`, &loaded)
+	p.Eval(`performance.getEntriesByType("resource")
+		.filter(e => e.name.includes("/assets/") && e.transferSize > 0)
+		.map(e => e.name)`, &loaded)
 	assert.Truef(t, len(loaded) == 0, "the second page loads %q again", loaded)
 }

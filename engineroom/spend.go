@@ -46,7 +46,7 @@ func (f spendFilter) Narrowed() bool {
 }
 
 // spendDay is a link to a day.
-type spendDay struct{ Date, Word string }
+type spendDay struct{ Date, Label string }
 
 // LatestDays are the last seven days, today first.
 func (f spendFilter) LatestDays() []spendDay {
@@ -106,8 +106,9 @@ func openSpend(_ context.Context, req *pageRequest) (title string, err error) {
 			return "", err
 		}
 	}
-	if bySkill, byPurpose := filter.Skill != "" || filter.By == "skill", filter.Purpose != "" ||
-		filter.By == "purpose"; bySkill && byPurpose {
+	bySkill := filter.Skill != "" || filter.By == string(activity.BySkill)
+	byPurpose := filter.Purpose != "" || filter.By == string(activity.ByPurpose)
+	if bySkill && byPurpose {
 		if filter.Skill != "" || req.Query.Get("by") != "" {
 			return "", problem.BadParameter("%s", activity.ErrSkillOrPurpose)
 		}
@@ -121,7 +122,7 @@ func openSpend(_ context.Context, req *pageRequest) (title string, err error) {
 	return "", nil
 }
 
-// spendRow is a line of the sums.
+// spendRow is a line of the sums, with its formatted shares.
 type spendRow struct {
 	activity.SpendLine
 	Share           string // share of the cost, or of the tokens if no call has a price
@@ -294,7 +295,7 @@ func periodsSince(since time.Time, per activity.Period, values func(time.Time) [
 	return list
 }
 
-// moneyTick formats dollars at an axis. Parts of a cent have four decimals or more, so no two ticks read alike.
+// moneyTick formats dollars at an axis. Parts of a cent have four decimals or more, so that small ticks differ.
 func moneyTick(f float64) string {
 	if cents := f * 100; math.Abs(cents-math.Round(cents)) > 1e-9 {
 		return fmt.Sprintf("$%.*f", max(4, 1+int(math.Ceil(-math.Log10(f)))), f)

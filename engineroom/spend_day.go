@@ -85,19 +85,20 @@ func (room *Room) spendOfDay(ctx context.Context, req *pageRequest) (any, error)
 	return data, nil
 }
 
-// compareSpend compares a day's spend with the spend of the day before; empty if that day had none.
+// compareSpend compares a day's spend with that of the day before, in tokens if neither day has a cost; empty if the
+// day before had none.
 func compareSpend(all, before activity.SpendLine) string {
-	now, then := all.CostUSD, before.CostUSD
-	if now == 0 && then == 0 {
-		now, then = float64(all.Tokens), float64(before.Tokens)
+	spent, previous := all.CostUSD, before.CostUSD
+	if spent == 0 && previous == 0 {
+		spent, previous = float64(all.Tokens), float64(before.Tokens)
 	}
 	switch {
-	case then == 0:
+	case previous == 0:
 		return ""
-	case now >= then:
-		return human.Percent(now/then-1) + " more than the day before"
+	case spent >= previous:
+		return human.Percent(spent/previous-1) + " more than the day before"
 	}
-	return human.Percent(1-now/then) + " less than the day before"
+	return human.Percent(1-spent/previous) + " less than the day before"
 }
 
 // traceCost is a trace with its model calls of a day.

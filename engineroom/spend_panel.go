@@ -190,10 +190,11 @@ func (room *Room) costOfHeartbeats(
 	err = room.Read.QueryRow(ctx, `
 		select count(*) from (
 		  select from agent_executions e
-		   where e.flow = 'heartbeat' and e.claimed_by is null and e.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
-		     and e.status = 'completed'
-		     and e.result_summary not like 'skipped:%'
-		   limit @limit::int + 1) x`, customPlan, postgres.Strict{"since": since, "limit": maxHeartbeats}).Scan(&cost.Successful)
+		   where e.flow = 'heartbeat' and e.claimed_by is null
+		     and e.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
+		     and e.status = 'completed' and e.result_summary not like 'skipped:%'
+		   limit @limit::int + 1) x`, customPlan, postgres.Strict{"since": since, "limit": maxHeartbeats}).
+		Scan(&cost.Successful)
 	if err != nil {
 		return cost, fmt.Errorf("count heartbeats: %w", err)
 	}

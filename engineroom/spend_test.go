@@ -26,10 +26,12 @@ func TestSpendByChatKeyAndModel(t *testing.T) {
 	server := serveRoom(t, room)
 	pgtest.Exec(t, pool, `
 		insert into agent_threads (id, channel, owner_kind, owner) values ('t', 'chat', 'visitor', 'shop <site>');
-		insert into agent_activity (trace_id, surface, kind, skill_name, purpose, model, thread_id, status, duration_ms, token_usage, led_to)
-		select 'ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'chat', 'model', 'model_call', 'turn', 'm-1', case n when 4 then null else 't' end,
-		       case n when 1 then 'error' else 'success' end, 1000 * n,
-		       '{"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120, "cached_tokens": 25}', '{"fetch": 2, "price": 1}'
+		insert into agent_activity (trace_id, surface, kind, skill_name, purpose, model, thread_id, status, duration_ms,
+		  token_usage, led_to)
+		select 'ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'chat', 'model', 'model_call', 'turn', 'm-1',
+		       case n when 4 then null else 't' end, case n when 1 then 'error' else 'success' end, 1000 * n,
+		       '{"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120, "cached_tokens": 25}',
+		       '{"fetch": 2, "price": 1}'
 		  from generate_series(1, 4) n`)
 	check := func() {
 		wantTexts(t, server.URL+"/spend?by=key", "shop &lt;site&gt;", "no price", "360", "1 (33 %)", "25 %")

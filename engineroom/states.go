@@ -10,31 +10,42 @@ import (
 type stateStyle struct{ tone, shape string }
 
 // stateStyles has the states with a display of their own. Other states are grey, with a dot.
-var stateStyles = map[string]stateStyle{
-	"success": {"tone-good", "✓"}, "completed": {"tone-good", "✓"}, "approved": {"tone-good", "✓"},
-	"enabled": {"tone-good", "✓"},
-	"active":  {"tone-good", "✓"}, "delivered": {"tone-good", "✓"}, "healthy": {"tone-good", "✓"},
-	"consumed": {"tone-good", "✓"},
-	"ok":       {"tone-good", "✓"}, "handled": {"tone-good", "✓"}, "answered": {"tone-good", "✓"},
-	"done":    {"tone-good", "✓"},
-	"running": {"tone-info", "▶"}, "claimed": {"tone-info", "▶"}, "processing": {"tone-info", "▶"},
-	"on trial": {"tone-info", "◐"}, "trial": {"tone-info", "◐"},
-	"pending": {"tone-warn", "○"}, "waiting": {"tone-warn", "◷"}, "pending_approval": {"tone-warn", "◷"},
-	"proposed": {"tone-warn", "?"},
-	"paused":   {"tone-warn", "❚❚"}, "queued": {"tone-warn", "○"}, "open": {"tone-warn", "○"},
-	"parked": {"tone-warn", "❚❚"}, "unknown": {"tone-warn", "?"},
-	"error": {"tone-bad", "✕"}, "failed": {"tone-bad", "✕"}, "timeout": {"tone-bad", "◷"}, "rejected": {"tone-bad", "✕"},
-	"dead":     {"tone-bad", "✕"},
-	"disabled": {"tone-bad", "⊘"}, "quarantined": {"tone-bad", "⊘"}, "stuck": {"tone-bad", "!"},
-	"failing": {"tone-bad", "✕"}, "recovered": {"tone-good", "✓"},
-	"working": {"tone-good", "●"}, "degraded": {"tone-warn", "▲"}, "stopped": {"tone-bad", "■"},
-	"worker lost": {"tone-warn", "◌"},
-	"passed":      {"tone-good", "✓"}, "pass": {"tone-good", "✓"}, "better": {"tone-good", "▲"},
-	"good": {"tone-good", "✓"},
-	"fail": {"tone-bad", "✕"}, "worse": {"tone-bad", "▼"}, "bad": {"tone-bad", "✕"}, "diverged": {"tone-bad", "≠"},
-	"undecided": {"tone-warn", "?"}, "refused": {"tone-warn", "⊘"}, "denied": {"tone-warn", "⊘"}, "not worse": {"", "="},
-	"cancelled": {"", "⊘"}, "skipped": {"", "–"}, "expired": {"", "◷"}, "ignored": {"", "–"}, "duplicate": {"", "–"},
-	"interrupted": {"tone-warn", "◌"}, "no turns": {"", "–"}, "no trials": {"", "–"},
+var stateStyles = byState(map[stateStyle]string{
+	{"tone-good", "✓"}: "success, completed, approved, enabled, active, delivered, healthy, consumed, ok, " +
+		"handled, answered, done, recovered, passed, pass, good",
+	{"tone-good", "●"}:  "working",
+	{"tone-good", "▲"}:  "better",
+	{"tone-info", "▶"}:  "running, claimed, processing",
+	{"tone-info", "◐"}:  "on trial, trial",
+	{"tone-warn", "○"}:  "pending, queued, open",
+	{"tone-warn", "?"}:  "proposed, unknown, undecided",
+	{"tone-warn", "◷"}:  "waiting, pending_approval",
+	{"tone-warn", "❚❚"}: "paused, parked",
+	{"tone-warn", "◌"}:  "worker lost, interrupted",
+	{"tone-warn", "⊘"}:  "refused, denied",
+	{"tone-warn", "▲"}:  "degraded",
+	{"tone-bad", "✕"}:   "error, failed, rejected, dead, failing, fail, bad",
+	{"tone-bad", "⊘"}:   "disabled, quarantined",
+	{"tone-bad", "◷"}:   "timeout",
+	{"tone-bad", "!"}:   "stuck",
+	{"tone-bad", "■"}:   "stopped",
+	{"tone-bad", "▼"}:   "worse",
+	{"tone-bad", "≠"}:   "diverged",
+	{"", "–"}:           "skipped, ignored, duplicate, no turns, no trials",
+	{"", "="}:           "not worse",
+	{"", "⊘"}:           "cancelled",
+	{"", "◷"}:           "expired",
+})
+
+// byState returns the style of each state. lists has the states of each style, separated by commas.
+func byState(lists map[stateStyle]string) map[string]stateStyle {
+	styles := map[string]stateStyle{}
+	for style, states := range lists {
+		for state := range strings.SplitSeq(states, ", ") {
+			styles[state] = style
+		}
+	}
+	return styles
 }
 
 // tone returns the class of a state's colour; empty for none.
@@ -42,8 +53,8 @@ func tone(state any) string { return stateStyles[stateText(state)].tone }
 
 // shape returns the sign before the word of a state.
 func shape(state any) string {
-	if l, ok := stateStyles[stateText(state)]; ok {
-		return l.shape
+	if style, ok := stateStyles[stateText(state)]; ok {
+		return style.shape
 	}
 	return "·"
 }

@@ -15,11 +15,14 @@ import (
 const (
 	// maxSuggested bounds the cached values of a filter.
 	maxSuggested = 300
+	// maxSuggestedLength bounds the characters of a suggestion. A longer value is not suggested.
+	maxSuggestedLength = 200
 	// maxSuggestedCount bounds the count beside a suggestion.
 	maxSuggestedCount = 100
 	// suggestionTTL is the cache time of suggestions. Concurrent requests after it each read the values.
 	suggestionTTL = 15 * time.Second
-	// maxNamesLike bounds the values that a filter by a part of a name expands to. Further matches are ignored.
+	// maxNamesLike bounds the values that a filter by a part of a name expands to. Further matches are ignored, and the
+	// chip of the filter says so.
 	maxNamesLike = 20
 )
 
@@ -49,14 +52,15 @@ const distinctSQL = `
 	  union all
 	  select (select x.%[1]s from %[2]s x where %[3]s and x.%[1]s > v.value order by x.%[1]s limit 1) from v
 	   where v.value is not null)
-	select left(v.value, 200) as value, (
+	select v.value, (
 	         select count(*) filter (where c.value = v.value) from (
 	           select x.%[1]s as value from %[2]s x where %[3]s and x.%[1]s >= v.value
 	            order by x.%[1]s limit @counted + 1) c) as count
-	  from (select * from v where v.value is not null limit @limit) v`
+	  from (select * from v where v.value is not null limit @limit) v
+	 where length(v.value) <= @longest`
 
-// distinct maps a kind of filter to the arguments of distinctSQL.
-var distinct = map[string][3]string{
+// distinctColumns maps a kind of filter to the arguments of distinctSQL.
+var distinctColumns = map[string][3]string{
 	"flow":     {"flow", "agent_executions", "x.claimed_by is null"},
 	"owner":    {"owner", "agent_threads", "true"},
 	"category": {"category", "agent_memory", "true"},
@@ -108,7 +112,7 @@ func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestio
 			select l.lane as value, '' as count from agent_locks l order by l.lane limit @limit`,
 			postgres.Strict{"limit": maxSuggested})
 	}
-	source, ok := distinct[kind]
+	source, ok := distinctColumns[kind]
 	if !ok {
 		return nil, fmt.Errorf("no suggestions of kind %q", kind)
 	}
@@ -118,7 +122,7 @@ func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestio
 	}
 	rows, err := postgres.Rows[counted](ctx, room.Read, "suggest values",
 		fmt.Sprintf(distinctSQL, source[0], source[1], source[2]), customPlan,
-		postgres.Strict{"limit": maxSuggested, "counted": maxSuggestedCount})
+		postgres.Strict{"limit": maxSuggested, "longest": maxSuggestedLength, "counted": maxSuggestedCount})
 	for _, r := range rows {
 		if r.Value != "" {
 			list = append(list, suggestion{r.Value, capped(r.Count, maxSuggestedCount)})
@@ -127,10 +131,11 @@ func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestio
 	return list, err
 }
 
-// namesLike returns the names of a kind that contain a text, ignoring case. If a name equals the text, namesLike
-// returns only that name. It searches only the suggested names, and returns only the first maxNamesLike matches.
-// Without a match it returns the text, which can be the full name of a value that is not among the suggestions.
-func (room *Room) namesLike(ctx context.Context, kind, text string) ([]string, error) {
+// namesLike returns the names of a kind that contain a text, ignoring case, for the request's filter of that name. If a
+// name equals the text, namesLike returns only that name. It searches only the suggested names, and returns only the
+// first maxNamesLike matches; it records in the request that there are more. Without a match it returns the text, which
+// can be the full name of a value that is not among the suggestions.
+func (room *Room) namesLike(ctx context.Context, req *pageRequest, kind, text string) ([]string, error) {
 	if text == "" {
 		return nil, nil
 	}
@@ -143,12 +148,16 @@ func (room *Room) namesLike(ctx context.Context, kind, text string) ([]string, e
 		if s.Value == text {
 			return []string{text}, nil
 		}
-		if strings.Contains(strings.ToLower(s.Value), strings.ToLower(text)) && len(names) < maxNamesLike {
+		if strings.Contains(strings.ToLower(s.Value), strings.ToLower(text)) {
 			names = append(names, s.Value)
 		}
 	}
 	if len(names) == 0 {
-		names = append(names, text)
+		return []string{text}, nil
+	}
+	names, more := firstN(names, maxNamesLike)
+	if more {
+		req.cappedFilters = append(req.cappedFilters, kind)
 	}
 	return names, nil
 }

@@ -41,8 +41,9 @@ func (l tableLink) Without() string { return strings.Join(l.Omitted, ", ") }
 func (l executionList) Table() tableLink {
 	var omitted []string
 	q := map[string]string{
-		"status": l.Status, "surface": l.Surface, "since": apiTime(l.start().Truncate(time.Minute)),
-		"until": apiTime(l.Until),
+		"status": l.Status, "surface": l.Surface, "until": apiTime(l.Until),
+		// A period that ends now begins later at each refresh. With its exact start, each refresh would change the page.
+		"since": apiTime(l.start().Truncate(time.Minute)),
 	}
 	if l.Failed {
 		q["status"] = "failed,timeout"

@@ -25,12 +25,10 @@ func funcs() template.FuncMap {
 	return template.FuncMap{
 		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "cost": human.Cost, "capital": capital,
 		"odd": func(n int) bool { return n%2 == 1 }, "millis": millis, "seconds": seconds,
-		"at": at, "ago": ago,
-		"since": since, "until": until,
+		"at": timeOfDay, "ago": ago, "since": since, "until": until, "left": timeLeft, "next": nextRun,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
 		"short": short, "tail": tail, "dict": dict, "segment": url.PathEscape, "bytes": human.Bytes,
-		"left": left, "next": nextRun, "retryGroup": retryGroup,
-		"passes": passesOf, "casePath": casePath,
+		"retryGroup": retryGroup, "passes": passesOf, "casePath": casePath,
 	}
 }
 
@@ -55,8 +53,8 @@ func number(n any) float64 {
 // The clocks of a page. Each writes the absolute time in UTC. The page's script shows the time in the reader's zone and
 // keeps it up to date. Package human defines the displayed forms.
 
-// at is a moment: 19:04:05, or 26 Nov 19:04:05 on another day.
-func at(t time.Time) template.HTML { return clock("at", t) }
+// timeOfDay is a moment: 19:04:05, or 26 Nov 19:04:05 on another day.
+func timeOfDay(t time.Time) template.HTML { return clock("at", t) }
 
 // ago is the age of a moment within a sentence: 3 min ago.
 func ago(t time.Time) template.HTML { return clock("ago", t) }
@@ -67,26 +65,26 @@ func since(t time.Time) template.HTML { return clock("since", t) }
 // until is the distance to a moment to come: in 2 min 5 s, or due.
 func until(t time.Time) template.HTML { return clock("until", t) }
 
-// left is the rest of a time limit: 2 min 5 s left, or over.
-func left(t time.Time) template.HTML { return clock("left", t) }
+// timeLeft is the rest of a time limit: 2 min 5 s left, or over.
+func timeLeft(t time.Time) template.HTML { return clock("left", t) }
 
 // nextRun is a planned moment; a past moment is due.
 func nextRun(t time.Time) template.HTML {
 	if t.After(time.Now()) {
 		return clock("next", t)
 	}
-	// digits only
+	// A formatted time needs no escape.
 	return template.HTML(`<time class="next" datetime="` + t.UTC().Format(time.RFC3339Nano) + `">due</time>`)
 }
 
 // clock writes the absolute time. The script formats the time by its class.
 func clock(class string, t time.Time) template.HTML {
 	t = t.UTC()
-	return template.HTML(fmt.Sprintf(`<time class="%s" datetime="%s">%s UTC</time>`, // digits only
+	return template.HTML(fmt.Sprintf(`<time class="%s" datetime="%s">%s UTC</time>`, // a formatted time needs no escape
 		class, t.Format(time.RFC3339Nano), t.Format("2006-01-02 15:04:05")))
 }
 
-// capital returns a text with its first letter in upper case.
+// capital returns a text with its first letter, which must be ASCII, in upper case.
 func capital(s string) string {
 	if s == "" {
 		return s

@@ -39,7 +39,7 @@ const (
 // threadSubject is the thread of a page.
 type threadSubject struct {
 	ID string
-	// turn and seq are the position in the conversation; zero for the newest.
+	// turn and seq are the cursor of the conversation; zero for the newest messages.
 	turn, seq int64
 }
 
@@ -56,10 +56,10 @@ func (room *Room) openThread(ctx context.Context, req *pageRequest) (string, err
 	subject := threadSubject{ID: id}
 	if q["before"] != "" {
 		turn, seq, _ := strings.Cut(q["before"], "-")
-		var one, two error
-		subject.turn, one = strconv.ParseInt(turn, 10, 64)
-		subject.seq, two = strconv.ParseInt(seq, 10, 64)
-		if one != nil || two != nil || subject.turn < 1 || subject.seq < 1 {
+		var turnErr, seqErr error
+		subject.turn, turnErr = strconv.ParseInt(turn, 10, 64)
+		subject.seq, seqErr = strconv.ParseInt(seq, 10, 64)
+		if turnErr != nil || seqErr != nil || subject.turn < 1 || subject.seq < 1 {
 			return "", invalidCursor()
 		}
 	}
@@ -110,7 +110,11 @@ type threadTurn struct {
 	HaltedAt         *time.Time `db:"-"`
 }
 
-// threadFacts reads the thread with its lane and running turns.
+// maxNearTurns bounds the open executions that the search for those of a thread reads.
+const maxNearTurns = 200
+
+// threadFacts reads the thread with its lane and its open executions. It finds those among the nearest 200 open
+// executions in the order of the index on the thread: for another order, the planner may scan the table.
 func (room *Room) threadFacts(ctx context.Context, req *pageRequest) (any, error) {
 	id := req.Subject.(threadSubject).ID
 	rows, err := room.Read.Query(ctx, `
@@ -137,7 +141,7 @@ func (room *Room) threadFacts(ctx context.Context, req *pageRequest) (any, error
 		  from (select x.id, x.flow, x.status, x.created_at, x.thread_id from agent_executions x
 		         where x.thread_id <= @id and x.completed_at is null order by x.thread_id desc limit @near) e
 		  left join agent_message_drafts d on d.execution_id = e.id
-		 where e.thread_id = @id order by e.id desc limit 20`, customPlan, postgres.Strict{"id": id, "near": 200})
+		 where e.thread_id = @id order by e.id desc limit 20`, customPlan, postgres.Strict{"id": id, "near": maxNearTurns})
 	if err != nil {
 		return nil, err
 	}
@@ -208,7 +212,7 @@ func (room *Room) conversation(ctx context.Context, req *pageRequest) (any, erro
 	return result, nil
 }
 
-// queuedMessages reads the queue in order, and the latest withdrawn or undelivered messages.
+// queuedMessages reads the queue in order, and the newest 10 withdrawn or undelivered messages.
 func (room *Room) queuedMessages(ctx context.Context, req *pageRequest) (any, error) {
 	id := req.Subject.(threadSubject).ID
 	rows, err := room.Read.Query(ctx, `
@@ -216,7 +220,7 @@ func (room *Room) queuedMessages(ctx context.Context, req *pageRequest) (any, er
 		  select x.id from agent_messages x where x.thread_id = @id and x.status = 'queued' order by x.id limit @limit + 1) p
 		  join agent_messages m on m.id = p.id
 		 order by m.id`, customPlan, postgres.Strict{"id": id, "limit": queueShown})
-	line, err := collectThreadMessages(rows, err)
+	queue, err := collectThreadMessages(rows, err)
 	if err != nil {
 		return nil, err
 	}
@@ -231,8 +235,8 @@ func (room *Room) queuedMessages(ctx context.Context, req *pageRequest) (any, er
 	if err != nil {
 		return nil, err
 	}
-	line, more := firstN(line, queueShown)
-	return map[string]any{"Line": line, "More": more, "Unsent": unsent}, nil
+	queue, more := firstN(queue, queueShown)
+	return map[string]any{"Queue": queue, "More": more, "Unsent": unsent}, nil
 }
 
 // sayForm is the admin's form. It is not live, because an update would lose typed text.

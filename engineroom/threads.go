@@ -71,19 +71,19 @@ func (room *Room) openThreads(ctx context.Context, req *pageRequest) (string, er
 		return "", err
 	}
 	f := threadFilter{View: q["view"], Channel: q["channel"], Owner: q["owner"], Agent: q["agent"], Name: q["name"]}
-	if f.owners, err = room.namesLike(ctx, "owner", f.Owner); err != nil {
+	if f.owners, err = room.namesLike(ctx, req, "owner", f.Owner); err != nil {
 		return "", err
 	}
 	if f.View != "" && len(q) > 1 {
 		return "", problem.BadParameter("view=%s lists all such threads: leave other filters out", f.View)
 	}
 	if q["before"] != "" {
-		at, id, found := strings.Cut(q["before"], " ")
-		moment, err := time.Parse(time.RFC3339Nano, at)
+		timeText, id, found := strings.Cut(q["before"], " ")
+		at, err := time.Parse(time.RFC3339Nano, timeText)
 		if err != nil || !found {
 			return "", invalidCursor()
 		}
-		f.before = &threadCursor{moment, id}
+		f.before = &threadCursor{at, id}
 	}
 	req.Subject = f
 	return "Threads", nil
@@ -164,14 +164,14 @@ const (
 type threadList struct {
 	threadFilter
 	Rows    []threadRow
-	Older   string
-	Farther bool // the search reached its bound
-	Most    int  // of a view without further pages
-	More    bool
+	Older   string // URL of the next page; empty for none
+	Farther bool   // the search reached its bound of Window threads, so the next page may be empty
 	Window  int64
+	Most    int  // the bound of a view, which has only one page
+	More    bool // the view has more threads than Most
 }
 
-// listThreads reads a page, by the last message.
+// listThreads reads a page, the latest change first. A filter searches at most maxSearched threads per page.
 func (room *Room) listThreads(ctx context.Context, req *pageRequest) (any, error) {
 	f := req.Subject.(threadFilter)
 	if f.View != "" {
@@ -200,8 +200,7 @@ func (room *Room) listThreads(ctx context.Context, req *pageRequest) (any, error
 		postgres.Strict{
 			"owner": f.oneOwner(), "owners": f.moreOwners(), "name": containsPattern(f.Name), "channel": f.Channel,
 			"agent": containsPattern(f.Agent), "at": at, "before": id, "searched": maxSearched,
-			"limit":       threadsShown,
-			"queued_most": maxQueued,
+			"limit": threadsShown, "queued_most": maxQueued,
 		})
 	result := threadList{threadFilter: f, Window: maxSearched}
 	if result.Rows, err = collectThreads(rows, err); err != nil {
@@ -245,6 +244,9 @@ func (room *Room) searchEnd(
 	return end, err == nil, err
 }
 
+// maxBusyThreads bounds the threads of the views held and queue.
+const maxBusyThreads = 200
+
 // listBusyThreads reads the held threads, the longest held first, or the threads with queued messages.
 func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, error) {
 	rows, err := room.Read.Query(ctx, `
@@ -269,9 +271,6 @@ func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, err
 	result.Rows, result.More = firstN(result.Rows, maxBusyThreads)
 	return result, nil
 }
-
-// maxBusyThreads bounds the threads of the views.
-const maxBusyThreads = 200
 
 func collectThreads(rows pgx.Rows, err error) ([]threadRow, error) {
 	list, err := postgres.Collect(rows, err, "list threads", pgx.RowToStructByName[threadRow])

@@ -9,8 +9,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -53,7 +52,7 @@ type entryKind string
 
 const (
 	kindBegin  entryKind = "begin"  // the execution was created
-	kindStatus entryKind = "status" // another change of status
+	kindStatus entryKind = "status" // another change of status, or the omission of earlier changes
 	kindStep   entryKind = "step"   // a recorded step
 	kindFailed entryKind = "failed" // a failed step, or a wait that timed out
 	kindWait   entryKind = "wait"   // a wait that an event ended
@@ -80,7 +79,9 @@ type timeline struct {
 	Entries         []timelineEntry
 	Strip           *strip
 	Earlier, Latest string // URLs of other pages
-	Steps           int
+	// Unreachable means that earlier steps exist, but that the page has no address for them.
+	Unreachable bool
+	Steps       int
 }
 
 // executionTimeline reads a page of recorded steps, and merges the execution's changes of status.
@@ -94,22 +95,22 @@ func (room *Room) executionTimeline(ctx context.Context, req *pageRequest) (any,
 	if err != nil {
 		return nil, err
 	}
-	all, err := room.statusEntries(ctx, x)
+	changes, err := room.statusEntries(ctx, x)
 	if err != nil {
 		return nil, err
 	}
-	if more {
+	if more { // the page of the earlier steps has the earlier changes
 		first := steps[0].CreatedAt
-		all = slices.DeleteFunc(all, func(m timelineEntry) bool { return m.At.Before(first) })
+		changes = slices.DeleteFunc(changes, func(e timelineEntry) bool { return e.At.Before(first) })
 	}
 	if subject.before != nil {
-		all = slices.DeleteFunc(all, func(m timelineEntry) bool { return !m.At.Before(subject.before.At) })
+		changes = slices.DeleteFunc(changes, func(e timelineEntry) bool { return !e.At.Before(subject.before.At) })
 	}
-	t := timeline{Entries: append(all, stepEntries(x, steps)...), Steps: len(steps)}
+	t := timeline{Entries: append(changes, stepEntries(x, steps)...), Steps: len(steps)}
 	slices.SortStableFunc(t.Entries, func(a, b timelineEntry) int { return a.At.Compare(b.At) })
 	if more {
 		cursor := steps[0].CreatedAt.UTC().Format(time.RFC3339Nano) + " " + steps[0].Step
-		if len(cursor) <= maxFilterBytes { // the page rejects a longer cursor, so a long step name has no link
+		if t.Unreachable = len(cursor) > maxFilterBytes; !t.Unreachable { // filtersOf rejects a longer cursor
 			t.Earlier = "/executions/" + x.ID + "?before=" + url.QueryEscape(cursor) + "#timeline"
 		}
 	}
@@ -121,10 +122,11 @@ func (room *Room) executionTimeline(ctx context.Context, req *pageRequest) (any,
 }
 
 // recordedSteps returns the newest steps before the cursor, oldest first. more reports whether earlier steps exist. It
-// reads outputs for the page's steps only, and cuts them. An output with the key timed_out counts as a wait's outcome.
-func (room *Room) recordedSteps(ctx context.Context, subject executionSubject) (list []recordedStep, more bool,
-	err error,
-) {
+// reads outputs for the page's steps only, and cuts them. No column tells a wait from a step: an output with the key
+// timed_out counts as a wait's outcome, also if a step returned such an object.
+func (room *Room) recordedSteps(
+	ctx context.Context, subject executionSubject,
+) (list []recordedStep, more bool, err error) {
 	var at *time.Time
 	step := ""
 	if subject.before != nil {
@@ -132,8 +134,8 @@ func (room *Room) recordedSteps(ctx context.Context, subject executionSubject) (
 	}
 	list, err = postgres.Rows[recordedStep](ctx, room.Read, "read recorded steps", `
 		select c.step, c.claim, c.failed, left(o.text, 8192) as output, octet_length(o.text) as bytes,
-		       case when jsonb_typeof(c.output) = 'object' and c.output ? 'timed_out' then left(c.output ->> 'event', 100) end
-		         as event,
+		       case when jsonb_typeof(c.output) = 'object' and c.output ? 'timed_out'
+		            then left(c.output ->> 'event', 100) end as event,
 		       coalesce(c.output -> 'timed_out' = 'true', false) as timed_out, c.created_at
 		  from (select p.step from agent_checkpoints p
 		         where p.execution_id = @id and (@at::timestamptz is null or (p.created_at, p.step) < (@at, @step))
@@ -181,7 +183,7 @@ func stepEntries(x executionRecord, steps []recordedStep) []timelineEntry {
 		if claim != 0 && s.Claim != claim && !m.Copied {
 			all = append(all, timelineEntry{
 				ID: fmt.Sprintf("claim-%d", s.Claim), At: s.CreatedAt, Kind: kindClaim, Claim: s.Claim,
-				Label: fmt.Sprintf("Under claim %d from here on", s.Claim),
+				Label: fmt.Sprintf("Claimed again (claim %d)", s.Claim),
 			})
 		}
 		claim = s.Claim
@@ -221,34 +223,41 @@ func (room *Room) statusEntries(ctx context.Context, x executionRecord) ([]timel
 	return all, nil
 }
 
-// statusChanges reads the newest 200 stored changes of status.
+// maxStatusChanges bounds the changes of status on the timeline of an external worker's run.
+const maxStatusChanges = 200
+
+// statusChanges reads the newest stored changes of status. If there are more, a first entry says so.
 func (room *Room) statusChanges(ctx context.Context, id string) ([]timelineEntry, error) {
-	rows, err := room.Read.Query(ctx, `
-		select n, status, coalesce(waiting_for, ''), at from agent_status_changes where execution_id = @id
-		  order by n desc limit 200`,
-		postgres.Strict{"id": id})
+	list, err := postgres.Rows[struct {
+		N                  int
+		Status, WaitingFor string
+		At                 time.Time
+	}](ctx, room.Read, "read changes of status", `
+		select c.n, c.status, coalesce(c.waiting_for, '') as waiting_for, c.at
+		  from agent_status_changes c
+		 where c.execution_id = @id
+		 order by c.n desc limit @limit + 1`, postgres.Strict{"id": id, "limit": maxStatusChanges})
 	if err != nil {
-		return nil, fmt.Errorf("read changes of status: %w", err)
+		return nil, err
 	}
-	var all []timelineEntry
-	var n int
-	var status, waitsFor string
-	var at time.Time
-	_, err = pgx.ForEachRow(rows, []any{&n, &status, &waitsFor, &at}, func() error {
-		m := timelineEntry{ID: fmt.Sprintf("change-%d", n), At: at, Kind: kindStatus, Label: "Became " + status}
-		switch status {
-		case "waiting":
-			m.Kind, m.Label = kindOpen, "Waits for "+waitsFor
-		case "completed", "failed", "timeout", "cancelled":
-			m.Kind, m.Label = kindEnd, "Ended: "+status
+	list, more := firstN(list, maxStatusChanges)
+	entries := make([]timelineEntry, 0, len(list)+1)
+	if more {
+		entries = append(entries, timelineEntry{
+			ID: "changes-omitted", At: list[len(list)-1].At, Kind: kindStatus, Label: "Earlier changes of status are not shown",
+		})
+	}
+	for _, c := range slices.Backward(list) {
+		e := timelineEntry{ID: fmt.Sprintf("change-%d", c.N), At: c.At, Kind: kindStatus, Label: "Became " + c.Status}
+		switch {
+		case c.Status == "waiting":
+			e.Kind, e.Label = kindOpen, "Waits for "+c.WaitingFor
+		case executions.Status(c.Status).Ended():
+			e.Kind, e.Label = kindEnd, "Ended: "+c.Status
 		}
-		all = append(all, m)
-		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("read changes of status: %w", err)
+		entries = append(entries, e)
 	}
-	return all, nil
+	return entries, nil
 }
 
 // ordinal returns a number in the form 1st, 2nd, 3rd, 4th.

@@ -43,13 +43,12 @@ func stripOf(x executionRecord, entries []timelineEntry) *strip {
 	if span <= 0 {
 		return nil
 	}
-	place := func(t time.Time) int { return int(stripWidth * (float64(t.Sub(from)) / float64(span))) }
+	xOf := func(t time.Time) int { return int(stripWidth * (float64(t.Sub(from)) / float64(span))) }
 	s := &strip{Label: fmt.Sprintf("%d events in %s, listed below", len(own), human.Millis(span.Milliseconds()))}
-	bar := func(a, b time.Time, class, title string) {
-		if b.After(a) {
+	addBar := func(start, end time.Time, class, title string) {
+		if end.After(start) {
 			s.Bars = append(s.Bars, stripBar{
-				X: place(a), Width: max(place(b)-place(a), 1), Y: 12, Height: 8,
-				Class: class, Title: title,
+				X: xOf(start), Width: max(xOf(end)-xOf(start), 1), Y: 12, Height: 8, Class: class, Title: title,
 			})
 		}
 	}
@@ -59,14 +58,14 @@ func stripOf(x executionRecord, entries []timelineEntry) *strip {
 		if start.After(to) {
 			start = to
 		}
-		bar(from, start, "bar-lane", "in the queue: "+human.Millis(start.Sub(from).Milliseconds()))
+		addBar(from, start, "bar-lane", "in the queue: "+human.Millis(start.Sub(from).Milliseconds()))
 	}
 	if x.StartedAt != nil {
-		bar(start, to, "bar-phase", "since its first claim: "+human.Millis(to.Sub(*x.StartedAt).Milliseconds()))
+		addBar(start, to, "bar-phase", "since its first claim: "+human.Millis(to.Sub(*x.StartedAt).Milliseconds()))
 	}
 	for _, m := range own {
 		s.Bars = append(s.Bars, stripBar{
-			X: min(place(m.At), stripWidth-4), Width: 4, Y: 4, Height: 24, Class: stripClass(m.Kind),
+			X: min(xOf(m.At), stripWidth-4), Width: 4, Y: 4, Height: 24, Class: stripClass(m.Kind),
 			Title: cut(80, m.Label+" "+m.Step),
 		})
 	}

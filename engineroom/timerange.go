@@ -23,8 +23,8 @@ const (
 
 // rangeOption is a period that ends now.
 type rangeOption struct {
-	Value, Word string
-	span        time.Duration
+	Value, Label string
+	span         time.Duration
 }
 
 var rangeOptions = []rangeOption{

@@ -9,10 +9,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sse"
 )
 
-// minRefreshAge is the least age of a part that a new viewer refreshes. So many viewers after a restart cost one read.
+// minRefreshAge is the least age of a part that a new viewer refreshes. Viewers that join within this time, as after a
+// restart, share a read.
 const minRefreshAge = 250 * time.Millisecond
 
-// topic is a viewed URL. Only its goroutine reads the parts.
+// topic is a viewed URL, for viewers with the same scopes. Only its goroutine reads the parts.
 type topic struct {
 	hub     *hub
 	page    page
@@ -144,7 +145,8 @@ func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 
 // A change in a part's triggers causes its read at once. Any change causes the read of a part without triggers if the
 // part's interval is at most maxEagerInterval. After such a read the part rests restFactor times as long as the read
-// took. So these reads take at most 3 % of the time. Other changes wait for the part's interval.
+// took, but no longer than its interval. Unless the interval is that short, these reads take about 3 % of the time.
+// Other changes wait for the part's interval.
 const (
 	maxEagerInterval = 2 * time.Second
 	minRest          = 100 * time.Millisecond

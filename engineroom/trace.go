@@ -24,13 +24,13 @@ func (room *Room) tracePage() page {
 	}
 }
 
-// Bounds of the reads of a trace. The page always names the omitted rows, with a link.
+// Bounds of the reads of a trace. The page names omitted rows, with a link to the table, and omitted executions.
 const (
 	traceFirst    = 1500   // rows read from the beginning of the trace
 	traceLast     = 500    // rows read from the end of the trace
 	traceFailed   = 50     // failed rows, anywhere in the trace
 	traceRuns     = 200    // executions
-	traceWaits    = 200    // ended waits
+	traceWaits    = 200    // ended waits, places in queues, and lost claims: of each
 	traceSummed   = 20_000 // rows added up and searched for errors
 	tracePerPage  = 100    // rows of a page of the table
 	maxSpanText   = 64_000 // characters of an input or an output
@@ -144,8 +144,8 @@ type loadedPart struct {
 }
 
 // loadUnlessEnded returns a part's loaded data if the trace has ended and not changed since. Otherwise it loads the
-// part. So each refresh of an ended trace's page costs one small query. load also reports whether the part still shows
-// running work.
+// part. A refresh of an ended trace's page thus costs only the query of the state. load also reports whether the part
+// still shows running work.
 func (room *Room) loadUnlessEnded(
 	ctx context.Context, t *traceSubject, part string, load func(now traceState) (any, bool, error),
 ) (any, error) {

@@ -29,8 +29,8 @@ func (view *spansView) writeOmitted(b *strings.Builder, n *spanNode) {
 	if n.Omitted > 0 {
 		words = human.Count(n.Omitted) + " " + words
 	}
-	write(b, `<div role="row" class="wf-row" id="rest" aria-level="1"><span role="gridcell" class="wf-name"><a href="/traces/`,
-		esc(view.ID), `?view=table&amp;after=`, esc(n.After), `">… `, words, "</a></span></div>\n")
+	write(b, `<div role="row" class="wf-row" id="rest" aria-level="1"><span role="gridcell" class="wf-name">`,
+		`<a href="/traces/`, esc(view.ID), `?view=table&amp;after=`, esc(n.After), `">… `, words, "</a></span></div>\n")
 }
 
 // write writes a line; base is escaped.
@@ -53,9 +53,9 @@ func (n *spanNode) write(b *strings.Builder, base string, selected bool) {
 	if n.Hidden {
 		write(b, ` hidden`)
 	}
-	write(b, `><span role="gridcell" class="wf-name lv-`, strconv.Itoa(n.Depth()), `"><span class="kind kind-`, n.Type,
-		`">`,
-		n.Label(), `</span> <a href="`, base, esc(n.Span()), `#panel">`, esc(cut(80, n.Name)), `</a>`)
+	write(b, `><span role="gridcell" class="wf-name lv-`, strconv.Itoa(n.Depth()), `">`,
+		`<span class="kind kind-`, n.Type, `">`, n.Label(), `</span> `,
+		`<a href="`, base, esc(n.Span()), `#panel">`, esc(cut(80, n.Name)), `</a>`)
 	if n.Row != nil && n.Row.Model != "" {
 		write(b, ` <span class="muted">`, esc(cut(40, n.Row.Model)), `</span>`)
 	}

@@ -54,11 +54,9 @@ func (room *Room) tracePanel(ctx context.Context, req *pageRequest) (any, error)
 	}
 	var err error
 	switch {
-	case p.Span != "" && p.Node == nil:
+	case p.Span != "" && p.Node == nil: // an unknown span has no content
 	case p.Tab == "details" && p.Row != nil:
-		rows := []spanRow{*p.Row}
-		err = room.addApprovals(ctx, p.ID, rows)
-		p.Row.ApprovalID, p.Row.ApprovalStatus = rows[0].ApprovalID, rows[0].ApprovalStatus
+		err = room.addApproval(ctx, p.Row)
 	case p.Tab == "why":
 		err = room.panelWhy(ctx, p)
 	case p.Tab == "prompt":
@@ -106,8 +104,8 @@ func (p *spanPanel) SpanURL(span string) string {
 	return "/traces/" + p.ID + "?span=" + url.QueryEscape(span) + "#panel"
 }
 
-// TabWord is the label of a tab.
-func (p *spanPanel) TabWord(tab string) string {
+// TabLabel is the label of a tab.
+func (p *spanPanel) TabLabel(tab string) string {
 	return map[string]string{
 		"details": "Details", "why": "Why", "prompt": "Prompt", "cost": "Cost",
 		"raw": "Raw JSON",
@@ -187,7 +185,7 @@ type whyRow struct {
 	Links []whyLink
 }
 
-type whyLink struct{ Word, URL string }
+type whyLink struct{ Label, URL string }
 
 // panelWhy reads the reasons of the trace, or the reasons about the span's execution.
 func (room *Room) panelWhy(ctx context.Context, p *spanPanel) error {

@@ -43,18 +43,18 @@ type spanRow struct {
 	InputCut, OutputCut, MessageCut       bool   `db:"-"`
 }
 
-// show formats complete JSON texts.
-func (r *spanRow) show(id string) {
+// formatTexts formats the JSON texts that are complete, and sets the trace's id.
+func (r *spanRow) formatTexts(id string) {
 	r.TraceID = id
 	r.Input, r.InputCut = formatWhole(r.Input, r.InputBytes)
 	r.Output, r.OutputCut = formatWhole(r.Output, r.OutputBytes)
 	r.MessageCut = int64(len(r.Message)) < r.MessageBytes
 }
 
-// formatWhole formats complete JSON, and reports incomplete JSON.
-func formatWhole(text string, size int64) (string, bool) {
-	if text == "" || int64(len(text)) < size {
-		return text, int64(len(text)) < size
+// formatWhole formats JSON of a given size, unless text is only its beginning.
+func formatWhole(text string, size int64) (formatted string, isCut bool) {
+	if isCut = int64(len(text)) < size; isCut || text == "" {
+		return text, isCut
 	}
 	return formatJSON(text), false
 }
@@ -147,8 +147,8 @@ func (room *Room) rowOf(ctx context.Context, id, row string) ([]spanRow, error) 
 	return room.collectSpans(ctx, rows, err, id)
 }
 
-// collectSpans reads rows, numbers the attempts at each step, and formats the texts. A request for approval gets the
-// status of the decision.
+// collectSpans reads the rows of a query on a trace, numbers the attempts at each step, and formats the texts. A
+// request for approval gets the status of the decision.
 func (room *Room) collectSpans(ctx context.Context, rows pgx.Rows, err error, id string) ([]spanRow, error) {
 	list, err := postgres.Collect(rows, err, "list activities of trace", pgx.RowToStructByNameLax[spanRow])
 	if err != nil {
@@ -161,7 +161,7 @@ func (room *Room) collectSpans(ctx context.Context, rows pgx.Rows, err error, id
 		hide := activity.HidesTexts(ctx) && activity.HasTexts(activity.Kind(r.Kind), r.Skill)
 		hideJSON(hide, &r.Input, &r.InputBytes)
 		hideJSON(hide, &r.Output, &r.OutputBytes)
-		r.show(id)
+		r.formatTexts(id)
 		if r.Status == string(activity.PendingApproval) {
 			approvalIDs = append(approvalIDs, r.ID)
 		}
@@ -182,35 +182,22 @@ func (room *Room) collectSpans(ctx context.Context, rows pgx.Rows, err error, id
 // isCall reports whether the row is a call of a skill or a model, which a process can retry.
 func (r *spanRow) isCall() bool { return r.Kind == "call" || r.Kind == "model" }
 
-// addApprovals adds each row's approval.
-func (room *Room) addApprovals(ctx context.Context, id string, list []spanRow) error {
-	rows, err := room.Read.Query(ctx, `
-		select p.id::text, coalesce(p.activity_id::text, '') as activity_id,
-		       coalesce(p.execution_id::text, '') as execution_id, p.step, p.status
-		  from agent_approvals p where p.trace_id = @id order by p.id desc limit @limit`,
-		customPlan, postgres.Strict{"id": id, "limit": traceWaits})
-	approvals, err := postgres.Collect(rows, err, "list approvals of trace", pgx.RowToStructByName[struct {
-		ID, ActivityID, ExecutionID, Step, Status string
-	}])
-	if err != nil {
-		return err
+// addApproval adds the row's approval: the one that the row requested, or the newest of its step.
+func (room *Room) addApproval(ctx context.Context, row *spanRow) error {
+	found, err := postgres.Rows[struct{ ID, Status string }](ctx, room.Read, "find approval of activity", `
+		select p.id::text, p.status
+		  from agent_approvals p
+		 where p.trace_id = @trace
+		   and (p.activity_id = @row::text::uuid
+		        or @step <> '' and p.step = @step and p.execution_id = nullif(@run::text, '')::uuid)
+		 order by coalesce(p.activity_id = @row::text::uuid, false) desc, p.id desc
+		 limit 1`, customPlan, postgres.Strict{
+		"trace": row.TraceID, "row": row.ID, "step": row.Step, "run": postgres.Deref(row.ExecutionID),
+	})
+	if err == nil && len(found) > 0 {
+		row.ApprovalID, row.ApprovalStatus = found[0].ID, found[0].Status
 	}
-	byRow, byStep := map[string]int{}, map[[2]string]int{}
-	for i, p := range approvals {
-		byRow[p.ActivityID] = i
-		byStep[[2]string{p.ExecutionID, p.Step}] = i
-	}
-	for i := range list {
-		r := &list[i]
-		at, ok := byRow[r.ID]
-		if !ok && r.ExecutionID != nil && r.Step != "" {
-			at, ok = byStep[[2]string{*r.ExecutionID, r.Step}]
-		}
-		if ok {
-			r.ApprovalID, r.ApprovalStatus = approvals[at].ID, approvals[at].Status
-		}
-	}
-	return nil
+	return err
 }
 
 // Type is the row's kind, for texts and colours.

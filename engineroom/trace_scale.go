@@ -14,14 +14,14 @@ import (
 type spanBar struct {
 	Class    string
 	X, Width string
-	Open     bool // it is running
+	Open     bool // the work is running
 }
 
 // timeTick is a mark of the time axis, relative to the start. Zoom is the least factor at which the page shows the
 // mark.
 type timeTick struct {
-	X, Word string
-	Zoom    int
+	X, Label string
+	Zoom     int
 }
 
 // timeGap is idle time, drawn shorter.
@@ -30,7 +30,7 @@ type timeGap struct {
 	MS               int64
 	After            int64 // milliseconds from the start
 	Omitted          bool  // omitted rows instead of idle time
-	LabelFits        bool  // its label fits
+	LabelFits        bool  // the label does not overlap the label of the previous gap
 }
 
 // traceScale maps times to positions from 0 to 100. It draws long idle time shorter, so a wait of three days leaves
@@ -39,7 +39,7 @@ type traceScale struct {
 	segments []segment
 	total    float64 // of the drawing, in drawn seconds
 	start    time.Time
-	running  bool // it is running: the right edge is now
+	running  bool // some work is running: the right edge is now
 }
 
 // segment is a part of the scale with one ratio.
@@ -47,15 +47,22 @@ type segment struct {
 	from, to      time.Time
 	offset, width float64 // in drawn seconds
 	shortened     bool    // drawn shorter
-	omitted       bool    // it has omitted rows
+	omitted       bool    // the page omits the rows of this time
 }
 
 const (
-	minIdle   = time.Second // idle time of up to three times this is drawn to scale
+	minIdle   = time.Second // idle time is drawn to scale up to three times this, or more in a busy trace
 	maxGaps   = 12          // number of shortened gaps, the longest first
 	minBar    = 0.02        // least width of a bar, in percent; its outline makes it visible
 	scaleStep = 1.1         // growth of the scale of a running trace
 	openTail  = 0.06        // share of the drawing for running work
+
+	// Least distances of texts, in percent of the drawing.
+	gapLabelWidth = 20 // between the middles of the labels of gaps
+	tickWidth     = 16 // between ticks, divided by their zoom
+	lastTickWidth = 12 // between a tick and the right edge, which would cut its text, divided by the zoom
+	// maxTicks bounds the ticks of a segment and zoom, multiplied by the zoom.
+	maxTicks = 24
 )
 
 // newTraceScale returns the scale of nodes; nil for none.
@@ -117,8 +124,8 @@ func busyPeriods(nodes []*spanNode, end time.Time) []period {
 	return busy
 }
 
-// layOut lays out the time between moments. All gaps together take at most two fifths of the drawing. Omitted rows
-// take as much of it as the shown rows.
+// layOut lays out the time between moments. Beside work, all gaps together take at most two fifths of the drawing, and
+// omitted rows take at most as much of it as the shown rows.
 func (t *traceScale) layOut(moments []time.Time, busy []period, omitted *spanNode) {
 	busyTime := time.Duration(0)
 	for _, p := range busy {
@@ -281,7 +288,7 @@ func (t *traceScale) gaps() []timeGap {
 			continue
 		}
 		x, end := t.position(s.from), t.position(s.to)
-		hasRoom := (x+end)/2-last >= 20
+		hasRoom := (x+end)/2-last >= gapLabelWidth
 		if hasRoom {
 			last = (x + end) / 2
 		}
@@ -304,30 +311,31 @@ func (t *traceScale) ticks() []timeTick {
 	}
 	positions := []float64{0}
 	for _, zoom := range tickZooms {
-		step, minGap, count := roundStep(t.total/4/float64(zoom)), 16/float64(zoom), 0
+		step, minGap, count := roundStep(t.total/4/float64(zoom)), tickWidth/float64(zoom), 0
 		for _, s := range t.segments {
 			if s.shortened || s.omitted {
 				continue
 			}
 			from, to := s.from.Sub(t.start).Seconds(), s.to.Sub(t.start).Seconds()
-			for n := int64(from/step) + 1; float64(n)*step <= to && count < 24*zoom; n++ {
+			for n := int64(from/step) + 1; float64(n)*step <= to && count < maxTicks*zoom; n++ {
 				after := time.Duration(float64(n) * step * float64(time.Second))
 				x := t.position(t.start.Add(after))
 				i, _ := slices.BinarySearch(positions, x)
-				if x > 100-12/float64(zoom) || x-positions[i-1] < minGap || i < len(positions) && positions[i]-x < minGap {
+				isCut := x > 100-lastTickWidth/float64(zoom)
+				if isCut || x-positions[i-1] < minGap || i < len(positions) && positions[i]-x < minGap {
 					continue
 				}
 				positions = slices.Insert(positions, i, x)
-				all, count = append(all, timeTick{percent(x), tickWord(after), zoom}), count+1
+				all, count = append(all, timeTick{percent(x), tickLabel(after), zoom}), count+1
 			}
 		}
 	}
 	return all
 }
 
-// tickWord formats the time of a mark: in exact seconds where a short form would cut it. The edge of the drawing would
+// tickLabel formats the time of a mark: in exact seconds where a short form would cut it. The edge of the drawing would
 // cut a longer form, such as 42,500 ms.
-func tickWord(after time.Duration) string {
+func tickLabel(after time.Duration) string {
 	if after > time.Second && after < time.Minute && after%(100*time.Millisecond) != 0 ||
 		after > 10*time.Second && after < time.Minute && after%time.Second != 0 {
 		return strconv.FormatFloat(after.Seconds(), 'f', -1, 64) + " s"
@@ -349,8 +357,8 @@ func roundStep(seconds float64) float64 {
 	return float64(int64(seconds/day)+1) * day
 }
 
-// Word is the gap's length.
-func (g timeGap) Word() string { return human.Millis(g.MS) }
+// Label is the gap's length.
+func (g timeGap) Label() string { return human.Millis(g.MS) }
 
 // Place is the gap's start, relative to the trace's.
 func (g timeGap) Place() string { return human.Millis(g.After) }

@@ -180,7 +180,7 @@ type traceRelated struct {
 }
 
 // readRelated reads data about a trace from other tables. It finds the traces before and after the trace among the
-// nearest idle roots of each surface, in index order, and the few claimed roots.
+// nearest unclaimed roots of each surface, in index order, and all claimed roots, which are few.
 func (room *Room) readRelated(ctx context.Context, h *traceHead) (traceRelated, error) {
 	root, ids := "", make([]string, len(h.Runs))
 	for i, r := range h.Runs {
@@ -192,7 +192,7 @@ func (room *Room) readRelated(ctx context.Context, h *traceHead) (traceRelated, 
 	if h.whole {
 		scan = 0
 	}
-	related, err := postgres.Row[traceRelated](ctx, room.Read, "look around trace", `
+	related, err := postgres.Row[traceRelated](ctx, room.Read, "read related data of trace", `
 		with roots as materialized (
 		  select i.id, i.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
 		    (select e.id, e.trace_id from agent_executions e
@@ -252,7 +252,7 @@ type traceHead struct {
 	whole               bool      // rows has all rows of the trace
 }
 
-// readHead reads a trace's subject and its sums. With lines it adds up all rows, if a page can draw them all.
+// readHead reads a trace's subject and its sums. See readSums for lines.
 func (room *Room) readHead(ctx context.Context, id string, lines bool) (h *traceHead, err error) {
 	h = &traceHead{ID: id}
 	if h.Runs, h.MoreRuns, err = room.runsOf(ctx, id); err != nil {
@@ -270,7 +270,8 @@ func (room *Room) readHead(ctx context.Context, id string, lines bool) (h *trace
 	return h, nil
 }
 
-// readSums reads the sums of a trace. With lines it adds up all rows, if a page can draw them all.
+// readSums reads the sums of a trace. If lines is set, the page draws the rows: readSums then reads them, and adds them
+// up itself if the page can draw them all. Otherwise the database adds them up.
 func (room *Room) readSums(ctx context.Context, h *traceHead, lines bool) (err error) {
 	if lines {
 		rows, err := room.firstRowsOf(ctx, h.ID)

@@ -39,8 +39,8 @@ var traceKinds = []string{"run", "phase", "model", "call", "wait", "note"}
 // Kinds returns the values of Kind.
 func (lineFilter) Kinds() []string { return traceKinds }
 
-// Set reports whether a filter is set.
-func (f lineFilter) Set() bool { return f != lineFilter{} }
+// IsSet reports whether a filter is set.
+func (f lineFilter) IsSet() bool { return f != lineFilter{} }
 
 // has reports whether a line matches.
 func (f lineFilter) has(n *spanNode) bool {
@@ -220,7 +220,7 @@ func (view *spansView) fill(order []*spanNode) {
 		view.Ticks, view.Gaps = t.ticks(), t.gaps()
 	}
 	view.Order = order
-	if view.Filter.Set() {
+	if view.Filter.IsSet() {
 		visible := map[*spanNode]bool{}
 		for _, n := range order {
 			for at := n; at != nil && !visible[at] && (at != n || view.Filter.has(n)); at = at.parent {

@@ -104,7 +104,7 @@ func (room *Room) openTraces(ctx context.Context, req *pageRequest) (string, err
 }
 
 // listTraces reads one page. The surface's index yields the newest traces of each surface, and the index of claims
-// yields the claimed traces. So the query never reads child executions.
+// yields the claimed traces. Without a filter by id, the query reads no child executions.
 func (room *Room) listTraces(ctx context.Context, req *pageRequest) (any, error) {
 	f, _ := req.Subject.(traceFilter)
 	if f.Errors || f.Sort != "" {

@@ -65,7 +65,8 @@ func TestTraceFiltersCombine(t *testing.T) {
 	exec(t, pool, `
 		insert into agent_activity (trace_id, execution_id, kind, skill_name, status, cost_usd, finished_at)
 		select e.trace_id, e.id, x.kind, x.name, x.status, case when e.trace_id = @dear then 2 * x.cost else x.cost end, now()
-		  from agent_executions e, (values ('model', 'model_call', 'success', 0.25), ('call', 'fetch', 'error', 0)) x (kind, name, status, cost)
+		  from agent_executions e,
+		       (values ('model', 'model_call', 'success', 0.25), ('call', 'fetch', 'error', 0)) x (kind, name, status, cost)
 		 where e.trace_id = @id or e.trace_id = @dear`, postgres.Strict{"id": string(done), "dear": string(chat)})
 	for query, want := range map[string][]trace.ID{
 		"":                   {old, failed, done, chat},
@@ -301,6 +302,32 @@ func TestTraceShowsApprovalDecision(t *testing.T) {
 	}
 }
 
+func TestPanelFindsApprovalAmongMany(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	id, run := seedTrace(t, pool)
+	call := insert(t, pool, `
+		insert into agent_activity (trace_id, execution_id, kind, skill_name, step, status, finished_at)
+		values ($1, $2::text::uuid, 'call', 'drop', 's', 'success', clock_timestamp()) returning id::text`, string(id), run)
+	addApproval := func(step, activity string) string {
+		return insert(t, pool, `
+			insert into agent_approvals (trace_id, execution_id, step, activity_id, skill_name, skill_revision, arguments,
+			  arguments_hash, expires_at)
+			values ($1, $2::text::uuid, $3, nullif($4, '')::uuid, 'drop', 1, '{}', gen_random_uuid()::text,
+			  clock_timestamp() + interval '1 hour') returning id::text`, string(id), run, step, activity)
+	}
+	page := server.URL + "/traces/" + string(id) + "?span=" + call
+	addApproval("s", "")
+	ofStep := addApproval("s", "")
+	for n := range traceWaits {
+		addApproval(fmt.Sprint("other ", n), "")
+	}
+	wantTexts(t, page, `href="/approvals/`+ofStep)
+	ofCall := addApproval("", call)
+	addApproval("s", "")
+	wantTexts(t, page, `href="/approvals/`+ofCall)
+}
+
 func TestWaterfallFilters(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -404,14 +431,14 @@ func TestDeepAndCircularParents(t *testing.T) {
 
 // maxNesting returns the greatest depth of an element.
 func maxNesting(body, begin, end string) (most int) {
-	now := 0
+	depth := 0
 	for i := range body {
 		switch {
 		case strings.HasPrefix(body[i:], begin):
-			now++
-			most = max(most, now)
+			depth++
+			most = max(most, depth)
 		case strings.HasPrefix(body[i:], end):
-			now--
+			depth--
 		}
 	}
 	return most
@@ -466,7 +493,7 @@ func TestTraceScaleKeepsOrder(t *testing.T) {
 	scale := newTraceScale(nodes)
 	scale.setBars(nodes)
 	gaps := scale.gaps()
-	require.Truef(t, len(gaps) == 1 && (gaps[0].Word() == "2 d 23 h" || gaps[0].Word() == "3 d"), "gaps are %+v", gaps)
+	require.Truef(t, len(gaps) == 1 && (gaps[0].Label() == "2 d 23 h" || gaps[0].Label() == "3 d"), "gaps are %+v", gaps)
 	before := -1.0
 	for _, moment := range []time.Duration{
 		0, time.Second, 2 * time.Second, 4 * time.Second, 30 * time.Hour,
@@ -479,7 +506,7 @@ func TestTraceScaleKeepsOrder(t *testing.T) {
 	for after, want := range map[time.Duration]string{
 		42500 * time.Millisecond: "42.5 s", 1250 * time.Millisecond: "1.25 s", 42 * time.Second: "42 s",
 	} {
-		assert.Equal(t, want, tickWord(after))
+		assert.Equal(t, want, tickLabel(after))
 	}
 	if two, four := scale.position(*at(2 * time.Second)), scale.position(*at(4 * time.Second)); four-two < 15 {
 		t.Errorf("two seconds of work have %.2f percent of the width, beside a wait of three days", four-two)

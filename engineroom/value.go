@@ -21,8 +21,8 @@ type shownValue struct {
 }
 
 const (
-	// maxValue bounds the characters read of a value. It exceeds the shown part, so redaction covers a whole secret at the
-	// cut. The statements repeat the number.
+	// maxValue bounds the characters that a query reads of a value. It exceeds maxShownText, so that redaction sees all
+	// of a secret at the end of the shown part. The statements repeat the number as a literal.
 	maxValue = 8192
 	// maxShownText bounds the shown characters of a value.
 	maxShownText = 4000
@@ -46,7 +46,8 @@ func shownText(text string, size int64) shownValue {
 	return shownValue{Text: clip(clean, size, maxShownText), Bytes: size, Whole: whole}
 }
 
-// clip returns at most n characters of a text, with its original size if it was cut.
+// clip returns at most n characters of a text. If the text or its original of a given size is longer, clip appends the
+// size. A text of less than n characters counts as complete, even if redaction has made it shorter than its original.
 func clip(text string, size int64, n int) string {
 	count := 0
 	for i := range text {
@@ -116,7 +117,7 @@ func (l diffLine) Gone() bool { return l.Sign == "−" }
 // New reports a new line.
 func (l diffLine) New() bool { return l.Sign == "+" }
 
-// maxDiffLines bounds the compared lines.
+// maxDiffLines bounds the lines of both compared texts together.
 const maxDiffLines = 20_000
 
 // compare returns the differences of two texts; nil for equal texts. ok is false for too many lines.

@@ -10,7 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
-// agentFilter returns the agents that the page shows.
+// agentFilter returns a function that reports whether the page shows the work of an agent.
 func (room *Room) agentFilter(ctx context.Context, req *pageRequest) (func(name string) bool, error) {
 	name, err := room.selectedAgent(ctx, req)
 	if name == "" || err != nil {
@@ -36,9 +36,9 @@ func (room *Room) selectedAgent(ctx context.Context, req *pageRequest) (string, 
 // agentStatus is the status line of one agent, or of all agents together.
 type agentStatus struct {
 	monitor.Verdict
-	Agent string // empty for all agents
-	URL   string // overview of the agent
-	Here  bool
+	Agent string        // empty for all agents
+	URL   string        // overview of the agent
+	Here  bool          // the page shows this agent
 	Beat  *monitor.Beat // the agent's newest heartbeat, or the newest of all
 	Next  *time.Time
 	Spent budgetLine
@@ -52,7 +52,8 @@ func (room *Room) monitor() monitor.Monitor {
 	return monitor.Monitor{Agents: room.Agents, Limits: room.Limits}
 }
 
-// verdictPart reads the strip of the page, and with several agents one strip for each.
+// verdictPart reads the status of the selected agent, or of all agents together, and with several agents the status of
+// each.
 func (room *Room) verdictPart(ctx context.Context, req *pageRequest) (any, error) {
 	failures, err := room.failures(ctx, req)
 	if err != nil {
@@ -62,17 +63,7 @@ func (room *Room) verdictPart(ctx context.Context, req *pageRequest) (any, error
 	if err != nil {
 		return nil, err
 	}
-	total := budgetLine{Spent: "nothing"}
-	closest := -2.0
-	for _, b := range c.Budgets { // the limit of today that is closest to exhausted; without a limit, today's usage
-		used := b.Share()
-		if b.Limit <= 0 {
-			used = -1
-		}
-		if b.Scope == "day" && used > closest {
-			closest, total = used, newBudgetLine(b)
-		}
-	}
+	total := tightestBudget(c.Budgets)
 	selected := newAgentStatus(c, nil, all, total)
 	selected.URL = req.withParam("agent", "")
 	var perAgent []agentStatus
@@ -83,19 +74,34 @@ func (room *Room) verdictPart(ctx context.Context, req *pageRequest) (any, error
 			selected = one
 		}
 	}
-	if len(perAgent) == 1 {
+	if len(perAgent) == 1 { // the only agent's limit is that of the installation
 		if only := perAgent[0].Spent; total.Limit == "" && only.Limit != "" {
 			selected.Spent = only
 		}
 		perAgent = nil
 	}
 	first, more := firstN(perAgent, maxAgentStatuses)
-	chosen := selected.Agent
-	hours, err := room.hourChart(ctx, req, chosen)
+	hours, err := room.hourChart(ctx, req, selected.Agent)
 	return map[string]any{
-		"Head": selected, "Each": first, "More": more, "All": req.withParam("agent", ""),
-		"Hours": hours,
+		"Head": selected, "Each": first, "More": more, "All": req.withParam("agent", ""), "Hours": hours,
 	}, err
+}
+
+// tightestBudget returns the limit of today that is closest to exhausted, or today's usage if there is no limit.
+func tightestBudget(list []monitor.Budget) budgetLine {
+	tightest := budgetLine{Spent: "nothing"}
+	const unlimited, none = -1.0, -2.0 // less than any share
+	highest := none
+	for _, b := range list {
+		used := b.Share()
+		if b.Limit <= 0 {
+			used = unlimited
+		}
+		if b.Scope == "day" && used > highest {
+			highest, tightest = used, newBudgetLine(b)
+		}
+	}
+	return tightest
 }
 
 // maxAgentStatuses bounds the agents on the overview.

@@ -32,7 +32,7 @@ var composed = map[string]string{
 	"engineroom/fragment.go":            "names one of five tables",
 	"engineroom/suggest.go":             "names a column with its table and index; the test of indexes runs each",
 	"internal/pgserver/data.go":         "names a database",
-	"engineroom/page_request.go":        "opener is given a statement",
+	"engineroom/page.go":                "openByID is given a statement",
 	"internal/pgtest/query.go":          "passes on the statements of tests",
 	"internal/pgtest/server.go":         "names databases",
 	"activity/report.go":                "reads a page of any report; the test of the reports runs each",
