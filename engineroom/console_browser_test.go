@@ -1,243 +1,270 @@
 package engineroom
 
 import (
-	"context"
-	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
-	"net/http/httptest"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
-	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/require"
 )
-
-// fakeTurns answers the console's API calls. The message selects the response.
-type fakeTurns struct {
-	mu      sync.Mutex
-	asked   []string // method, path and body of every request
-	status  string   // of the turn after a reconnect
-	decided chan struct{}
-	cut     chan struct{}
-}
 
 const (
-	startEvent = "event: start\ndata: {\"trace_id\":\"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE\",\"session_id\":\"" + aSession +
-		"\",\"execution_id\":\"018f0000-0000-7000-8000-000000000000\"}\n\n"
-	doneEvent = "event: done\ndata: {\"ended\":\"answered\",\"trace_id\":\"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE\"}\n\n"
+	consoleTrace     = "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
+	consoleExecution = "018f0000-0000-7000-8000-000000000000"
+
+	startEvent = `event: start
+data: {"trace_id":"` + consoleTrace + `","session_id":"` + aSession + `","execution_id":"` + consoleExecution + `"}
+
+`
+	doneEvent = `event: done
+data: {"ended":"answered","trace_id":"` + consoleTrace + `"}
+
+`
 )
 
-func (f *fakeTurns) message(r *http.Request) (body string) {
+// fakeAPI answers the console's API calls. The message of a turn selects the response.
+type fakeAPI struct {
+	approve   func()        // closes approved
+	approved  chan struct{} // closed by the approval of the requested call
+	cutStream func()        // closes streamCut
+	streamCut chan struct{} // ends the stream of the message "break"
+
+	mu       sync.Mutex
+	requests []string // method, path and body of every request
+	status   string   // of the execution, after its stream has broken
+}
+
+func newFakeAPI() *fakeAPI {
+	f := &fakeAPI{approved: make(chan struct{}), streamCut: make(chan struct{}), status: "running"}
+	f.approve = sync.OnceFunc(func() { close(f.approved) })
+	f.cutStream = sync.OnceFunc(func() { close(f.streamCut) })
+	return f
+}
+
+// record stores a request and returns its body.
+func (f *fakeAPI) record(r *http.Request) (body string) {
 	text, _ := io.ReadAll(r.Body)
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.asked = append(f.asked, r.Method+" "+r.URL.RequestURI()+" "+string(text))
+	f.requests = append(f.requests, r.Method+" "+r.URL.RequestURI()+" "+string(text))
 	return string(text)
 }
 
-// requests returns a copy of the recorded requests.
-func (f *fakeTurns) requests() []string {
+func (f *fakeAPI) setStatus(status string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return slices.Clone(f.asked)
+	f.status = status
 }
 
-func (f *fakeTurns) has(words ...string) bool {
-	for _, a := range f.requests() {
-		all := true
-		for _, w := range words {
-			all = all && strings.Contains(a, w)
-		}
-		if all {
-			return true
-		}
-	}
-	return false
+func (f *fakeAPI) currentStatus() string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.status
 }
 
-func (f *fakeTurns) operate(w http.ResponseWriter, r *http.Request) {
-	body := f.message(r)
-	tell := func(text string) {
-		io.WriteString(w, text)
-		w.(http.Flusher).Flush()
-	}
-	if strings.Contains(body, `"busy"`) && !strings.Contains(body, `"wait":true`) {
-		w.Header().Set("Content-Type", "application/problem+json")
-		w.WriteHeader(http.StatusConflict)
-		tell(`{"status":409,"detail":"lane operate is held by <b>ana</b>","holder":"ana"}`)
-		return
-	}
-	w.Header().Set("Content-Type", "text/event-stream")
-	tell(startEvent)
-	switch {
-	case strings.Contains(body, "break early"): // before the first event
-		panic(http.ErrAbortHandler)
-	case strings.Contains(body, "break"):
-		select {
-		case <-f.cut:
-		case <-r.Context().Done():
+// wantRequest checks that the API got a request with all texts.
+func (f *fakeAPI) wantRequest(t *testing.T, texts ...string) {
+	t.Helper()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	found := slices.ContainsFunc(f.requests, func(request string) bool {
+		return !slices.ContainsFunc(texts, func(text string) bool { return !strings.Contains(request, text) })
+	})
+	assert.Truef(t, found, "no request has %q: %q", texts, f.requests)
+}
+
+// operate answers a turn.
+func (f *fakeAPI) operate(t *testing.T) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		body := f.record(r)
+		send := func(text string) {
+			io.WriteString(w, text)
+			w.(http.Flusher).Flush()
 		}
-		panic(http.ErrAbortHandler)
-	case strings.Contains(body, "approve"):
-		tell(`event: approval` + "\n" +
-			`data: {"id":"a1","skill":"drop","arguments":{"table":"<i>all</i>","rows":9007199254740993},"expires_at":"2030-01-01T00:00:00Z"}` + "\n\n")
-		select {
-		case <-f.decided:
-		case <-r.Context().Done():
-			return
-		}
-		tell("event: delta\ndata: {\"text\":\"Dropped.\"}\n\n" + doneEvent)
-	default:
-		for _, e := range []any{
-			map[string]any{"delta": map[string]string{"text": "wrong"}},
-			map[string]any{"restart": map[string]any{}},
-			map[string]any{"tool": map[string]any{
-				"id": "t1", "name": "look", "arguments": map[string]string{"q": hostile},
-				"status": "started",
-			}},
-			map[string]any{"tool": map[string]any{
-				"id": "t1", "name": "look", "arguments": map[string]string{"q": hostile},
-				"status": "success", "result": 7, "duration_ms": 12,
-			}},
-			map[string]any{"delta": map[string]string{"text": "Here: "}},
-			map[string]any{"delta": map[string]string{"text": hostile}},
-		} {
-			for name, data := range e.(map[string]any) {
-				text, _ := json.Marshal(data)
-				tell(fmt.Sprintf("event: %s\ndata: %s\n\n", name, text))
+		waitFor := func(signal chan struct{}) {
+			select {
+			case <-signal:
+			case <-r.Context().Done():
 			}
 		}
-		tell(doneEvent)
+		if strings.Contains(body, `"busy"`) && !strings.Contains(body, `"wait":true`) {
+			w.Header().Set("Content-Type", "application/problem+json")
+			w.WriteHeader(http.StatusConflict)
+			send(`{"status":409,"detail":"lane operate is held by <b>ana</b>","holder":"ana"}`)
+			return
+		}
+		w.Header().Set("Content-Type", "text/event-stream")
+		send("")
+		if strings.Contains(body, "break early") { // before the first event
+			panic(http.ErrAbortHandler)
+		}
+		send(startEvent)
+		switch {
+		case strings.Contains(body, "break"):
+			waitFor(f.streamCut)
+			panic(http.ErrAbortHandler)
+		case strings.Contains(body, "approve"):
+			send(`event: approval
+data: {"id":"a1","skill":"drop","arguments":{"table":"<i>all</i>","rows":9007199254740993},` +
+				`"expires_at":"2030-01-01T00:00:00Z"}` + "\n\n")
+			waitFor(f.approved)
+			send(turnEvent(t, "delta", map[string]string{"text": "Dropped."}) + doneEvent)
+		default:
+			call := map[string]any{
+				"id": "t1", "name": "look", "arguments": map[string]string{"q": hostile}, "status": "started",
+			}
+			send(turnEvent(t, "delta", map[string]string{"text": "wrong"}))
+			send(turnEvent(t, "restart", map[string]any{}))
+			send(turnEvent(t, "tool", call))
+			call["status"], call["result"], call["duration_ms"] = "success", 7, 12
+			send(turnEvent(t, "tool", call))
+			send(turnEvent(t, "delta", map[string]string{"text": "Here: "}))
+			send(turnEvent(t, "delta", map[string]string{"text": hostile}))
+			send(doneEvent)
+		}
 	}
 }
 
-func (f *fakeTurns) rest(w http.ResponseWriter, r *http.Request) {
-	body := f.message(r)
+// serveOther answers the requests for approvals and executions.
+func (f *fakeAPI) serveOther(w http.ResponseWriter, r *http.Request) {
+	body := f.record(r)
 	w.Header().Set("Content-Type", "application/json")
 	switch {
 	case strings.HasPrefix(r.URL.Path, "/v1/approvals/"):
 		if strings.Contains(body, "approve") {
-			close(f.decided)
+			f.approve()
 		}
 		io.WriteString(w, `{}`)
 	case strings.HasSuffix(r.URL.Path, "/cancel"):
-		f.mu.Lock()
-		f.status = "cancelled"
-		f.mu.Unlock()
+		f.setStatus("cancelled")
 		io.WriteString(w, `{}`)
 	case r.URL.Path == "/v1/executions":
-		fmt.Fprintf(w,
-			`{"items":[{"id":"018f0000-0000-7000-8000-000000000000","trace_id":"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE","thread_id":%q,
-			"input":{"message":"break early"},"created_at":"2999-01-01T00:00:00Z"}],"next_cursor":null}`, aSession)
+		fmt.Fprintf(w, `{"items": [{
+			"id": %q, "trace_id": %q, "thread_id": %q,
+			"input": {"message": "break early"}, "created_at": "2999-01-01T00:00:00Z"
+		}], "next_cursor": null}`, consoleExecution, consoleTrace, aSession)
 	default:
-		f.mu.Lock()
-		status := f.status
-		f.mu.Unlock()
-		fmt.Fprintf(w, `{"status":%q,"cancel_reason":"stopped","result":{"text":"It went on."},"result_summary":""}`, status)
+		fmt.Fprintf(w, `{"status": %q, "cancel_reason": "stopped", "result": {"text": "It went on."}, "result_summary": ""}`,
+			f.currentStatus())
 	}
 }
 
-func TestOperateConsoleInBrowser(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
-	f := &fakeTurns{decided: make(chan struct{}), cut: make(chan struct{}), status: "running"}
-	mux := http.NewServeMux()
-	for _, r := range room.Routes() {
-		if r.Path != "/act/v1/operate" {
-			mux.Handle(r.Method+" "+r.Path, r.Handler)
-		}
-	}
-	mux.HandleFunc("POST /v1/operate", f.operate)
-	mux.HandleFunc("/v1/", f.rest)
-	server := httptest.NewUnstartedServer(mux)
-	serverCtx, end := context.WithCancel(context.WithoutCancel(t.Context()))
-	server.Config.BaseContext = func(net.Listener) context.Context { return serverCtx }
-	server.Start()
-	t.Cleanup(func() {
-		end() // ends the stream of the open page
-		server.Close()
+// openConsole opens the console for a new session with the agent billing, over a fake API.
+func openConsole(t *testing.T) (*browser.Page, *fakeAPI, *pgxpool.Pool, string) {
+	t.Helper()
+	api := newFakeAPI()
+	pool, url := serveConsole(t, map[string]http.HandlerFunc{
+		"POST /v1/operate": api.operate(t), "/v1/": api.serveOther,
 	})
 	putAgent(t, pool, agents.Definition{Name: "sales", Default: true})
 	putAgent(t, pool, agents.Definition{Name: "billing"})
 	p := browser.Open(t, browser.Look{})
-	p.Go(server.URL + "/operate")
-	p.Eval(`document.getElementById("agent").value = "billing", 1`, new(int))
+	p.Go(url + "/operate")
+	p.Eval(`document.getElementById("agent").value = "billing"`, nil)
+	return p, api, pool, url
+}
 
-	// A key sends the message, the answer is streamed, and all of it is text.
-	p.Type("#message", "hello")
-	p.Eval(
-		`document.getElementById("message").dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", ctrlKey: true, bubbles: true, cancelable: true})), 1`, new(int))
-	p.Shows("Done. Trace op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
-	p.Until("nothing of it is markup", `document.querySelectorAll("#transcript img, #transcript script").length === 0`)
-	p.Until("the page shows the text of the message",
-		`document.querySelector("#transcript .bubble-assistant .said").textContent.startsWith("Here: <script>alert(1)") &&
-		document.querySelector("#transcript .bubble-assistant .said").textContent.includes("⟨U+202E⟩") && !document.body.textContent.includes("wrong")`)
-	p.Until("the call is there once, with its end",
-		`document.querySelectorAll(".bubble-tool").length === 1 && document.querySelector(".bubble-tool").textContent.includes("✓ success 12 ms")`)
-	p.Until("the address has the session", `location.search === "?session=`+aSession+
-		`" && document.activeElement.id === "message"`)
-
-	assert.Truef(t, f.has("POST /v1/operate", "hello", `"agent":"billing"`), "the chosen agent was not named: %q", f.requests())
-	p.Until("the session keeps its agent", `document.getElementById("agent").disabled`)
-
-	// The page decides an approval in place.
-	p.Type("#message", "approve")
+// say sends a message in the console.
+func say(p *browser.Page, message string) {
+	p.Type("#message", message)
 	p.Click("#send")
+}
+
+func TestConsoleStreamsAnswerAsText(t *testing.T) {
+	t.Parallel()
+	p, api, _, _ := openConsole(t)
+	p.Type("#message", "hello")
+	p.Eval(`document.getElementById("message").dispatchEvent(new KeyboardEvent("keydown",
+		{key: "Enter", ctrlKey: true, bubbles: true, cancelable: true})), 1`, new(int))
+	p.Shows("Done. Trace " + consoleTrace)
+	p.Until("no text of the answer is markup",
+		`document.querySelectorAll("#transcript img, #transcript script").length === 0`)
+	p.Until("the page shows the text of the answer since the restart", `(() => {
+		const text = document.querySelector("#transcript .bubble-assistant .said").textContent;
+		return text.startsWith("Here: <script>alert(1)") && text.includes("⟨U+202E⟩") &&
+			!document.body.textContent.includes("wrong");
+	})()`)
+	p.Until("the page shows the call once, with its outcome", `(() => {
+		const calls = document.querySelectorAll(".bubble-tool");
+		return calls.length === 1 && calls[0].textContent.includes("✓ success 12 ms");
+	})()`)
+	p.Until("the address has the session", `location.search === "?session=`+aSession+`"`)
+	p.Until("the message field has the focus", `document.activeElement.id === "message"`)
+	api.wantRequest(t, "POST /v1/operate", "hello", `"agent":"billing"`)
+	p.Until("the session keeps its agent", `document.getElementById("agent").disabled`)
+	wantNoProblems(t, p, "/operate")
+}
+
+func TestConsoleDecidesApproval(t *testing.T) {
+	t.Parallel()
+	p, api, _, _ := openConsole(t)
+	say(p, "hello")
+	p.Shows("Done. Trace")
+	say(p, "approve")
 	p.Shows("Approval requested: drop")
 	p.Shows("9007199254740993") // not rounded like a JavaScript number
-	found := p.Inaccessible()
-	assert.Truef(t, len(found) == 0, "not accessible:\n%s", strings.Join(found, "\n"))
+	wantAccessible(t, p, "the requested approval")
 	p.Click(`#transcript .approval button[value=approve]`)
 	p.Shows("Dropped.")
-	p.Until("its turn has ended", `!document.getElementById("send").disabled`)
-	assert.Truef(t, f.has("POST /v1/approvals/a1", `"decision":"approve"`) &&
-		f.has("POST /v1/operate", `"session_id":"`+aSession+`"`, "approve"), "asked: %q", f.requests())
+	p.Until("the turn has ended", `!document.getElementById("send").disabled`)
+	api.wantRequest(t, "POST /v1/approvals/a1", `"decision":"approve"`)
+	api.wantRequest(t, "POST /v1/operate", `"session_id":"`+aSession+`"`, "approve")
+	wantNoProblems(t, p, "/operate")
+}
 
-	// The page names the holder of the lane, and the admin can wait for it.
+func TestConsoleWaitsForLane(t *testing.T) {
+	t.Parallel()
+	p, api, _, _ := openConsole(t)
 	p.Expect("409")
-	p.Type("#message", "busy")
-	p.Click("#send")
+	say(p, "busy")
 	p.Shows("lane operate is held by <b>ana</b>")
-	p.Eval(
-		`[...document.querySelectorAll("#transcript button")].find(b => b.textContent === "Wait for the lane").click(), 1`,
-		new(int))
-	p.Until("it waited",
-		`[...document.querySelectorAll("#transcript > .bubble")].pop().textContent.startsWith("Done. Trace") && document.getElementById("send").disabled === false`)
-	assert.Truef(t, f.has("POST /v1/operate", "busy", `"wait":true`), "asked: %q", f.requests())
+	p.Eval(`[...document.querySelectorAll("#transcript button")]
+		.find(b => b.textContent === "Wait for the lane").click(), 1`, new(int))
+	p.Shows("Done. Trace")
+	p.Until("the turn has ended", `!document.getElementById("send").disabled`)
+	api.wantRequest(t, "POST /v1/operate", "busy", `"wait":true`)
+	wantNoProblems(t, p, "/operate")
+}
 
-	// After its connection broke, the page finds the turn again and can stop it.
+// After its connection broke, the page finds the turn again, and can stop it.
+func TestConsoleStopsTurnAfterBrokenStream(t *testing.T) {
+	t.Parallel()
+	p, api, _, _ := openConsole(t)
 	p.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING")
-	p.Eval(`document.getElementById("message").value = "", 1`, new(int))
-	p.Type("#message", "break")
-	p.Click("#send")
-	p.Until("it has begun", `!document.getElementById("stop").hidden`)
-	close(f.cut)
+	say(p, "break")
+	p.Until("the turn has begun", `!document.getElementById("stop").hidden`)
+	api.cutStream()
 	p.Shows("The turn continues")
 	p.Click("#stop")
 	p.Shows("The turn was cancelled: stopped")
-	assert.Truef(t, f.has("POST /v1/executions/018f0000-0000-7000-8000-000000000000/cancel", "stopped in the console"),
-		"asked: %q", f.requests())
+	api.wantRequest(t, "POST /v1/executions/"+consoleExecution+"/cancel", "stopped in the console")
+	wantNoProblems(t, p, "/operate")
+}
 
-	// The same holds for a turn without any event, and for one in progress when the page loads.
-	f.mu.Lock()
-	f.status = "completed"
-	f.mu.Unlock()
-	p.Type("#message", "break early")
-	p.Click("#send")
+func TestConsoleFindsTurnWithoutEvent(t *testing.T) {
+	t.Parallel()
+	p, api, _, _ := openConsole(t)
+	api.setStatus("completed")
+	p.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING")
+	say(p, "break early")
 	p.Shows("It went on.")
+	wantNoProblems(t, p, "/operate")
+}
+
+func TestConsoleFollowsTurnOfSession(t *testing.T) {
+	t.Parallel()
+	p, api, pool, url := openConsole(t)
+	api.setStatus("completed")
 	insertSession(t, pool, "what did you do?", "", "pending")
-	p.Go(server.URL + "/operate?session=" + aSession)
+	p.Go(url + "/operate?session=" + aSession)
 	p.Shows("It went on.")
-	problems := p.Problems()
-	assert.Truef(t, len(problems) == 0, "browser errors:\n%s", strings.Join(problems, "\n"))
+	wantNoProblems(t, p, "/operate")
 }

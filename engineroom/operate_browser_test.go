@@ -89,7 +89,7 @@ func screenshot(t *testing.T, p *browser.Page, name string, whole bool) {
 const inWindow = `(() => { const r = document.querySelector(".approval .decide").getBoundingClientRect(),
 	c = document.getElementById("say").getBoundingClientRect(); return r.top >= 0 && r.bottom <= c.top + 1 })()`
 
-// F1: an approval is fully visible above the composer. A line there announces one out of view.
+// An approval is fully visible above the composer. A line there announces one out of view.
 func TestApprovalInSessionIsVisibleOrLinked(t *testing.T) {
 	t.Parallel()
 	decided := make(chan string, 1)
@@ -131,7 +131,7 @@ func TestApprovalInSessionIsVisibleOrLinked(t *testing.T) {
 	wantNoBrowserErrors(t, p)
 }
 
-// F8: a call that ended with its stopped turn is not shown as running.
+// A call that ended with its stopped turn is not shown as running.
 func TestStoppedToolIsNotShownAsRunning(t *testing.T) {
 	t.Parallel()
 	_, url := serveConsole(t, map[string]http.HandlerFunc{
@@ -156,25 +156,30 @@ func TestStoppedToolIsNotShownAsRunning(t *testing.T) {
 func TestAnswersAreSafeMarkdown(t *testing.T) {
 	t.Parallel()
 	const text = "## Result\n\n**12** rows, [docs](https://example.com/a) and [no](javascript:alert(1))\n\n" +
-		"| a | b |\n|---|---|\n| 1 | 2 |\n\n```sql\nselect 1;\n```\n\n<b>raw</b> <img src=x onerror=alert(1)> مرحبا ![p](https://evil.example/p.png)"
+		"| a | b |\n|---|---|\n| 1 | 2 |\n\n```sql\nselect 1;\n```\n\n" +
+		"<b>raw</b> <img src=x onerror=alert(1)> مرحبا ![p](https://evil.example/p.png)"
 	pool, url := serveConsole(t, map[string]http.HandlerFunc{
 		"POST /v1/operate": streamTurn(false, turnEvent(t, "delta", map[string]string{"text": text}), doneEvent),
 	})
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
-	const holds = `(() => { const s = document.querySelector(".bubble-assistant .said"); return s && s.querySelector("h2, h3") &&
-		s.querySelector("strong").textContent === "12" && s.querySelector("table td") && s.querySelector(".block button") &&
-		s.querySelector("a[href='https://example.com/a']").rel.includes("noopener") && !s.querySelector("b, img, script, [onerror], a[href^=javascript]") &&
-		s.textContent.includes("<b>raw</b>") })()`
+	const isFormatted = `(() => {
+		const text = document.querySelector(".bubble-assistant .said");
+		return text && text.querySelector("h2, h3") && text.querySelector("strong").textContent === "12" &&
+			text.querySelector("table td") && text.querySelector(".block button") &&
+			text.querySelector("a[href='https://example.com/a']").rel.includes("noopener") &&
+			!text.querySelector("b, img, script, [onerror], a[href^=javascript]") &&
+			text.textContent.includes("<b>raw</b>");
+	})()`
 	p.Go(url + "/operate")
 	p.Type("#message", "hello")
 	p.Click("#send")
 	p.Shows("Done. Trace")
-	p.Until("a streamed answer is drawn", holds)
+	p.Until("a streamed answer is formatted", isFormatted)
 	screenshot(t, p, "operate-markdown", false)
 	wantNoBrowserErrors(t, p)
 	insertSession(t, pool, "hello", text, "cancelled")
 	p.Go(url + "/operate?session=" + aSession)
-	p.Until("a stored answer is drawn", holds)
+	p.Until("a stored answer is formatted", isFormatted)
 	clickCopy(p, ".said .block button")
 	wantNoBrowserErrors(t, p)
 }
@@ -204,8 +209,9 @@ func TestCommandsAreSuggestedAndRun(t *testing.T) {
 	p.Until("the list has a link", `document.querySelector("#transcript a[href='/skills/fetch']") !== null`)
 	p.Eval(`document.body.dataset.may = "operate approvals:read"`, nil) // a token with fewer scopes than the role
 	p.Type("#message", "/skills\r")
-	p.Until("the second list has no link", `[...document.querySelectorAll("#transcript ul")].length === 2 &&
-		document.querySelectorAll("#transcript li a").length === 2 && document.querySelectorAll("#transcript li a[href]").length === 1`)
+	p.Until("the second list has no link", `document.querySelectorAll("#transcript ul").length === 2 &&
+		document.querySelectorAll("#transcript li a").length === 2 &&
+		document.querySelectorAll("#transcript li a[href]").length === 1`)
 	p.Type("#message", "/pause")
 	p.Press(kb.Tab)
 	p.Until("it is completed",
@@ -230,19 +236,20 @@ func insertWaitingTurn(t *testing.T, pool *pgxpool.Pool) (approval string) {
 	var id, trace string
 	require.NoError(t, pool.QueryRow(t.Context(), `select id::text, trace_id from agent_executions
 		where thread_id = $1 and completed_at is null`, aSession).Scan(&id, &trace))
-	did := pgtest.Value[string](t, pool, `
+	call := pgtest.Value[string](t, pool, `
 		insert into agent_activity (trace_id, execution_id, surface, skill_name, status, input, output, duration_ms)
-		values ($1, $2::uuid, 'operate', 'read_order', 'success', '{"order": "A-1001"}', '{"total": 120.5}', 31) returning id::text`,
+		values ($1, $2::uuid, 'operate', 'read_order', 'success', '{"order": "A-1001"}', '{"total": 120.5}', 31)
+		returning id::text`,
 		trace, id)
-	require.True(t, did != "", "no call")
-	asked := insertApproval(t, pool, "pending", `{"order": "A-1001", "amount": 120.50}`, 5)
+	require.True(t, call != "", "no call")
+	approval = insertApproval(t, pool, "pending", `{"order": "A-1001", "amount": 120.50}`, 5)
 	rows.Quiet(t, pool, fmt.Sprintf(`
 		update agent_approvals set execution_id = '%s', trace_id = '%s', parked = true, step = 's'
-		where id = '%s'`, id, trace, asked))
+		where id = '%s'`, id, trace, approval))
 	rows.Quiet(t, pool, fmt.Sprintf(`
 		update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = '%s',
-		waiting_until = now() + interval '1 day' where id = '%s'`, asked, id))
-	return asked
+		waiting_until = now() + interval '1 day' where id = '%s'`, approval, id))
+	return approval
 }
 
 func TestSessionAfterReloadAndWithoutScript(t *testing.T) {
@@ -343,7 +350,8 @@ func TestTurnIsShownOnceAfterBrokenStream(t *testing.T) {
 			p.Type("#message", "is it?")
 			p.Click("#send")
 			p.Until("each text is there once", `!document.getElementById("send").disabled &&
-				[...document.querySelectorAll("#transcript .bubble-assistant .said")].map(e => e.innerText.trim()).join("|") === "`+test.want+`"`)
+				[...document.querySelectorAll("#transcript .bubble-assistant .said")]
+					.map(e => e.innerText.trim()).join("|") === "`+test.want+`"`)
 		})
 	}
 }

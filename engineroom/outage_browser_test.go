@@ -72,7 +72,8 @@ func (c *hangingConn) Write(b []byte) (int, error) {
 }
 
 const (
-	isLive = `document.getElementById("live-state").dataset.state === "live" && document.getElementById("disconnected").textContent === ""`
+	isLive = `document.getElementById("live-state").dataset.state === "live" &&
+		document.getElementById("disconnected").textContent === ""`
 	isDead = `/^Disconnected since \d\d:\d\d$/.test(document.getElementById("disconnected").innerText) &&
 		document.title.startsWith("Disconnected · ") && document.getElementById("icon").href.includes("icon-dead") &&
 		document.body.classList.contains("is-disconnected")`
@@ -90,7 +91,7 @@ func waitWithin(t *testing.T, p *browser.Page, limit time.Duration, what, condit
 	assert.Truef(t, took <= limit, "%s: it took %s, limit %s", what, took, limit)
 }
 
-// F7: a page without its server shows that, and its clocks stop.
+// A page without its server shows that, and its clocks stop.
 func TestPageShowsServerOutage(t *testing.T) {
 	t.Parallel()
 	pool, m := serveStoppable(t)
@@ -119,7 +120,7 @@ func TestPageShowsServerOutage(t *testing.T) {
 		[...document.querySelectorAll("main time")].map((t) => t.textContent).join("|") !== `+fmt.Sprintf("%q", before))
 }
 
-// F7: the same holds if the server accepts connections and does not answer.
+// The same holds if the server accepts connections and does not answer.
 func TestPageDetectsHangingServer(t *testing.T) {
 	t.Parallel()
 	_, m := serveStoppable(t)
@@ -134,7 +135,7 @@ func TestPageDetectsHangingServer(t *testing.T) {
 	waitWithin(t, p, 5*time.Second, "the page is live again", isLive)
 }
 
-// F7: a page recovers after it was offline for longer than the browser's own timeout.
+// A page recovers after it was offline for longer than the browser's own timeout.
 func TestPageRecoversAfterOffline(t *testing.T) {
 	t.Parallel()
 	pool, m := serveStoppable(t)

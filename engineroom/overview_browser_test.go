@@ -152,7 +152,7 @@ const busySeed = `
 	  error_message)
 	select 'github', 'd' || n, 'wh_1', 'wh_1', 'dead', '', '', 'the flow refused it' from generate_series(1, 20) n`
 
-// F10: the overview shows whether the agent works.
+// The overview shows whether the agent works.
 func TestOverviewShowsHealth(t *testing.T) {
 	t.Parallel()
 	pool, server := serveWithApprovals(t)
@@ -163,8 +163,8 @@ func TestOverviewShowsHealth(t *testing.T) {
 		"4 skills disabled by self-heal", "skill skill_on_trial on trial", "completed 1", " min ago", "advanced 2 plans",
 		"in 1", "$1.50 of $5.00", "40 failed")
 	p.Until("each agent has a strip", `document.querySelectorAll("#verdict tbody tr").length === 2 + 24`)
-	p.Until("an hour is shown to the pointer",
-		`/^\d\d:00 UTC: \d+ runs?, \d+ failed$/.test(document.querySelector("#verdict .hour:last-of-type title").textContent)`)
+	p.Until("an hour has a tooltip", `/^\d\d:00 UTC: \d+ runs?, \d+ failed$/.test(
+		document.querySelector("#verdict .hour:last-of-type title").textContent)`)
 	p.Click(`#verdict nav a[href="/?agent=billing"]`)
 	p.Until("the page is about billing", `location.search === "?agent=billing" && document.readyState === "complete" &&
 		document.querySelector("#verdict nav a[aria-current]").innerText.includes("billing")`)
@@ -181,7 +181,7 @@ func TestOverviewShowsHealth(t *testing.T) {
 	wantNoBrowserErrors(t, p)
 }
 
-// F4: the overview shows failed executions.
+// The overview shows failed executions.
 func TestFailuresAreGroupedByRootError(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -198,25 +198,26 @@ func TestFailuresAreGroupedByRootError(t *testing.T) {
 		document.body?.innerText.includes("connection refused")`)
 }
 
-// F3: skill health starts with the worst skills, and a skill with 0 % success is not green.
+// Skill health starts with the worst skills, and a skill with 0 % success is not green.
 func TestWorstSkillsComeFirst(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
 	seedBusyOverview(t, pool)
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
-	for _, at := range []struct{ address, rows, want string }{
+	for _, list := range []struct{ address, rows, want string }{
 		{"/", "#health tbody tr", "disabled disabled disabled disabled on trial failing"},
 		{"/skills", "#list tbody tr", "disabled disabled disabled disabled on trial failing failing failing failing failing" +
 			strings.Repeat(" enabled", 10)},
 	} {
-		p.Go(server.URL + at.address)
+		p.Go(server.URL + list.address)
 		var states, green string
-		p.Eval(`[...document.querySelectorAll("`+at.rows+
-			` .status")].map(s => s.innerText.replace(/^\S+\s/, "").trim()).join(" ")`, &states)
-		assert.Equal(t, at.want, states)
-		p.Eval(
-			`[...document.querySelectorAll("tr")].filter(r => /(^|\s)0 %/.test(r.innerText) && r.querySelector(".tone-good")).map(r => r.innerText).join("; ")`, &green)
-		assert.Equal(t, "", green)
+		p.Eval(`[...document.querySelectorAll("`+list.rows+` .status")]
+			.map(s => s.innerText.replace(/^\S+\s/, "").trim()).join(" ")`, &states)
+		assert.Equal(t, list.want, states)
+		p.Eval(`[...document.querySelectorAll("tr")]
+			.filter(row => /(^|\s)0 %/.test(row.innerText) && row.querySelector(".tone-good"))
+			.map(row => row.innerText).join("; ")`, &green)
+		assert.Equal(t, "", green, "rows with 0 % that are green")
 	}
 	assert.Contains(t, p.Text("#failing"), "failing")
 	p.Go(server.URL + "/skills?state=failing")
@@ -225,12 +226,13 @@ func TestWorstSkillsComeFirst(t *testing.T) {
 
 // clippedElements lists the elements of a page that hide or scroll a part of their content.
 const clippedElements = `[...document.querySelectorAll("main *")].filter(e => {
-	const look = getComputedStyle(e);
-	return !e.matches(".aside-text") && !(look.overflowX === "visible" && look.overflowY === "visible") && e.clientHeight > 0 &&
+	const style = getComputedStyle(e), isVisible = style.overflowX === "visible" && style.overflowY === "visible";
+	return !e.matches(".aside-text") && !isVisible && e.clientHeight > 0 &&
 		(e.scrollHeight > e.clientHeight + 1 || e.scrollWidth > e.clientWidth + 1);
-}).map(e => (e.id || e.className || e.localName) + " in " + e.closest("section")?.id + ": " + e.clientWidth + "x" + e.clientHeight + " of " + e.scrollWidth + "x" + e.scrollHeight).join("; ")`
+}).map(e => (e.id || e.className || e.localName) + " in " + e.closest("section")?.id + ": " +
+	e.clientWidth + "x" + e.clientHeight + " of " + e.scrollWidth + "x" + e.scrollHeight).join("; ")`
 
-// F9: no box clips its content.
+// No box clips its content.
 func TestOverviewIsNotClipped(t *testing.T) {
 	t.Parallel()
 	pool, server := serveWithApprovals(t)
@@ -401,7 +403,7 @@ func TestFiveTasksFromTheOverview(t *testing.T) {
 	p.As(displayModes["dark phone"])
 	for name, path := range map[string]string{"phone": "/", "phone-approvals": "/approvals"} {
 		p.Go(server.URL + path)
-		p.Until("the page is live", `document.getElementById("live-state").dataset.state === "live"`)
+		waitForStream(p)
 		picture(name)
 	}
 }

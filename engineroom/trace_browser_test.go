@@ -61,28 +61,39 @@ func seedFailedTrace(t *testing.T, pool *pgxpool.Pool) trace.ID {
 		         ((v.t - v.f) * 1000)::bigint, 2
 		    from parent p, child c, (values
 		      (false, 'set', 'prices', 'success', '', '', 4.0, 13.0),
-		      (false, 'trigger_agent', 'nested', 'error', 'action nested (trigger_agent): flow nightly_child ended as failed: action pull (skill): ' || $2, 'child', 29.0, 47.5),
+		      (false, 'trigger_agent', 'nested', 'error',
+		        'action nested (trigger_agent): flow nightly_child ended as failed: action pull (skill): ' || $2,
+		        'child', 29.0, 47.5),
 		      (true, 'skill', 'sizes', 'success', '', '', 31.2, 33.0),
-		      (true, 'skill', 'pull', 'error', 'action pull (skill): ' || $2, 'sql', 34.0, 45.8)) v (child, n, s, st, m, cl, f, t)
+		      (true, 'skill', 'pull', 'error', 'action pull (skill): ' || $2, 'sql', 34.0, 45.8))
+		        v (child, n, s, st, m, cl, f, t)
 		  returning id, step, execution_id)
 		insert into agent_activity (id, trace_id, execution_id, parent_id, kind, skill_name, step, status, model, purpose,
 		  token_usage, cost_usd, led_to, created_at, finished_at, duration_ms, error_class, error_message, input, output,
 		  claim)
 		select lanekeeper.agent_uuid7(p.at + v.f * interval '1 s'), p.trace_id, coalesce(h.execution_id, p.id), h.id, v.k, v.n,
 		       v.s, v.st, v.w, v.p, v.u::jsonb, v.c, v.l::jsonb, p.at + v.f * interval '1 s', p.at + v.t * interval '1 s',
-		       ((v.t - v.f) * 1000)::bigint, v.cl, nullif(v.er, ''), '{"table": "caretaker_notes", "limit": 20}', '{"ok": true}', 2
+		       ((v.t - v.f) * 1000)::bigint, v.cl, nullif(v.er, ''), '{"table": "caretaker_notes", "limit": 20}',
+		       '{"ok": true}', 2
 		  from parent p, (values
-		    ('prices', 'model', 'model_call', 'prices/model', 'success', 'gpt-4o-mini', 'flow nightly_report', '{"prompt_tokens": 1200, "completion_tokens": 42, "total_tokens": 1242}', 0.0125, '{"fetch": 2, "search": 1}', 4.5, 7.0, '', ''),
-		    ('prices', 'call', 'fetch', 'prices/fetch', 'unknown', '', '', '{}', 0.0, '{}', 7.2, 9.0, 'interrupted', 'the process was lost during the call; nobody knows whether it took effect'),
+		    ('prices', 'model', 'model_call', 'prices/model', 'success', 'gpt-4o-mini', 'flow nightly_report',
+		      '{"prompt_tokens": 1200, "completion_tokens": 42, "total_tokens": 1242}', 0.0125, '{"fetch": 2, "search": 1}',
+		      4.5, 7.0, '', ''),
+		    ('prices', 'call', 'fetch', 'prices/fetch', 'unknown', '', '', '{}', 0.0, '{}', 7.2, 9.0, 'interrupted',
+		      'the process was lost during the call; nobody knows whether it took effect'),
 		    ('prices', 'call', 'fetch', 'prices/fetch', 'success', '', '', '{}', 0, '{}', 10.0, 11.0, '', ''),
-		    ('prices', 'model', 'model_call', 'prices/answer', 'success', 'gpt-4o-mini', 'chat', '{"prompt_tokens": 1500, "completion_tokens": 142, "total_tokens": 1642}', 0.02, '{}', 11.0, 12.6, '', ''),
+		    ('prices', 'model', 'model_call', 'prices/answer', 'success', 'gpt-4o-mini', 'chat',
+		      '{"prompt_tokens": 1500, "completion_tokens": 142, "total_tokens": 1642}', 0.02, '{}', 11.0, 12.6, '', ''),
 		    ('sizes', 'call', 'table_sizes', 'sizes/call', 'success', '', '', '{}', 0, '{}', 31.3, 32.9, '', ''),
 		    ('pull', 'call', 'broken_on_purpose', 'pull/call', 'error', '', '', '{}', 0, '{}', 34.1, 36.0, 'sql', $2),
 		    ('pull', 'call', 'broken_on_purpose', 'pull/call', 'error', '', '', '{}', 0, '{}', 38.1, 40.0, 'sql', $2),
 		    ('pull', 'call', 'broken_on_purpose', 'pull/call', 'error', '', '', '{}', 0, '{}', 44.1, 45.7, 'sql', $2),
-		    ('', 'call', 'webhook_send', '', 'error', '', 'execution.failed', '{}', 0, '{}', 48.1, 48.2, 'network', 'dial tcp 127.0.0.1:27090: connect: connection refused'),
-		    ('', 'call', 'webhook_send', '', 'error', '', 'execution.failed', '{}', 0, '{}', 53.1, 53.2, 'network', 'dial tcp 127.0.0.1:27090: connect: connection refused')
-		  ) v (ph, k, n, s, st, w, p, u, c, l, f, t, cl, er) left join phases h on h.step = v.ph`, string(id), cause)
+		    ('', 'call', 'webhook_send', '', 'error', '', 'execution.failed', '{}', 0, '{}', 48.1, 48.2, 'network',
+		      'dial tcp 127.0.0.1:27090: connect: connection refused'),
+		    ('', 'call', 'webhook_send', '', 'error', '', 'execution.failed', '{}', 0, '{}', 53.1, 53.2, 'network',
+		      'dial tcp 127.0.0.1:27090: connect: connection refused')
+		  ) v (ph, k, n, s, st, w, p, u, c, l, f, t, cl, er)
+		  left join phases h on h.step = v.ph`, string(id), cause)
 	return id
 }
 
@@ -99,7 +110,7 @@ func waitForStream(p *browser.Page) {
 	p.Until("it is live", `document.getElementById("live-state").dataset.state === "live"`)
 }
 
-// F11: the waterfall is on the first screen, below one card with the root error.
+// The waterfall is on the first screen, below one card with the root error.
 func TestFailedTraceShowsRootCause(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -121,7 +132,7 @@ func TestFailedTraceShowsRootCause(t *testing.T) {
 	wantNoBrowserErrors(t, p)
 }
 
-// F11: failed bars are red, attempts have their own lines, waits and the queue are drawn.
+// Failed bars are red, attempts have their own lines, waits and the queue are drawn.
 func TestWaterfallBarsAndAttempts(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -129,13 +140,21 @@ func TestWaterfallBarsAndAttempts(t *testing.T) {
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/traces/" + string(id))
 	var bars map[string]string
-	p.Eval(`Object.fromEntries([...document.querySelectorAll(".wf-row")].map(r => [r.querySelector(".kind").textContent + " " +
-		r.querySelector("a").textContent, [...r.querySelectorAll("rect")].map(b => b.getAttribute("class")).join(" ")]))`, &bars)
+	p.Eval(`Object.fromEntries([...document.querySelectorAll(".wf-row")].map(row => [
+		row.querySelector(".kind").textContent + " " + row.querySelector("a").textContent,
+		[...row.querySelectorAll("rect")].map(bar => bar.getAttribute("class")).join(" "),
+	]))`, &bars)
 	for line, want := range map[string]string{
-		"run nightly_report": "bar-queue bar-halted bar-lost bar-bad-run", "skill call broken_on_purpose": "bar-bad",
-		"attempt 2 broken_on_purpose": "bar-bad", "attempt 3 broken_on_purpose": "bar-bad", "skill call fetch": "bar-halted",
-		"attempt 2 fetch": "bar-call", "wait for an approval": "bar-wait", "phase trigger_agent": "bar-bad",
-		"model call choose tools: fetch ×2, search": "bar-model", "model call answer the visitor": "bar-model",
+		"run nightly_report":                        "bar-queue bar-halted bar-lost bar-bad-run",
+		"phase trigger_agent":                       "bar-bad",
+		"model call choose tools: fetch ×2, search": "bar-model",
+		"model call answer the visitor":             "bar-model",
+		"skill call fetch":                          "bar-halted",
+		"attempt 2 fetch":                           "bar-call",
+		"skill call broken_on_purpose":              "bar-bad",
+		"attempt 2 broken_on_purpose":               "bar-bad",
+		"attempt 3 broken_on_purpose":               "bar-bad",
+		"wait for an approval":                      "bar-wait",
 	} {
 		assert.Equal(t, want, bars[line], line, "has bars")
 	}
@@ -144,7 +163,7 @@ func TestWaterfallBarsAndAttempts(t *testing.T) {
 	assert.Equal(t, "rgb(179, 32, 27)", red)
 }
 
-// F11: keys and buttons collapse, search and zoom, as in the treegrid of the ARIA Authoring Practices.
+// Keys and buttons collapse, search and zoom, as in the treegrid of the ARIA Authoring Practices.
 func TestWaterfallKeys(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -174,11 +193,17 @@ func TestWaterfallKeys(t *testing.T) {
 	p.Until("finer marks are shown", `getComputedStyle(document.querySelector(".wf-tick-4")).display !== "none"`)
 	p.Press("0")
 	p.Until("0 fits", `document.getElementById("wf-fit").disabled`)
-	p.Eval(`(() => { const bar = document.querySelector(".wf-row .wf-time"), box = bar.getBoundingClientRect();
+	p.Eval(`(() => {
+		const bar = document.querySelector(".wf-row .wf-time"), box = bar.getBoundingClientRect();
 		for (const [name, x] of [["pointerdown", .5], ["pointermove", .6], ["pointermove", .75], ["pointerup", .75]]) {
-			bar.dispatchEvent(new PointerEvent(name, {clientX: box.left + x * box.width, clientY: box.top + 3, bubbles: true})); } })()`, nil)
-	p.Until("dragging zooms into the period", `getComputedStyle(document.documentElement).getPropertyValue("--wf-zoom") === "4" &&
-		Math.abs(getComputedStyle(document.documentElement).getPropertyValue("--wf-pan") - 2) < .01`)
+			const clientX = box.left + x * box.width, clientY = box.top + 3;
+			bar.dispatchEvent(new PointerEvent(name, {clientX, clientY, bubbles: true}));
+		}
+	})()`, nil)
+	p.Until("dragging zooms into the period", `(() => {
+		const style = getComputedStyle(document.documentElement);
+		return style.getPropertyValue("--wf-zoom") === "4" && Math.abs(style.getPropertyValue("--wf-pan") - 2) < .01;
+	})()`)
 	p.Click("#wf-fit")
 	p.Eval(`document.querySelector(".wf-row").focus()`, nil)
 	p.Press(kb.Enter)
@@ -205,7 +230,7 @@ func TestWaterfallKeys(t *testing.T) {
 	wantNoBrowserErrors(t, p)
 }
 
-// F11: a span has an address. A click loads only the panel. Without JavaScript the same link loads the page.
+// A span has an address. A click loads only the panel. Without JavaScript the same link loads the page.
 func TestSpanPanelHasAddress(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -218,10 +243,12 @@ func TestSpanPanelHasAddress(t *testing.T) {
 	p.Until("its clocks are those of the page", `!/UTC/.test(document.querySelector("#panel time").textContent)`)
 	p.Until("its address is shareable, and the page was not loaded again",
 		`location.search === "?span=`+span+`" && window.same`)
-	var beside, loads bool
-	p.Eval(`document.getElementById("panel").getBoundingClientRect().left > document.getElementById("spans").getBoundingClientRect().right`, &beside)
-	p.Eval(`performance.getEntriesByType("resource").some(e => e.name.includes("part=panel"))`, &loads)
-	assert.Truef(t, beside && loads, "the panel is beside the waterfall: %t; it alone was loaded: %t", beside, loads)
+	var isBeside, isLoadedAlone bool
+	p.Eval(`document.getElementById("panel").getBoundingClientRect().left >
+		document.getElementById("spans").getBoundingClientRect().right`, &isBeside)
+	assert.True(t, isBeside, "the panel is not beside the waterfall")
+	p.Eval(`performance.getEntriesByType("resource").some(e => e.name.includes("part=panel"))`, &isLoadedAlone)
+	assert.True(t, isLoadedAlone, "the page did not load the panel alone")
 	p.Click(`#panel .tabs a[href*="tab=raw"]`)
 	p.Until("the tab is open",
 		`document.querySelector("#panel pre.json").textContent.includes('"skill_name": "table_sizes"') && window.same`)
@@ -241,7 +268,7 @@ func TestSpanPanelHasAddress(t *testing.T) {
 	assert.Truef(t, strings.Contains(text, "table_sizes"), "the panel shows %q", text)
 }
 
-// F8: an action is not shown as running if its execution has ended or its worker is lost.
+// An action is not shown as running if its execution has ended or its worker is lost.
 func TestStoppedActionIsNotRunning(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -252,21 +279,31 @@ func TestStoppedActionIsNotRunning(t *testing.T) {
 		runs as (
 		  insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by, created_at, started_at,
 		    completed_at, cancelled_by, cancel_reason)
-		  select $1, 'operate', v.flow, v.status, 1, case when v.lost then w.id end, at, at, case when v.ended then at + interval '30 s' end,
-		         case when v.ended then 'ana' end, case when v.ended then 'enough' end
-		    from w, (values ('stopped', 'cancelled', false, true), ('lost', 'running', true, false)) v (flow, status, lost, ended),
+		  select $1, 'operate', v.flow, v.status, 1, case when v.lost then w.id end, at, at,
+		         case when v.ended then at + interval '30 s' end, case when v.ended then 'ana' end,
+		         case when v.ended then 'enough' end
+		    from w,
+		         (values ('stopped', 'cancelled', false, true), ('lost', 'running', true, false))
+		           v (flow, status, lost, ended),
 		         lateral (select clock_timestamp() - interval '5 minutes' as at) m
 		  returning id, flow, created_at as at)
 		insert into agent_activity (trace_id, execution_id, kind, skill_name, step, status, created_at, claim)
-		select $1, id, 'call', 'tool_of_' || flow, 's', 'running', at + interval '1 s', 1 from runs
-		union all select $1, null, 'call', 'tool_of_nobody', '', 'running', at + interval '2 s', null from runs where flow = 'lost'`,
-		string(id))
+		select $1, id, 'call', 'tool_of_' || flow, 's', 'running', at + interval '1 s', 1
+		  from runs
+		union all
+		select $1, null, 'call', 'tool_of_nobody', '', 'running', at + interval '2 s', null
+		  from runs where flow = 'lost'`, string(id))
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/traces/" + string(id))
 	waitForStream(p)
 	rows := func() (list map[string]string) {
-		p.Eval(`Object.fromEntries([...document.querySelectorAll(".wf-row")].map(r => [r.querySelector("a").textContent,
-			[r.querySelector(".status")?.textContent, r.querySelector(".wf-took").textContent, r.querySelectorAll("time, .wf-open").length].join("|")]))`, &list)
+		p.Eval(`Object.fromEntries([...document.querySelectorAll(".wf-row")].map(row => [
+			row.querySelector("a").textContent,
+			[
+				row.querySelector(".status")?.textContent, row.querySelector(".wf-took").textContent,
+				row.querySelectorAll("time, .wf-open").length,
+			].join("|"),
+		]))`, &list)
 		return list
 	}
 	before := rows()
@@ -283,7 +320,7 @@ func TestStoppedActionIsNotRunning(t *testing.T) {
 	wantNoBrowserErrors(t, p)
 }
 
-// F11: an update of a live trace keeps the reader's settings.
+// An update of a live trace keeps the reader's settings.
 func TestALiveTraceKeepsViewSettings(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
@@ -291,24 +328,31 @@ func TestALiveTraceKeepsViewSettings(t *testing.T) {
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/traces/" + string(id))
 	waitForStream(p)
-	const set = `(() => { const row = document.activeElement.closest(".wf-row"), selected = document.querySelectorAll('.wf-row[aria-selected="true"]');
-		return [row?.querySelector("a").textContent, row?.getAttribute("aria-expanded"), selected.length, selected[0]?.querySelector("a").textContent,
-			getComputedStyle(document.documentElement).getPropertyValue("--wf-zoom"), document.querySelector(".wf-tools select").value,
-			document.getElementById("panel-title").textContent].join(" ") })()`
+	const settings = `(() => {
+		const row = document.activeElement.closest(".wf-row");
+		const selected = document.querySelectorAll('.wf-row[aria-selected="true"]');
+		return [
+			row?.querySelector("a").textContent, row?.getAttribute("aria-expanded"),
+			selected.length, selected[0]?.querySelector("a").textContent,
+			getComputedStyle(document.documentElement).getPropertyValue("--wf-zoom"),
+			document.querySelector(".wf-tools select").value, document.getElementById("panel-title").textContent,
+		].join(" ");
+	})()`
 	p.Eval(`[...document.querySelectorAll(".wf-row a")].find(a => a.textContent === "answer the visitor").click()`, nil)
 	p.Until("it is open", `document.getElementById("panel-title").textContent === "answer the visitor"`)
-	p.Eval(`[...document.querySelectorAll(".wf-row")].find(r => r.querySelector("a").textContent === "nightly_child").focus()`, nil)
+	p.Eval(`[...document.querySelectorAll(".wf-row")]
+		.find(r => r.querySelector("a").textContent === "nightly_child").focus()`, nil)
 	p.Press(kb.ArrowLeft)
 	p.Press("+")
 	var before, after string
-	p.Eval(set, &before)
+	p.Eval(settings, &before)
 	assert.Equal(t, "nightly_child false 1 answer the visitor 2  answer the visitor", before)
 	for n := range 2 {
 		rows.Quiet(t, pool, `
 			insert into agent_activity (trace_id, skill_name, status, finished_at) values ($1, 'note_' || $2::int, 'success',
 			clock_timestamp())`, string(id), n)
 		p.Shows(fmt.Sprintf("note_%d", n))
-		p.Eval(set, &after)
+		p.Eval(settings, &after)
 		assert.Equal(t, before, after)
 	}
 	wantNoBrowserErrors(t, p)
@@ -379,15 +423,20 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 		}
 	}
 	p.Eval(`document.querySelector(".wf-row").focus()`, nil)
-	p.Eval(`(() => { const from = performance.now();
-		for (let i = 0; i < 50; i++) document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowDown", bubbles: true, cancelable: true}));
-		document.body.offsetHeight; return (performance.now() - from) / 50; })()`, &keys)
+	p.Eval(`(() => {
+		const from = performance.now();
+		for (let i = 0; i < 50; i++) {
+			document.activeElement.dispatchEvent(
+				new KeyboardEvent("keydown", {key: "ArrowDown", bubbles: true, cancelable: true}));
+		}
+		document.body.offsetHeight; // computes the layout
+		return (performance.now() - from) / 50;
+	})()`, &keys)
 	t.Logf("first paint after %.0f ms, a key takes %.1f ms", paint, keys)
 	if paint > 10_000 || keys > 250 { // other tests share the machine; the documentation has the times of an idle one
 		t.Errorf("first paint after %.0f ms, a key takes %.1f ms", paint, keys)
 	}
-	all := p.Problems()
-	assert.Truef(t, len(all) == 0, "the browser complains: %s", strings.Join(all, "\n"))
+	wantNoProblems(t, p, "a trace of 2,000 spans")
 }
 
 // seedWideTrace inserts a run of n activities: 40 phases with calls in them.
@@ -406,11 +455,13 @@ func seedWideTrace(t *testing.T, pool *pgxpool.Pool, n int) trace.ID {
 		    from e, generate_series(0, 39) k returning id, step, execution_id, created_at as at)
 		insert into agent_activity (id, trace_id, execution_id, parent_id, kind, skill_name, step, status, error_message,
 		  model, purpose, token_usage, cost_usd, created_at, finished_at, duration_ms)
-		select lanekeeper.agent_uuid7(p.at + j * interval '100 ms'), $1, p.execution_id, p.id, case when j % 5 = 0 then 'model' else 'call' end,
+		select lanekeeper.agent_uuid7(p.at + j * interval '100 ms'), $1, p.execution_id, p.id,
+		       case when j % 5 = 0 then 'model' else 'call' end,
 		       'fetch_prices_of_shop_' || j, p.step || '/call ' || j, case when j % 17 = 3 then 'error' else 'success' end,
 		       case when j % 17 = 3 then 'shop ' || j || ' answered with status 503 after ' || (j * 7919 % 1000) || ' ms' end,
 		       case when j % 5 = 0 then 'gpt-4o-mini' else '' end, 'flow import',
-		       case when j % 5 = 0 then jsonb_build_object('total_tokens', j * 7919 % 5000) else '{}' end, case when j % 5 = 0 then 0.001 * j else 0 end,
+		       case when j % 5 = 0 then jsonb_build_object('total_tokens', j * 7919 % 5000) else '{}' end,
+		       case when j % 5 = 0 then 0.001 * j else 0 end,
 		       p.at + j * interval '100 ms', p.at + (j + 1) * interval '100 ms', 90 + j * 31 % 40
 		  from p, generate_series(1, $2::int / 40 - 1) j`, string(id), n)
 	return id
