@@ -206,7 +206,7 @@ func admission(cfg config.Config) []executions.Admission {
 // HealPolicy returns the configured rules of self-heal.
 func HealPolicy(cfg config.Config) selfheal.Policy {
 	return selfheal.Policy{
-		Failures: cfg.SelfHeal.Failures, Window: cfg.SelfHeal.Window, Rate: cfg.SelfHeal.Rate,
+		Failures: cfg.SelfHeal.Failures, Window: cfg.SelfHeal.Window, Rate: cfg.SelfHeal.FailureRate,
 		RateCalls: cfg.SelfHeal.RateCalls, Cooldown: cfg.SelfHeal.Cooldown,
 	}
 }

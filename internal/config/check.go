@@ -184,7 +184,7 @@ func (k *checker) limits(c *Config) {
 	k.number("AGENT_CHAT_MAX_BYTES", float64(c.Chat.MaxBytes), 1024, 16<<20)
 	k.number("AGENT_DOCUMENT_MAX_BYTES", float64(c.DocumentMaxBytes), 1024, 32<<20)
 	k.number("AGENT_SELFHEAL_FAILURES", float64(c.SelfHeal.Failures), 1, 1000)
-	k.number("AGENT_SELFHEAL_RATE", c.SelfHeal.Rate, math.SmallestNonzeroFloat64, 1)
+	k.number("AGENT_SELFHEAL_RATE", c.SelfHeal.FailureRate, math.SmallestNonzeroFloat64, 1)
 	k.number("AGENT_SELFHEAL_RATE_CALLS", float64(c.SelfHeal.RateCalls), 1, 100_000)
 }
 

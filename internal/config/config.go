@@ -155,11 +155,11 @@ type Limits struct {
 
 // SelfHeal is the rule that disables failing skills.
 type SelfHeal struct {
-	Failures  int           `env:"AGENT_SELFHEAL_FAILURES" envDefault:"3" help:"how many failed calls in a row disable a skill, from 1 to 1000"`
-	Window    time.Duration `env:"AGENT_SELFHEAL_WINDOW" envDefault:"72h" help:"how far back calls count, for example 72h"`
-	Rate      float64       `env:"AGENT_SELFHEAL_RATE" envDefault:"0.5" help:"the failure rate that disables a skill, above 0 and up to 1"`
-	RateCalls int           `env:"AGENT_SELFHEAL_RATE_CALLS" envDefault:"20" help:"how many of the newest calls the rate covers, from 1 to 100000"`
-	Cooldown  time.Duration `env:"AGENT_SELFHEAL_COOLDOWN" envDefault:"24h" help:"how long a disabled skill rests before one trial, for example 24h"`
+	Failures    int           `env:"AGENT_SELFHEAL_FAILURES" envDefault:"3" help:"how many failed calls in a row disable a skill, from 1 to 1000"`
+	Window      time.Duration `env:"AGENT_SELFHEAL_WINDOW" envDefault:"72h" help:"how far back calls count, for example 72h"`
+	FailureRate float64       `env:"AGENT_SELFHEAL_RATE" envDefault:"0.5" help:"the failure rate that disables a skill, above 0 and up to 1"`
+	RateCalls   int           `env:"AGENT_SELFHEAL_RATE_CALLS" envDefault:"20" help:"how many of the newest calls the rate covers, from 1 to 100000"`
+	Cooldown    time.Duration `env:"AGENT_SELFHEAL_COOLDOWN" envDefault:"24h" help:"how long a disabled skill rests before one trial, for example 24h"`
 }
 
 // Price is in US dollars per million tokens.

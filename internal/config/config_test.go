@@ -46,7 +46,7 @@ func TestDefaults(t *testing.T) {
 	c := load(t, nil)
 	assert.Truef(t, c.Listen == "127.0.0.1:8080" && c.HeartbeatCron == "*/30 * * * *" && c.Name == "agent" &&
 		c.LanesEnabled && c.LogLevel == "info" && c.LogFormat == "text" && c.Location == time.UTC, "got %+v", c)
-	want := config.SelfHeal{Failures: 3, Window: 72 * time.Hour, Rate: 0.5, RateCalls: 20, Cooldown: 24 * time.Hour}
+	want := config.SelfHeal{Failures: 3, Window: 72 * time.Hour, FailureRate: 0.5, RateCalls: 20, Cooldown: 24 * time.Hour}
 	assert.NoDiff(t, want, c.SelfHeal)
 	assert.Truef(t, c.Budget.MaxIterations > 0 && c.Budget.RunTimeout > 0 && c.Workers > 0 && c.ShutdownTimeout > 0,
 		"got %+v", c)
@@ -72,7 +72,7 @@ func TestValues(t *testing.T) {
 	before := maps.Clone(environ)
 	c := load(t, environ)
 	assert.NoDiff(t, before, environ)
-	assert.Truef(t, !c.LanesEnabled && c.DatabaseURL.Reveal() == "postgres://a:b@h/d" && c.SelfHeal.Rate == 0.25 &&
+	assert.Truef(t, !c.LanesEnabled && c.DatabaseURL.Reveal() == "postgres://a:b@h/d" && c.SelfHeal.FailureRate == 0.25 &&
 		c.Budget.RunTimeout == 90*time.Second && c.Prices["m"] == (config.Price{Input: 1, Output: 2.5}) &&
 		c.Budget.MaxCostUSD == 0, "got %+v", c)
 	next := c.Heartbeat.Next(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC))
@@ -185,6 +185,11 @@ func TestEverySettingIsValidated(t *testing.T) {
 		_, checked := badValues[s.Name]
 		assert.Truef(t, checked || s.Name == "AGENT_MODEL", "%s takes anything", s.Name)
 		assert.Truef(t, s.Help != "", "%s has no help", s.Name)
+		if s.Default != "" {
+			_, err := config.Load(map[string]string{s.Name: "\x01 x"})
+			lines := problems(t, err)
+			assert.Truef(t, len(lines) == 1 && strings.HasPrefix(lines[0], s.Name+": "), "%s of a wrong type: %q", s.Name, lines)
+		}
 	}
 }
 
