@@ -93,6 +93,12 @@ func TestExplainLock(t *testing.T) {
 		!strings.HasPrefix(locked.Error(), "the key is in use by another transaction of the database; it may be session ") {
 		t.Errorf("held: %v", err)
 	}
-	require.NoError(t, tx.Rollback(t.Context()))
+	other, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	pgtest.Exec(t, other, `set local role pg_signal_backend`) // sees neither state nor age of the session
+	open, err := postgres.OpenTransactions(t.Context(), other, "kept")
+	require.NoError(t, err)
+	assert.Contains(t, open, ", role ", ", its transaction is open for ? s)")
+	require.NoError(t, errors.Join(other.Rollback(t.Context()), tx.Rollback(t.Context())))
 	assert.NoError(t, postgres.ExplainLock(t.Context(), pool, write(), "the key", "kept"), "free again")
 }

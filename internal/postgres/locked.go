@@ -56,7 +56,7 @@ func ExplainLock(ctx context.Context, db DB, err error, what string, tables ...s
 }
 
 // OpenTransactions names the three longest open transactions of other sessions that write to one of tables, or lock its
-// rows.
+// rows. Those of another role come first, because PostgreSQL hides their age.
 func OpenTransactions(ctx context.Context, db DB, tables ...string) (string, error) {
 	var open string
 	err := db.QueryRow(ctx, `
@@ -69,9 +69,10 @@ func OpenTransactions(ctx context.Context, db DB, tables ...string) (string, err
 		  select a.xact_start as since,
 		         format('session %s (%s, %s, its transaction is open for %s s)', a.pid,
 		                coalesce(nullif(a.application_name, ''), 'no name'),
-		                coalesce(a.state, 'hidden'), floor(extract(epoch from clock_timestamp() - a.xact_start))) as who
+		                coalesce(a.state, 'role ' || a.usename),
+		                coalesce(floor(extract(epoch from clock_timestamp() - a.xact_start))::text, '?')) as who
 		    from writing w join pg_stat_activity a on a.pid = w.pid
-		   where a.xact_start < clock_timestamp() - interval '500 milliseconds'
+		   where a.xact_start < clock_timestamp() - interval '500 milliseconds' or a.state is null -- of another role
 		  union all
 		  select p.prepared,
 		         format('prepared transaction %L (open for %s s)', p.gid,
@@ -79,8 +80,8 @@ func OpenTransactions(ctx context.Context, db DB, tables ...string) (string, err
 		    from writing w
 		    join pg_locks o on w.pid is null and o.locktype = 'transactionid' and o.virtualtransaction = w.virtualtransaction
 		    join pg_prepared_xacts p on p.transaction = o.transactionid)
-		select coalesce(string_agg(o.who, '; ' order by o.since), '')
-		  from (select k.since, k.who from known k order by k.since limit 3) o`,
+		select coalesce(string_agg(o.who, '; ' order by o.since nulls first), '')
+		  from (select k.since, k.who from known k order by k.since nulls first limit 3) o`,
 		Strict{"tables": tables}).Scan(&open)
 	if err != nil {
 		return "", fmt.Errorf("list open transactions: %w", err)
