@@ -11,7 +11,6 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/channels"
-	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -19,16 +18,6 @@ import (
 // headless reports whether the message came by a channel of people. No connection waits for its answer, which leaves by
 // the outbox of the channel.
 func (a *UserMessage) headless() bool { return a.Target != "" }
-
-// insertTurn inserts an execution, claimed by this process if a connection waits for it.
-func (c *Chat) insertTurn(
-	ctx context.Context, tx pgx.Tx, a *UserMessage, s executions.Spec,
-) (executions.Execution, bool, error) {
-	if !a.headless() {
-		return c.Engine.InsertClaimed(ctx, tx, s)
-	}
-	return c.Engine.StartTx(ctx, tx, s)
-}
 
 // Accept stores a message of a channel in its thread, and starts its turn. It implements channels.Runner.Accept: a key
 // counts once. An error that a retry may avoid is a *channels.LaterError.

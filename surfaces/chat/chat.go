@@ -62,26 +62,19 @@ package chat
 
 import (
 	"cmp"
-	"container/list"
 	"context"
-	"crypto/sha256"
 	"errors"
 	"log/slog"
 	"net/http"
-	"slices"
-	"strings"
 	"sync"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"golang.org/x/time/rate"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
-	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -217,214 +210,4 @@ func (c *Chat) Run(ctx context.Context) error {
 	<-ctx.Done()
 	c.wg.Wait()
 	return nil
-}
-
-// maxVisitors bounds the visitors with a rate limiter. The least recently active one is evicted.
-const maxVisitors = 20_000
-
-// visitorsPerAddress is the limit of an address in limits of one visitor.
-const visitorsPerAddress = 20
-
-// limits limits the rate of messages per visitor. Safe for concurrent use.
-type limits struct {
-	perMinute int
-	mu        sync.Mutex
-	visitors  map[visitorKey]*list.Element
-	recent    *list.List // of *visitor, the latest first
-}
-
-// visitorKey is the digest of a visitor's name, so each entry has a fixed size.
-type visitorKey [sha256.Size]byte
-
-type visitor struct {
-	key   visitorKey
-	quota *rate.Limiter
-}
-
-// newLimits allows perMinute messages, a third of them at once; negative: no limit.
-func newLimits(perMinute int) *limits {
-	return &limits{perMinute: perMinute, visitors: map[visitorKey]*list.Element{}, recent: list.New()}
-}
-
-// reserve counts a message for a name with share times the usual rate. It returns the wait until the message is
-// allowed; 0: now.
-func (l *limits) reserve(name string, share int) time.Duration {
-	if l.perMinute < 0 {
-		return 0
-	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	key := visitorKey(sha256.Sum256([]byte(name)))
-	e := l.visitors[key]
-	if e == nil {
-		n := l.perMinute * share
-		e = l.recent.PushFront(&visitor{key, rate.NewLimiter(rate.Limit(float64(n)/60), max(1, n/3))})
-		l.visitors[key] = e
-		if l.recent.Len() > maxVisitors {
-			oldest := l.recent.Back()
-			delete(l.visitors, l.recent.Remove(oldest).(*visitor).key)
-		}
-	}
-	l.recent.MoveToFront(e)
-	now := time.Now()
-	wanted := e.Value.(*visitor).quota.ReserveN(now, 1)
-	wait := wanted.DelayFrom(now)
-	if wait > 0 {
-		wanted.CancelAt(now)
-	}
-	return wait
-}
-
-// allow applies the rate limits. The visitor is the key with its token, else its user, else its address. A client may
-// invent tokens and users, so the address has a limit for many visitors, which is checked first.
-func (c *Chat) allow(r *http.Request, owner, user, token string) error {
-	address := c.Address(r)
-	name := "\x00" + user
-	if token != "" {
-		name = "\x00token " + token
-	}
-	var wait time.Duration
-	if user == "" && token == "" {
-		wait = c.limits.reserve(owner+"\x00@"+address, 1)
-	} else if wait = c.limits.reserve(owner+"\x00@@"+address, visitorsPerAddress); wait == 0 {
-		wait = c.limits.reserve(owner+name, 1)
-	}
-	if wait == 0 {
-		return nil
-	}
-	return &Refusal{
-		Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
-		Message: "Too many messages. Please wait a moment.", RetryAfter: max(wait, time.Second),
-	}
-}
-
-// admit admits a turn to the active ones of this process. Its shares are those of the key, of the address, and of the
-// visitor or else the thread, so none of them gets all. The turn counts until it ends, even if its client leaves.
-func (c *Chat) admit(r *http.Request, a *UserMessage) (*admission.Hold, error) {
-	turns := int64(c.Turns)
-	perVisitor := min(turns/16, 16)
-	shares := []admission.Share{
-		{Name: "key " + a.Owner, Limit: turns * 3 / 4},
-		{Name: "address " + c.Address(r), Limit: turns / 2},
-	}
-	switch {
-	case a.Secret != "":
-		shares = append(shares, admission.Share{
-			Name:  "visitor " + a.Owner + "\x00" + a.principal().Proof,
-			Limit: perVisitor,
-		})
-	case a.Name != "":
-		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Limit: perVisitor})
-	}
-	hold, err := c.turnBudget.Acquire(1, shares...)
-	if err != nil {
-		return nil, &Refusal{
-			Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
-			Message: "Too many messages are being answered. Please wait a moment.", RetryAfter: retryDelay,
-		}
-	}
-	return hold, nil
-}
-
-// modelOwner is the owner in the model listing.
-const modelOwner = "lanekeeper"
-
-// legacyAgentName was the default of AGENT_NAME. Configurations of clients may still have it.
-const legacyAgentName = "flowpilot"
-
-// reachableAgents lists the agents of a request's key.
-func (c *Chat) reachableAgents(r *http.Request) ([]agents.Agent, error) {
-	return c.listAgents(r.Context(), c.Visitor(r))
-}
-
-// listAgents lists the agents of a chat key. It retries when the connection breaks.
-func (c *Chat) listAgents(ctx context.Context, key string) (list []agents.Agent, err error) {
-	err = postgres.RetryOnDisconnect(ctx, func() error {
-		list, err = c.Agents.Reachable(ctx, c.Front, key)
-		return err
-	})
-	return list, err
-}
-
-// selectAgent returns the agent of a model id. The alias means the default agent, or the only agent of the key.
-func selectAgent(reachable []agents.Agent, model string) (agents.Agent, error) {
-	for _, a := range reachable {
-		if a.Name == model || model == agents.Alias && (a.Default || len(reachable) == 1) {
-			return a, nil
-		}
-		if model == legacyAgentName && !a.Declared() {
-			return a, nil
-		}
-	}
-	r := notFound("model_not_found", "The model %q does not exist, or this key does not reach it. There is: %s.",
-		truncate(model, 100), strings.Join(agentNames(reachable), ", "))
-	r.Param = "model"
-	return agents.Agent{}, r
-}
-
-func agentNames(list []agents.Agent) []string {
-	all := make([]string, len(list))
-	for i, a := range list {
-		all[i] = a.Name
-	}
-	return all
-}
-
-// listModels returns the model listing: the agents, and the alias if it is unambiguous.
-func listModels(reachable []agents.Agent) []chatwire.Model {
-	var list []chatwire.Model
-	for _, a := range reachable {
-		list = append(list, newModel(a))
-	}
-	if a, err := selectAgent(reachable, agents.Alias); err == nil && a.Name != agents.Alias {
-		alias := newModel(a)
-		alias.ID = agents.Alias
-		list = append(list, alias)
-	}
-	return list
-}
-
-// newModel converts an agent to a model of the listing.
-func newModel(a agents.Agent) chatwire.Model {
-	return chatwire.Model{ID: a.Name, Description: a.Description, Greeting: a.Greeting}
-}
-
-// agentName is the agent's name in executions, threads and activity rows.
-func agentName(a agents.Agent) string {
-	if !a.Declared() {
-		return Agent
-	}
-	return a.Name
-}
-
-// checkAgent refuses a message to another agent than the thread's. An undeclared agent counts as the default agent.
-func (c *Chat) checkAgent(ctx context.Context, tx pgx.Tx, thread string, a *UserMessage) error {
-	if thread == agentName(a.agent) {
-		return nil
-	}
-	all, err := c.Agents.List(ctx, tx)
-	if err != nil {
-		return err
-	}
-	owner := agents.Acting(all, thread)
-	if owner.Name == a.agent.Name {
-		return nil
-	}
-	r := conflict("thread_agent", "This thread belongs to %s. Name that model, or start another thread.", owner.Name)
-	if _, err := selectAgent(agents.ReachedBy(all, a.Owner), owner.Name); err != nil && a.available != nil {
-		r = conflict("thread_agent", "This thread belongs to an agent that this key does not reach. Start another thread.")
-	}
-	r.Param = "model"
-	return r
-}
-
-// startWithUser prepends a user message to a history that starts with the greeting, because servers require one.
-func startWithUser(history []models.Message) []models.Message {
-	if len(history) == 0 || history[0].Role != threads.Assistant {
-		return history
-	}
-	return slices.Insert(history, 0, models.Message{
-		Role:    threads.User,
-		Content: "[The visitor opened the conversation.]",
-	})
 }

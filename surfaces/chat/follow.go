@@ -329,15 +329,3 @@ func (f *follower) toAnswer(ctx context.Context, x *executions.Execution) (answe
 	r.stored = true
 	return answer{}, r
 }
-
-// quotaError converts an answer that a limit replaced to a *Refusal. The thread has its message and this answer.
-func quotaError(a answer) error {
-	r := &Refusal{
-		Status: http.StatusTooManyRequests, Type: "insufficient_quota", Code: "insufficient_quota", Message: a.Text,
-		stored: true,
-	}
-	if !a.Until.IsZero() {
-		r.RetryAfter = max(time.Until(a.Until), time.Second)
-	}
-	return r
-}

@@ -2,8 +2,6 @@ package chat
 
 import (
 	"encoding/json"
-	"net/http"
-	"slices"
 
 	"github.com/lanekeeper/lanekeeper/reason"
 )
@@ -62,14 +60,6 @@ func formOf(param string, raw json.RawMessage, nested bool) (*reason.Form, error
 	return form, nil
 }
 
-// formatError is the refusal for an answer that is not in the requested format. The thread has the reason.
-func formatError(a answer) error {
-	return &Refusal{
-		Status: http.StatusBadGateway, Type: "server_error", Code: "answer_not_in_format", Message: a.Text,
-		stored: true,
-	}
-}
-
 // approvalPendingError ends a connection that waits too long for an approval. The notice would break the format.
 func approvalPendingError(x string) error {
 	r := conflict("approval_pending", "%s Attach to it: GET /v1/chat/completions/%s", approvalNotice, CompletionID(x))
@@ -97,29 +87,4 @@ func nullIfEmpty(s string) any {
 		return nil
 	}
 	return s
-}
-
-// checkRelay refuses a format and images in a thread whose messages go to an execution, which uses text alone.
-func (a *UserMessage) checkRelay() error {
-	if len(slices.Concat(a.Images...)) > 0 {
-		return badRequest("messages", "image_not_supported",
-			"This thread's messages go to an execution, which takes no images.")
-	}
-	if a.form == nil {
-		return nil
-	}
-	return badRequest(a.formParam, "unsupported_value",
-		"%s: this thread's messages go to an execution, which answers in text.",
-		a.formParam)
-}
-
-// failure returns the refusal of a refused or unformatted answer; nil for any other.
-func (a answer) failure() error {
-	switch {
-	case a.Refused:
-		return quotaError(a)
-	case a.Unformed:
-		return formatError(a)
-	}
-	return nil
 }

@@ -2,7 +2,6 @@ package chat
 
 import (
 	"bytes"
-	"cmp"
 	"encoding/json"
 	"fmt"
 	"strings"
@@ -12,49 +11,6 @@ import (
 
 // blank reports whether nothing of a text would be stored. NUL is not stored.
 func blank(text string) bool { return strings.TrimSpace(strings.ReplaceAll(text, "\x00", "")) == "" }
-
-// messageContent is the decoded content of a message. problem describes the first part that is refused.
-type messageContent struct {
-	words   string
-	images  []threads.Image
-	files   []filePart
-	problem string
-}
-
-func decodeContent(raw json.RawMessage) (c messageContent, err error) {
-	if words, ok := text(raw); ok {
-		return messageContent{words: words}, nil
-	}
-	var parts []wirePart
-	if err := json.Unmarshal(raw, &parts); err != nil {
-		return c, fmt.Errorf("decode content: %w", err)
-	}
-	var texts []string
-	for _, p := range parts {
-		switch p.Type {
-		case "text", "input_text", "output_text", "refusal":
-			texts = append(texts, p.Text+p.Refusal)
-		case "file", "input_file":
-			file := p.file()
-			c.problem = cmp.Or(c.problem, file.check())
-			c.files = append(c.files, file)
-		case "image_url", "input_image":
-			image, err := p.image()
-			if err != nil {
-				c.problem = cmp.Or(c.problem, "This image is not usable: "+err.Error()+".")
-				continue
-			}
-			c.images = append(c.images, image)
-		default:
-			c.problem = cmp.Or(c.problem, "Only text, images and files are supported, not audio.")
-		}
-	}
-	if len(c.images) > threads.MaxImages {
-		c.problem = cmp.Or(c.problem, fmt.Sprintf("A message has at most %d images.", threads.MaxImages))
-	}
-	c.words = strings.Join(texts, "\n")
-	return c, nil
-}
 
 // truncate shortens a text to limit characters.
 func truncate(s string, limit int) string {

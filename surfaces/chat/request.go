@@ -23,7 +23,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/threads"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // request is a chat completion request. n must be 1: a turn has one answer. Undocumented parameters are ignored.
@@ -188,58 +187,3 @@ func (c *Chat) lookUp(ctx context.Context, a *UserMessage) error {
 
 // NewThreadID returns a thread id that cannot be guessed.
 func NewThreadID() string { return "th_" + ulid.MustNew(ulid.Now(), rand.Reader).String() }
-
-// chatRequest is a decoded request.
-type chatRequest struct {
-	trace  trace.ID
-	user   string // the user that the client names
-	hash   string // of the body
-	stream bool
-	read   func(secret string) (*UserMessage, error) // converts the request to a message
-}
-
-// accept admits a message and starts its turn, or finds the turn of a retry. The caller calls release.
-func (c *Chat) accept(
-	w http.ResponseWriter, r *http.Request, in chatRequest,
-) (a *UserMessage, b *startedTurn, err error) {
-	if utf8.RuneCountInString(in.user) > threads.MaxID {
-		return a, b, badRequest("user", "invalid_value", "The parameter user may have at most %d characters.", threads.MaxID)
-	}
-	secret, isNew, err := c.visitorToken(r)
-	if err != nil {
-		return a, b, err
-	}
-	token := secret
-	if isNew {
-		token = "" // the visitor has no proof yet
-	}
-	if err := c.allow(r, c.Visitor(r), in.user, token); err != nil {
-		return a, b, err
-	}
-	if isNew {
-		w.Header().Set(visitorHeader, secret)
-	}
-	if a, err = in.read(secret); err != nil {
-		return a, b, err
-	}
-	if a.hold, err = c.admit(r, a); err != nil {
-		return a, b, err
-	}
-	a.TraceID, a.ownsTrace = in.trace, true
-	if a.Key != "" {
-		a.Hash = in.hash
-	}
-	if a.retry, err = c.newRetry(r, a, in.hash, isNew, in.stream); err == nil {
-		b, err = c.startTurn(r.Context(), a)
-	}
-	if err != nil {
-		a.hold.Release()
-		return a, b, err
-	}
-	release := b.release
-	b.release = func() {
-		release()
-		a.hold.Release()
-	}
-	return a, b, nil
-}

@@ -3,7 +3,6 @@ package chat
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
@@ -12,7 +11,6 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/responsewire"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -321,36 +319,5 @@ func failed(r responsewire.Response, x executions.Execution, why error) response
 	if why != nil {
 		r.Error.Message = why.Error()
 	}
-	return r
-}
-
-// answerOf decodes the answer of an ended turn.
-func answerOf(x executions.Execution) (a answer, err error) {
-	if len(x.Result) == 0 {
-		return a, nil
-	}
-	if err := json.Unmarshal(x.Result, &a); err != nil {
-		return a, fmt.Errorf("read result of execution %s: %w", x.ID, err)
-	}
-	return a, nil
-}
-
-// checkLast refuses a message to a response that is not the last of its thread. The thread is locked.
-func (a *UserMessage) checkLast(ctx context.Context, tx pgx.Tx) error {
-	var id *string
-	err := tx.QueryRow(ctx, `
-		select m.execution_id::text from agent_messages m
-		 where m.thread_id = @thread and m.role = 'user' and m.seq is not null order by m.seq desc limit 1`,
-		postgres.Strict{"thread": a.thread}).Scan(&id)
-	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
-		return fmt.Errorf("read the thread's last message: %w", err)
-	}
-	if postgres.Deref(id) == a.requiredLast {
-		return nil
-	}
-	r := conflict("previous_response_not_last",
-		"The conversation has later messages than this response. Continue its last one, %s, or send the messages without "+
-			"previous_response_id for a conversation of its own.", responsePrefix+postgres.Deref(id))
-	r.Param = "previous_response_id"
 	return r
 }

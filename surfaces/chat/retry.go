@@ -139,19 +139,6 @@ func (c *Chat) recordDelivery(ctx context.Context, t *retry, delivered bool) {
 	}
 }
 
-// attachRetry attaches a retry to the turn of the first request.
-func (c *Chat) attachRetry(x executions.Execution) (*startedTurn, error) {
-	in, err := readInput(&x)
-	if err != nil {
-		return nil, err
-	}
-	f, release := c.feeds.join(x.ID)
-	if x.Status.Ended() {
-		f.finish(x)
-	}
-	return &startedTurn{exec: x, name: in.name(), feed: f, release: release}, nil
-}
-
 // recordingWriter keeps the first error of its writes.
 type recordingWriter struct {
 	http.ResponseWriter

@@ -1,0 +1,191 @@
+package chat
+
+import (
+	"cmp"
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/threads"
+)
+
+// wirePart is a part of a message's content, in either protocol. image_url is an object in chat completions and a text
+// in responses.
+type wirePart struct {
+	Type    string          `json:"type"`
+	Text    string          `json:"text"`
+	Refusal string          `json:"refusal"`
+	Image   json.RawMessage `json:"image_url"`
+	FileID  string          `json:"file_id"`
+	Detail  string          `json:"detail"`
+
+	Data     string   `json:"file_data"`
+	Filename string   `json:"filename"`
+	File     filePart `json:"file"`
+}
+
+// messageContent is the decoded content of a message. problem describes the first part that is refused.
+type messageContent struct {
+	words   string
+	images  []threads.Image
+	files   []filePart
+	problem string
+}
+
+func decodeContent(raw json.RawMessage) (c messageContent, err error) {
+	if words, ok := text(raw); ok {
+		return messageContent{words: words}, nil
+	}
+	var parts []wirePart
+	if err := json.Unmarshal(raw, &parts); err != nil {
+		return c, fmt.Errorf("decode content: %w", err)
+	}
+	var texts []string
+	for _, p := range parts {
+		switch p.Type {
+		case "text", "input_text", "output_text", "refusal":
+			texts = append(texts, p.Text+p.Refusal)
+		case "file", "input_file":
+			file := p.file()
+			c.problem = cmp.Or(c.problem, file.check())
+			c.files = append(c.files, file)
+		case "image_url", "input_image":
+			image, err := p.image()
+			if err != nil {
+				c.problem = cmp.Or(c.problem, "This image is not usable: "+err.Error()+".")
+				continue
+			}
+			c.images = append(c.images, image)
+		default:
+			c.problem = cmp.Or(c.problem, "Only text, images and files are supported, not audio.")
+		}
+	}
+	if len(c.images) > threads.MaxImages {
+		c.problem = cmp.Or(c.problem, fmt.Sprintf("A message has at most %d images.", threads.MaxImages))
+	}
+	c.words = strings.Join(texts, "\n")
+	return c, nil
+}
+
+// filePart is the file of a content part: its member file in chat completions, the part itself in responses.
+type filePart struct {
+	FileID   string `json:"file_id"`
+	Data     string `json:"file_data"` // base64, or a data: URL of base64
+	Filename string `json:"filename"`
+}
+
+func (p wirePart) file() filePart {
+	if p.Type == "file" {
+		return p.File
+	}
+	return filePart{FileID: p.FileID, Data: p.Data, Filename: p.Filename}
+}
+
+// check returns the problem of a part; "" for none.
+func (p filePart) check() string {
+	switch {
+	case p.FileID == "" && p.Data == "":
+		return "A file comes by its id, which POST /v1/files gives, or as file_data, with a filename."
+	case p.FileID != "" && p.Data != "":
+		return "A file has a file_id or file_data, not both."
+	}
+	return ""
+}
+
+// read decodes the file of a part. It refuses files above limit bytes.
+func (p filePart) read(limit int64) (File, error) {
+	if p.FileID != "" {
+		return File{ID: p.FileID}, nil
+	}
+	f, encoded := File{Name: p.Filename}, p.Data
+	if rest, isURL := strings.CutPrefix(p.Data, "data:"); isURL {
+		head, body, _ := strings.Cut(rest, ",")
+		kind, isBase64 := strings.CutSuffix(head, ";base64")
+		if !isBase64 {
+			return f, badRequest("file", "invalid_file", "file_data has the form data:application/pdf;base64,…")
+		}
+		encoded, f.ContentType = body, kind
+	}
+	if int64(base64.StdEncoding.DecodedLen(len(encoded))) > limit+2 {
+		return f, documents.TooLarge(limit)
+	}
+	var err error
+	if f.Content, err = base64.StdEncoding.DecodeString(encoded); err != nil {
+		return f, badRequest("file", "invalid_file", "file_data must be base64.")
+	}
+	switch {
+	case len(f.Content) == 0:
+		return f, documents.ErrEmpty
+	case int64(len(f.Content)) > limit:
+		return f, documents.TooLarge(limit)
+	}
+	return f, nil
+}
+
+// image reads an image of a request. Its errors are for the client.
+func (p wirePart) image() (threads.Image, error) {
+	if p.FileID != "" {
+		return threads.Image{}, fmt.Errorf("files are not stored here: send the image's https URL, or the image as a " +
+			"data: URL")
+	}
+	imageURL, ok := text(p.Image)
+	if !ok {
+		var inner struct {
+			URL    string `json:"url"`
+			Detail string `json:"detail"`
+		}
+		if json.Unmarshal(p.Image, &inner) != nil {
+			return threads.Image{}, fmt.Errorf("image_url must be a URL, or an object with url")
+		}
+		imageURL, p.Detail = inner.URL, inner.Detail
+	}
+	if !slices.Contains([]string{"", "low", "high", "auto"}, p.Detail) {
+		return threads.Image{}, fmt.Errorf("detail must be low, high or auto")
+	}
+	if rest, isDataURL := strings.CutPrefix(imageURL, "data:"); isDataURL {
+		return decodeDataURL(rest, p.Detail)
+	}
+	u, err := url.Parse(imageURL)
+	switch {
+	case err != nil || u.Scheme != "https" || u.Host == "" || u.User != nil:
+		return threads.Image{}, fmt.Errorf("an image is an https URL, or a data: URL with the image in it")
+	case len(imageURL) > threads.MaxImageURL || strings.ContainsFunc(imageURL, unprintable):
+		return threads.Image{}, fmt.Errorf("an image's URL has at most %d printable characters", threads.MaxImageURL)
+	}
+	return threads.Image{URL: "https" + imageURL[len("https"):], Detail: p.Detail}, nil
+}
+
+func unprintable(r rune) bool { return r <= ' ' || r == 0x7f }
+
+// decodeDataURL decodes the image of a data: URL, without the prefix. It checks the media type against the bytes.
+func decodeDataURL(rest, detail string) (threads.Image, error) {
+	kind, encoded, ok := strings.Cut(rest, ";base64,")
+	if !ok {
+		return threads.Image{}, fmt.Errorf("a data: URL has the form data:image/png;base64,…")
+	}
+	if base64.StdEncoding.DecodedLen(len(encoded)) > threads.MaxImageSize+2 {
+		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MaxImageSize)
+	}
+	data, err := base64.StdEncoding.DecodeString(encoded)
+	if err != nil {
+		return threads.Image{}, fmt.Errorf("the data of a data: URL must be base64")
+	}
+	mediaType := http.DetectContentType(data)
+	switch {
+	case len(data) > threads.MaxImageSize:
+		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MaxImageSize)
+	case !slices.Contains(imageTypes(), mediaType):
+		return threads.Image{}, fmt.Errorf("an image is png, jpeg, gif or webp, and this is none")
+	case kind != mediaType && (kind != "image/jpg" || mediaType != "image/jpeg"):
+		return threads.Image{}, fmt.Errorf("the data: URL says %s, and its data is %s", truncate(kind, 40), mediaType)
+	}
+	return threads.Image{MediaType: mediaType, Data: data, Detail: detail}, nil
+}
+
+// imageTypes are the media types of images that models take.
+func imageTypes() []string { return []string{"image/png", "image/jpeg", "image/gif", "image/webp"} }

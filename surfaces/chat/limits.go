@@ -1,0 +1,120 @@
+package chat
+
+import (
+	"container/list"
+	"crypto/sha256"
+	"net/http"
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
+
+	"github.com/lanekeeper/lanekeeper/internal/admission"
+)
+
+// allow applies the rate limits. The visitor is the key with its token, else its user, else its address. A client may
+// invent tokens and users, so the address has a limit for many visitors, which is checked first.
+func (c *Chat) allow(r *http.Request, owner, user, token string) error {
+	address := c.Address(r)
+	name := "\x00" + user
+	if token != "" {
+		name = "\x00token " + token
+	}
+	var wait time.Duration
+	if user == "" && token == "" {
+		wait = c.limits.reserve(owner+"\x00@"+address, 1)
+	} else if wait = c.limits.reserve(owner+"\x00@@"+address, visitorsPerAddress); wait == 0 {
+		wait = c.limits.reserve(owner+name, 1)
+	}
+	if wait == 0 {
+		return nil
+	}
+	return &Refusal{
+		Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
+		Message: "Too many messages. Please wait a moment.", RetryAfter: max(wait, time.Second),
+	}
+}
+
+// limits limits the rate of messages per visitor. Safe for concurrent use.
+type limits struct {
+	perMinute int
+	mu        sync.Mutex
+	visitors  map[visitorKey]*list.Element
+	recent    *list.List // of *visitor, the latest first
+}
+
+// newLimits allows perMinute messages, a third of them at once; negative: no limit.
+func newLimits(perMinute int) *limits {
+	return &limits{perMinute: perMinute, visitors: map[visitorKey]*list.Element{}, recent: list.New()}
+}
+
+// reserve counts a message for a name with share times the usual rate. It returns the wait until the message is
+// allowed; 0: now.
+func (l *limits) reserve(name string, share int) time.Duration {
+	if l.perMinute < 0 {
+		return 0
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	key := visitorKey(sha256.Sum256([]byte(name)))
+	e := l.visitors[key]
+	if e == nil {
+		n := l.perMinute * share
+		e = l.recent.PushFront(&visitor{key, rate.NewLimiter(rate.Limit(float64(n)/60), max(1, n/3))})
+		l.visitors[key] = e
+		if l.recent.Len() > maxVisitors {
+			oldest := l.recent.Back()
+			delete(l.visitors, l.recent.Remove(oldest).(*visitor).key)
+		}
+	}
+	l.recent.MoveToFront(e)
+	now := time.Now()
+	wanted := e.Value.(*visitor).quota.ReserveN(now, 1)
+	wait := wanted.DelayFrom(now)
+	if wait > 0 {
+		wanted.CancelAt(now)
+	}
+	return wait
+}
+
+// maxVisitors bounds the visitors with a rate limiter. The least recently active one is evicted.
+const maxVisitors = 20_000
+
+// visitorsPerAddress is the limit of an address in limits of one visitor.
+const visitorsPerAddress = 20
+
+// visitorKey is the digest of a visitor's name, so each entry has a fixed size.
+type visitorKey [sha256.Size]byte
+
+type visitor struct {
+	key   visitorKey
+	quota *rate.Limiter
+}
+
+// admit admits a turn to the active ones of this process. Its shares are those of the key, of the address, and of the
+// visitor or else the thread, so none of them gets all. The turn counts until it ends, even if its client leaves.
+func (c *Chat) admit(r *http.Request, a *UserMessage) (*admission.Hold, error) {
+	turns := int64(c.Turns)
+	perVisitor := min(turns/16, 16)
+	shares := []admission.Share{
+		{Name: "key " + a.Owner, Limit: turns * 3 / 4},
+		{Name: "address " + c.Address(r), Limit: turns / 2},
+	}
+	switch {
+	case a.Secret != "":
+		shares = append(shares, admission.Share{
+			Name:  "visitor " + a.Owner + "\x00" + a.principal().Proof,
+			Limit: perVisitor,
+		})
+	case a.Name != "":
+		shares = append(shares, admission.Share{Name: "thread " + a.Owner + "\x00" + a.Name, Limit: perVisitor})
+	}
+	hold, err := c.turnBudget.Acquire(1, shares...)
+	if err != nil {
+		return nil, &Refusal{
+			Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
+			Message: "Too many messages are being answered. Please wait a moment.", RetryAfter: retryDelay,
+		}
+	}
+	return hold, nil
+}

@@ -1,0 +1,61 @@
+package chat
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Answer is the answer to a message.
+type Answer struct {
+	ID       string `json:"id"`        // of the completion
+	ThreadID string `json:"thread_id"` // the visitor's name for it
+	TraceID  string `json:"trace_id"`
+	Text     string `json:"text"`
+	Finish   string `json:"finish_reason"`
+}
+
+// cancelTimeout bounds how long Send waits for a cancelled turn to stop: the caller may close what the turn uses.
+const cancelTimeout = 5 * time.Second
+
+// Say sends a message without HTTP and returns the answer. show, where set, receives the text in pieces. onApproval is
+// called once when the turn waits for an approval. The turn is cancelled when ctx ends first. Errors for the visitor
+// are *Refusal. Engine.Run or Engine.KeepAlive must keep the engine's lease meanwhile.
+func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string), onApproval func()) (Answer, error) {
+	if a.TraceID == "" {
+		a.TraceID, a.ownsTrace = trace.New(trace.Chat), true
+	}
+	var err error
+	if a.agent, err = c.Agents.Find(ctx, c.Front, a.Model); err != nil {
+		return Answer{}, err
+	}
+	b, err := c.startTurn(ctx, &a)
+	if err != nil {
+		return Answer{}, err
+	}
+	defer b.release()
+	answer := Answer{ID: CompletionID(b.exec.ID), ThreadID: b.name, TraceID: b.exec.TraceID}
+	f := &follower{Chat: c, id: b.exec.ID, traceID: b.exec.TraceID, feed: b.feed, show: show}
+	waited := false
+	f.activity = func(kind, _ string) {
+		if kind == chatwire.ActivityApproval && !waited {
+			waited = true
+			onApproval()
+		}
+	}
+	got, err := f.follow(ctx)
+	if ctx.Err() != nil {
+		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), b.exec.ID, activity.ActorFrom(ctx).Name,
+			"the visitor interrupted"); err != nil {
+			return answer, fmt.Errorf("cancel turn: %w", err)
+		}
+		b.feed.awaitDetach(cancelTimeout)
+		return answer, context.Cause(ctx)
+	}
+	answer.Text, answer.Finish = got.Text, string(got.Finish)
+	return answer, err
+}
