@@ -3,6 +3,8 @@ package operate
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -10,17 +12,13 @@ import (
 	"mime"
 	"net/http"
 	"strings"
-	"sync"
-	"time"
 
-	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
-	"github.com/lanekeeper/lanekeeper/internal/redact"
-	"github.com/lanekeeper/lanekeeper/internal/sse"
 	"github.com/lanekeeper/lanekeeper/lanes"
-	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -218,296 +216,49 @@ func (o *Operate) respondStream(w http.ResponseWriter, r *http.Request, s *Sessi
 	}
 }
 
-// writeTimeout bounds the write of one event.
-const writeTimeout = 30 * time.Second
+// keyHeader makes a request run once. Package api rejects a repeated request until the first process is dead. The
+// turn continues meanwhile, so its execution carries a key of its own.
+const keyHeader = "Idempotency-Key"
 
-// eventStream writes server-sent events. The first write sends the headers. A failed write cancels the request.
-type eventStream struct {
-	w      http.ResponseWriter
-	cancel context.CancelCauseFunc
-	closed chan struct{}
-
-	mu          sync.Mutex
-	headersSent bool
-	events      int
-	failed      bool
-}
-
-func newEventStream(w http.ResponseWriter, cancel context.CancelCauseFunc) *eventStream {
-	return &eventStream{w: w, cancel: cancel, closed: make(chan struct{})}
-}
-
-func (s *eventStream) started() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.headersSent
-}
-
-func (s *eventStream) hasEvents() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.events > 0
-}
-
-func (s *eventStream) sendEvent(e Event) {
-	var text bytes.Buffer
-	encoder := json.NewEncoder(&text)
-	encoder.SetEscapeHTML(false)
-	data := e.Data
-	if data == nil {
-		data = struct{}{}
+// turnKey derives the dedupe key of a turn; empty without an Idempotency-Key.
+func turnKey(r *http.Request, b Body) string {
+	key := r.Header.Get(keyHeader)
+	if key == "" {
+		return ""
 	}
-	if err := encoder.Encode(data); err != nil { // all data is valid JSON, so this does not happen
-		text.Reset()
-		fmt.Fprintf(&text, "%q\n", err.Error())
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if start, first := data.(Start); first && !s.headersSent {
-		s.w.Header().Set("X-Trace-Id", start.TraceID)
-	}
-	s.events++
-	s.write(sse.Event{Name: e.Name, Data: strings.TrimSuffix(text.String(), "\n")}.Append(nil))
+	sum := sha256.Sum256([]byte(strings.Join([]string{key, b.SessionID, b.Message}, "\n")))
+	return "operate " + hex.EncodeToString(sum[:])
 }
 
-// sendComment writes a line that clients ignore.
-func (s *eventStream) sendComment(text string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.write(sse.Comment(nil, text))
-}
-
-// write sends bytes at once. The caller holds mu.
-func (s *eventStream) write(text []byte) {
-	if s.failed {
-		return
-	}
-	control := http.NewResponseController(s.w)
-	if !s.headersSent {
-		s.headersSent = true
-		h := s.w.Header()
-		h.Set("Content-Type", "text/event-stream")
-		h.Set("Cache-Control", "no-store")
-		h.Set("X-Accel-Buffering", "no") // proxies must not collect it
-		s.w.WriteHeader(http.StatusOK)
-	}
-	// A writer without deadlines or flush still gets the bytes.
-	_ = control.SetWriteDeadline(time.Now().Add(writeTimeout))
-	_, err := s.w.Write(text)
-	if err == nil {
-		_ = control.Flush()
-		return
-	}
-	s.failed = true
-	s.cancel(fmt.Errorf("write event: %w", err))
-}
-
-// keepAlive writes a comment at each interval once the stream is open. The caller must call stop.
-func (s *eventStream) keepAlive(interval time.Duration) (stop func()) {
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		ticker := time.NewTicker(interval)
-		defer ticker.Stop()
-		for {
-			select {
-			case <-ticker.C:
-				if s.started() {
-					s.sendComment("keep-alive")
-				}
-			case <-s.closed:
-				return
-			}
+// checkTurnKey returns the dedupe key for a new turn, or a problem if the turn exists. After a failed turn, or a turn
+// of another day, the same request starts a new one.
+func (o *Operate) checkTurnKey(ctx context.Context, key string) (string, error) {
+	for candidate := key; candidate != ""; {
+		var id string
+		var expired bool // the key is older than 24 hours and may be used again
+		err := o.Pool.QueryRow(ctx, `
+			select id::text, created_at < clock_timestamp() - interval '24 hours' from agent_executions where dedupe_key = @key`,
+			postgres.Strict{"key": candidate}).Scan(&id, &expired)
+		if errors.Is(err, pgx.ErrNoRows) {
+			return candidate, nil
 		}
-	})
-	return func() {
-		close(s.closed)
-		wg.Wait()
-	}
-}
-
-// Event is part of a turn's output. Name is start, delta, restart, tool, approval, done or error, and lane for a
-// watcher. Data is the type of that name below, or a *problem.Problem for error.
-type Event struct {
-	Name string
-	Data any
-}
-
-// Start is the first event of a turn.
-type Start struct {
-	TraceID     string `json:"trace_id"`
-	SessionID   string `json:"session_id"`
-	ExecutionID string `json:"execution_id"`
-}
-
-// Delta is a piece of the model's text. The event restart, without data, discards the text since the last tool call,
-// because the model call is retried.
-type Delta struct {
-	Text string `json:"text"`
-}
-
-// ToolCall is the start or the end of a tool call.
-type ToolCall struct {
-	ID         string          `json:"id"`
-	Name       string          `json:"name"`
-	Arguments  json.RawMessage `json:"arguments"`
-	Status     string          `json:"status"` // started, success, error, unknown, skipped, denied or pending_approval
-	Result     json.RawMessage `json:"result,omitempty"`
-	Error      string          `json:"error,omitempty"`
-	DurationMS *int64          `json:"duration_ms,omitempty"`
-	ApprovalID string          `json:"-"` // that was requested for the call; empty for none
-}
-
-// Approval is a pending call with its exact arguments.
-type Approval struct {
-	ID        string          `json:"id"`
-	Skill     string          `json:"skill"`
-	Arguments json.RawMessage `json:"arguments"`
-	ExpiresAt time.Time       `json:"expires_at"`
-}
-
-// Done is the last event of a successful turn. Ended is as in reason.Outcome, WaitingApproval for a turn detached
-// during an approval, or HandedOn at shutdown. For these two, Usage and CostUSD are partial.
-type Done struct {
-	TraceID     string         `json:"trace_id"`
-	ExecutionID string         `json:"execution_id"`
-	SessionID   string         `json:"session_id"`
-	Ended       string         `json:"ended"`
-	Text        string         `json:"text"`
-	Until       time.Time      `json:"until,omitzero"` // when the limit that ended it begins anew
-	Usage       activity.Usage `json:"usage"`
-	CostUSD     float64        `json:"cost_usd"`
-}
-
-// Ways to end a turn beside those of reason.Outcome.
-const (
-	WaitingApproval = "waiting_approval"
-	HandedOn        = "handed_on"
-)
-
-// statusDenied is the status of a call whose approval was rejected.
-const statusDenied = "denied"
-
-// maxEvent bounds each value of a tool event in bytes.
-const maxEvent = 16 << 10
-
-// newToolCall redacts and truncates a tool event.
-func newToolCall(e reason.ToolEvent) ToolCall {
-	c := ToolCall{
-		ID: e.ID, Name: redact.Text(e.Name, 200), Arguments: redact.JSON(e.Arguments, maxEvent),
-		Status: "started", ApprovalID: e.ApprovalID,
-	}
-	if !e.Done {
-		return c
-	}
-	ms := e.Duration.Milliseconds()
-	c.Status, c.DurationMS = e.Status, &ms
-	if e.Error != "" {
-		c.Error = redact.Text(e.Error, maxEvent)
-	} else {
-		c.Result = redact.JSON(json.RawMessage(e.Result), maxEvent)
-	}
-	return c
-}
-
-func newApproval(a approvals.Approval) Approval {
-	return Approval{ID: a.ID, Skill: a.SkillName, Arguments: a.Arguments, ExpiresAt: a.ExpiresAt.UTC()}
-}
-
-// listener receives the events of a turn. It outlives a park: each run of the execution in this process reports here,
-// and the runs in others are read from the database.
-type listener struct {
-	session       *Session
-	emit          func(Event)                // one at a time
-	previousClaim int64                      // the last claim before the listener
-	statuses      map[string]activity.Status // reported status of each activity of other processes
-
-	mu              sync.Mutex
-	text            string          // streamed since the last tool call
-	localClaims     map[int64]bool  // runs in this process
-	shownApprovals  map[string]bool // approvals that were shown
-	shownDenials    map[string]bool // approvals whose denied call was shown
-	lastWasApproval bool            // the last event was an approval
-	stopCause       error           // why the run must stop although the cancel was not stored
-	stopFuncs       []func(error)
-}
-
-func (l *listener) send(e Event) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.lastWasApproval = e.Name == "approval"
-	switch data := e.Data.(type) {
-	case Delta:
-		l.text += data.Text
-	case ToolCall:
-		l.text = ""
-		if l.shownDenials[data.ApprovalID] {
-			return
+		if err != nil {
+			return "", fmt.Errorf("read turn of an idempotency key: %w", err)
 		}
-		if data.Status == statusDenied && data.ApprovalID != "" {
-			l.shownDenials[data.ApprovalID] = true
+		x, err := executions.Get(ctx, o.Pool, id)
+		if err != nil {
+			return "", err
 		}
-	case Approval:
-		if l.shownApprovals[data.ID] {
-			return
+		if !expired && (!x.Status.Ended() || x.Status == executions.Completed) {
+			return "", duplicateTurn(x)
 		}
-		l.shownApprovals[data.ID] = true
-	case nil:
-		l.text = ""
+		candidate = key + " after " + id
 	}
-	l.emit(e)
+	return "", nil
 }
 
-// isLocalClaim reports whether a claim ran in this process, or before the listener.
-func (l *listener) isLocalClaim(claim int64) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return claim <= l.previousClaim || l.localClaims[claim]
-}
-
-// addLocalClaim records that a claim runs in this process.
-func (l *listener) addLocalClaim(claim int64) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.localClaims[claim] = true
-}
-
-// isApprovalShown reports whether an approval was shown.
-func (l *listener) isApprovalShown(approval string) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.shownApprovals[approval]
-}
-
-// isAwaitingApproval reports whether the last event was an approval.
-func (l *listener) isAwaitingApproval() bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.lastWasApproval
-}
-
-// streamedText is the text since the last tool call.
-func (l *listener) streamedText() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text
-}
-
-// stopRun stops the run in this process, if there is one.
-func (l *listener) stopRun(cause error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.stopCause = cause
-	for _, stop := range l.stopFuncs {
-		stop(cause)
-	}
-}
-
-// onStop calls stop when the turn is stopped, also if it was stopped before.
-func (l *listener) onStop(stop func(error)) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.stopFuncs = append(l.stopFuncs, stop)
-	if l.stopCause != nil {
-		stop(l.stopCause)
-	}
+func duplicateTurn(x executions.Execution) error {
+	return problem.New(http.StatusConflict, "an earlier request with this %s began the turn, which is %s: its answer is "+
+		"in thread %s",
+		keyHeader, x.Status, postgres.Deref(x.ThreadID)).Kind("idempotency-key-used", "Already handled").WithTrace(x.TraceID)
 }

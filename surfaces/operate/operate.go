@@ -24,24 +24,16 @@ package operate
 import (
 	"cmp"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
-	"net/http"
-	"strings"
 	"sync"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/oklog/ulid/v2"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
@@ -115,9 +107,6 @@ func New(opts Options) (*Operate, error) {
 	return o, nil
 }
 
-// NewSessionID returns an unused session id.
-func NewSessionID() string { return "ses_" + ulid.Make().String() }
-
 // Close closes all sessions of this process. It does not touch running turns.
 func (o *Operate) Close(ctx context.Context) error {
 	o.mu.Lock()
@@ -141,108 +130,4 @@ func (o *Operate) findListener(execution string) *listener {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.listeners[execution]
-}
-
-// SetAgent selects the agent from the next turn on; empty keeps the session's. An unknown agent is a problem with
-// status 404.
-func (s *Session) SetAgent(ctx context.Context, agent string) error {
-	if agent == "" {
-		return nil
-	}
-	name := s.o.Agent
-	if s.o.Loop.Agents != nil {
-		a, err := s.o.Loop.Agents.Find(ctx, s.o.Pool, agent)
-		if errors.Is(err, agents.ErrNotFound) {
-			return problem.New(http.StatusNotFound, "there is no agent %.60q; see GET /v1/models, or agent agents ls", agent)
-		}
-		if err != nil {
-			return err
-		}
-		name = a.Name
-	} else if agent != name {
-		return problem.New(http.StatusNotFound, "there is no agent %.60q", agent)
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.agent = name
-	return nil
-}
-
-// agentName returns the agent of a new session.
-func (s *Session) agentName(ctx context.Context) (string, error) {
-	s.mu.Lock()
-	selected := s.agent
-	s.mu.Unlock()
-	if selected != "" || s.o.Loop.Agents == nil {
-		return cmp.Or(selected, s.o.Agent), nil
-	}
-	a, err := s.o.Loop.Agents.Default(ctx, s.o.Pool)
-	return a.Name, err
-}
-
-// threadAgent returns the agent of the session's thread. It rejects another named agent. The default agent takes over a
-// thread of a disabled agent.
-func (s *Session) threadAgent(ctx context.Context, tx pgx.Tx, thread, newAgent string) (string, error) {
-	if thread == newAgent || s.o.Loop.Agents == nil {
-		return newAgent, nil
-	}
-	current, err := s.o.Loop.Agents.Acting(ctx, tx, thread)
-	if err != nil {
-		return "", err
-	}
-	s.mu.Lock()
-	selected := s.agent
-	s.mu.Unlock()
-	if selected != "" && selected != current.Name {
-		return "", problem.New(http.StatusConflict, "session %s is one with %s; begin another session for %s",
-			s.id, current.Name, selected)
-	}
-	return current.Name, nil
-}
-
-// keyHeader makes a request run once. Package api rejects a repeated request until the first process is dead. The
-// turn continues meanwhile, so its execution carries a key of its own.
-const keyHeader = "Idempotency-Key"
-
-// turnKey derives the dedupe key of a turn; empty without an Idempotency-Key.
-func turnKey(r *http.Request, b Body) string {
-	key := r.Header.Get(keyHeader)
-	if key == "" {
-		return ""
-	}
-	sum := sha256.Sum256([]byte(strings.Join([]string{key, b.SessionID, b.Message}, "\n")))
-	return "operate " + hex.EncodeToString(sum[:])
-}
-
-// checkTurnKey returns the dedupe key for a new turn, or a problem if the turn exists. After a failed turn, or a turn
-// of another day, the same request starts a new one.
-func (o *Operate) checkTurnKey(ctx context.Context, key string) (string, error) {
-	for candidate := key; candidate != ""; {
-		var id string
-		var expired bool // the key is older than 24 hours and may be used again
-		err := o.Pool.QueryRow(ctx, `
-			select id::text, created_at < clock_timestamp() - interval '24 hours' from agent_executions where dedupe_key = @key`,
-			postgres.Strict{"key": candidate}).Scan(&id, &expired)
-		if errors.Is(err, pgx.ErrNoRows) {
-			return candidate, nil
-		}
-		if err != nil {
-			return "", fmt.Errorf("read turn of an idempotency key: %w", err)
-		}
-		x, err := executions.Get(ctx, o.Pool, id)
-		if err != nil {
-			return "", err
-		}
-		if !expired && (!x.Status.Ended() || x.Status == executions.Completed) {
-			return "", duplicateTurn(x)
-		}
-		candidate = key + " after " + id
-	}
-	return "", nil
-}
-
-func duplicateTurn(x executions.Execution) error {
-	return problem.New(http.StatusConflict, "an earlier request with this %s began the turn, which is %s: its answer is "+
-		"in thread %s",
-		keyHeader, x.Status, postgres.Deref(x.ThreadID)).Kind("idempotency-key-used", "Already handled").WithTrace(x.TraceID)
 }

@@ -1,6 +1,7 @@
 package operate
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,6 +9,10 @@ import (
 	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/oklog/ulid/v2"
+
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -187,108 +192,6 @@ func (s *Session) expireIdle(generation int) {
 	s.logReleaseError(ctx, s.closeLane(ctx))
 }
 
-func (s *Session) logReleaseError(ctx context.Context, err error) {
-	if err != nil {
-		s.o.log.WarnContext(ctx, "lane not freed yet, trying again until its lease ends", "lane", Lane,
-			"thread", s.id, "error", err)
-	}
-}
-
-// liveLease returns the session's lease while it is alive, else nil.
-func (s *Session) liveLease() *lanes.Lease {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.lease == nil || s.lease.Context().Err() != nil {
-		return nil
-	}
-	return s.lease
-}
-
-// acquireLane acquires the lane unless the session holds it. The caller holds the slot.
-func (s *Session) acquireLane(ctx context.Context, wait bool) error {
-	s.mu.Lock()
-	s.idleGeneration++
-	if s.idle != nil {
-		s.idle.Stop()
-	}
-	s.mu.Unlock()
-	s.o.addSession(s)
-	if s.liveLease() != nil {
-		return nil
-	}
-	process, err := s.o.Engine.WorkerID(ctx)
-	if err != nil {
-		return fmt.Errorf("prepare the lane operate: %w", err)
-	}
-	agent, err := s.agentName(ctx)
-	if err != nil {
-		return fmt.Errorf("prepare the lane operate: %w", err)
-	}
-	traceID := trace.New(trace.Operate)
-	// The lease outlives the request, but the wait for it does not.
-	leaseCtx, cancel := context.WithCancelCause(trace.With(context.WithoutCancel(ctx), trace.Span{
-		TraceID: traceID, Surface: trace.Operate, Agent: agent,
-	}))
-	stopAfter := context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })
-	acquire := s.o.Keeper.Acquire
-	if wait {
-		acquire = s.o.Keeper.AcquireWait
-	}
-	lease, err := acquire(leaseCtx, Lane, lanes.WithProcess(process))
-	if active := stopAfter(); err == nil && !active {
-		return errors.Join(context.Cause(ctx), lease.Release(ctx))
-	}
-	if err != nil {
-		cancel(err)
-		return err
-	}
-	s.mu.Lock()
-	s.lease, s.cancelLease, s.nextTrace = lease, cancel, traceID
-	s.mu.Unlock()
-	return nil
-}
-
-// reacquireLane acquires the lane again after a turn in another process, if it is free.
-func (s *Session) reacquireLane(ctx context.Context) {
-	s.mu.Lock()
-	wasLent := s.laneLent && s.keepLane && !s.closed
-	s.laneLent = false
-	s.mu.Unlock()
-	if !wasLent || ctx.Err() != nil {
-		return
-	}
-	if err := s.acquireLane(ctx, false); err != nil {
-		s.o.log.WarnContext(ctx, "lane not acquired again, the next turn acquires it", "lane", Lane,
-			"thread", s.id, "error", err)
-	}
-}
-
-// closeLane releases the lane and removes the session. The caller holds the slot.
-func (s *Session) closeLane(ctx context.Context) error {
-	s.o.removeSession(s)
-	return s.releaseLane(ctx)
-}
-
-// releaseLane releases the lane and keeps the session.
-func (s *Session) releaseLane(ctx context.Context) error {
-	s.mu.Lock()
-	lease, cancel := s.lease, s.cancelLease
-	s.lease, s.cancelLease, s.nextTrace = nil, nil, ""
-	if s.idle != nil {
-		s.idle.Stop()
-	}
-	s.mu.Unlock()
-	if lease == nil {
-		return nil
-	}
-	err := lease.Release(ctx)
-	cancel(context.Canceled)
-	if errors.Is(err, lanes.ErrLost) {
-		return nil // nothing to give back
-	}
-	return err
-}
-
 // takeTraceID returns the trace id of the next turn.
 func (s *Session) takeTraceID() trace.ID {
 	s.mu.Lock()
@@ -316,4 +219,64 @@ func (o *Operate) removeSession(s *Session) {
 	if o.sessions[s.id] == s {
 		delete(o.sessions, s.id)
 	}
+}
+
+// NewSessionID returns an unused session id.
+func NewSessionID() string { return "ses_" + ulid.Make().String() }
+
+// SetAgent selects the agent from the next turn on; empty keeps the session's. An unknown agent is a problem with
+// status 404.
+func (s *Session) SetAgent(ctx context.Context, agent string) error {
+	if agent == "" {
+		return nil
+	}
+	name := s.o.Agent
+	if s.o.Loop.Agents != nil {
+		a, err := s.o.Loop.Agents.Find(ctx, s.o.Pool, agent)
+		if errors.Is(err, agents.ErrNotFound) {
+			return problem.New(http.StatusNotFound, "there is no agent %.60q; see GET /v1/models, or agent agents ls", agent)
+		}
+		if err != nil {
+			return err
+		}
+		name = a.Name
+	} else if agent != name {
+		return problem.New(http.StatusNotFound, "there is no agent %.60q", agent)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.agent = name
+	return nil
+}
+
+// agentName returns the agent of a new session.
+func (s *Session) agentName(ctx context.Context) (string, error) {
+	s.mu.Lock()
+	selected := s.agent
+	s.mu.Unlock()
+	if selected != "" || s.o.Loop.Agents == nil {
+		return cmp.Or(selected, s.o.Agent), nil
+	}
+	a, err := s.o.Loop.Agents.Default(ctx, s.o.Pool)
+	return a.Name, err
+}
+
+// threadAgent returns the agent of the session's thread. It rejects another named agent. The default agent takes over a
+// thread of a disabled agent.
+func (s *Session) threadAgent(ctx context.Context, tx pgx.Tx, thread, newAgent string) (string, error) {
+	if thread == newAgent || s.o.Loop.Agents == nil {
+		return newAgent, nil
+	}
+	current, err := s.o.Loop.Agents.Acting(ctx, tx, thread)
+	if err != nil {
+		return "", err
+	}
+	s.mu.Lock()
+	selected := s.agent
+	s.mu.Unlock()
+	if selected != "" && selected != current.Name {
+		return "", problem.New(http.StatusConflict, "session %s is one with %s; begin another session for %s",
+			s.id, current.Name, selected)
+	}
+	return current.Name, nil
 }

@@ -3,26 +3,17 @@ package operate
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"log/slog"
-	"strings"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
-	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/threads"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
-
-// maxLaneWait bounds a headless turn's wait for the lane.
-const maxLaneWait = 7 * 24 * time.Hour
 
 type turnInput struct {
 	SessionID string `json:"session_id"`
@@ -146,86 +137,6 @@ func (o *Operate) postAnswer(
 		return m.ID, err
 	})
 	return err
-}
-
-// laneGuard holds the lane for a run: under its session's lease, or headless by its own hold, acquired before the
-// next step.
-type laneGuard struct {
-	log    *slog.Logger
-	keeper *lanes.Keeper
-	owner  string // prefix of the lane's owner while the execution holds it
-	cancel context.CancelCauseFunc
-	hold   *executions.Hold // headless, while it is held
-	// headless marks a run without a session. A lane of an earlier claim still belongs to the execution.
-	headless bool
-}
-
-// guardLane returns a context that ends when the lane is lost and gates steps on it.
-func (o *Operate) guardLane(ctx context.Context, execution string, listener *listener) (context.Context, *laneGuard) {
-	ctx, cancel := context.WithCancelCause(trace.WithLane(ctx, Lane))
-	p := &laneGuard{log: o.log, keeper: o.Keeper, owner: execution + "#", cancel: cancel}
-	if listener != nil {
-		listener.onStop(cancel)
-		if lease := listener.session.liveLease(); lease != nil {
-			context.AfterFunc(lease.Context(), func() { cancel(context.Cause(lease.Context())) })
-			return ctx, p
-		}
-	}
-	p.headless = true
-	return executions.Gate(ctx, p.acquire), p
-}
-
-// acquire acquires the lane for a headless run and waits durably while it is busy.
-func (p *laneGuard) acquire(ctx context.Context) error {
-	for p.hold == nil {
-		hold, err := executions.Lane(ctx, Lane)
-		switch {
-		case errors.Is(err, lanes.ErrBusy):
-			outcome, err := executions.Wait(ctx, "operate is free", executions.LaneFree(Lane, maxLaneWait))
-			if err != nil {
-				return err
-			}
-			if outcome.TimedOut {
-				return fmt.Errorf("acquire lane %s: it was not free for %s: %w", Lane, maxLaneWait, executions.ErrTimedOut)
-			}
-		case err != nil:
-			return err
-		default:
-			p.hold = hold
-			context.AfterFunc(hold.Context(), func() {
-				if cause := context.Cause(hold.Context()); errors.Is(cause, lanes.ErrLost) {
-					p.cancel(cause)
-				}
-			})
-		}
-	}
-	return nil
-}
-
-// release releases a headless run's lane before an approval, which may take days, and before a delegated task, which
-// may need an approval. A session's lease stays. A resumed run may have no hold: if its predecessor died with the
-// lane, that belongs to the execution and is released.
-func (p *laneGuard) release(ctx context.Context) {
-	if !p.headless {
-		return
-	}
-	var err error
-	if p.hold == nil {
-		held, holderErr := p.keeper.Holder(ctx, Lane)
-		if holderErr == nil && (held == nil || !strings.HasPrefix(held.Holder, p.owner)) {
-			return
-		}
-		if err = holderErr; err == nil {
-			p.hold, err = executions.Lane(ctx, Lane)
-		}
-	}
-	if err == nil {
-		err = p.hold.Release(ctx)
-	}
-	if err != nil {
-		p.log.WarnContext(ctx, "lane not freed, it ends with its lease", "lane", Lane, "error", err)
-	}
-	p.hold = nil
 }
 
 // summaryBacklog is the part of a session to summarise.

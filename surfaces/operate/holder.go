@@ -1,0 +1,88 @@
+package operate
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Holder describes the lane's holder.
+type Holder struct {
+	Lane      string     `json:"lane"`
+	Held      bool       `json:"held"`
+	Holder    string     `json:"holder,omitempty"`
+	TraceID   string     `json:"trace_id,omitempty"`
+	SessionID string     `json:"session_id,omitempty"`
+	HeldFor   float64    `json:"held_for,omitempty"`   // seconds
+	ExpiresIn *float64   `json:"expires_in,omitempty"` // seconds, unless it is renewed
+	ended     *time.Time // of the session's last turn; nil while it runs
+}
+
+// Holder returns the current holder of the lane.
+func (o *Operate) Holder(ctx context.Context) (Holder, error) {
+	h := Holder{Lane: Lane}
+	live, err := lanes.Live(ctx, o.Pool)
+	if err != nil {
+		return h, err
+	}
+	for _, l := range live {
+		if l.Lane != Lane {
+			continue
+		}
+		h.Held, h.Holder, h.TraceID, h.HeldFor, h.ExpiresIn = true, l.LockedBy, postgres.Deref(l.TraceID), l.HeldFor,
+			l.ExpiresIn
+		if h.TraceID == "" {
+			return h, nil
+		}
+		turns, err := executions.List(ctx, o.Pool, executions.Filter{
+			TraceIDs: []trace.ID{trace.ID(h.TraceID)},
+			Flow:     Flow, Limit: 1,
+		})
+		if err == nil && len(turns) > 0 {
+			h.SessionID, h.ended = postgres.Deref(turns[0].ThreadID), turns[0].CompletedAt
+		}
+		return h, err
+	}
+	return h, nil
+}
+
+// Explain describes the holder for people.
+func (o *Operate) Explain(ctx context.Context, busy *lanes.BusyError) string {
+	text := busy.Error()
+	h, err := o.Holder(ctx)
+	if err != nil || !h.Held {
+		return text
+	}
+	if h.SessionID != "" {
+		text += " (session " + h.SessionID + ")"
+	}
+	if h.ended != nil {
+		return text + fmt.Sprintf("; its last turn ended %s ago, and it keeps the lane for %s after a turn",
+			max(0, time.Since(*h.ended)).Round(time.Second), o.Idle)
+	}
+	return text + fmt.Sprintf("; at work for %s", time.Duration(h.HeldFor*float64(time.Second)).Round(time.Second))
+}
+
+// RecordSkipped records a turn skipped because another admin holds the lane, under a separate trace. It returns the
+// trace, or nothing if the record failed.
+func (o *Operate) RecordSkipped(ctx context.Context, session string, busy *lanes.BusyError) (traceID string) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	defer cancel()
+	traceID = string(trace.New(trace.Operate))
+	_, err := activity.Note(ctx, o.Pool, activity.Entry{
+		TraceID: traceID, Surface: string(trace.Operate), Agent: o.Agent,
+		Skill: Flow, Lane: busy.Lane,
+		Input: map[string]string{"session": session, "lane": busy.Lane, "holder": busy.Holder},
+	}, activity.Outcome{Status: activity.Skipped, Output: busy.Error()})
+	if err != nil {
+		o.log.WarnContext(ctx, "skipped turn not recorded", "thread", session, "holder", busy.Holder, "error", err)
+		return ""
+	}
+	return traceID
+}
