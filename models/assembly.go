@@ -1,127 +1,14 @@
 package models
 
 import (
-	"bufio"
 	"bytes"
 	"cmp"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"slices"
 	"strings"
 )
-
-// maxAnswerBytes bounds one answer.
-const maxAnswerBytes = 32 << 20
-
-var errAnswerTooLong = errors.New("the answer is longer than 32 MiB")
-
-// dataLines reads an event stream and passes on only its data lines, each followed by one blank line.
-//
-// go-openai counts comments and blank lines against a limit. It prepends comments, event names and ids to the next
-// error, which then is invalid JSON. It treats every chunk that begins with the key error as an error, even if the
-// value is null. So dataLines drops comments, other fields and runs of blank lines. It adds the field name to a
-// document without one. It puts a blank before the key error, so the chunk reaches assembly.add like every other. Lines
-// may end in LF, CR or CRLF; the last line may lack an end.
-type dataLines struct {
-	in      *bufio.Reader
-	out     []byte // filtered and unread
-	buffer  []byte
-	read    int
-	skipLF  bool
-	err     error
-	done    bool   // [DONE] arrived
-	partial []byte // an incomplete document without the field name
-}
-
-var (
-	dataField  = []byte("data:")
-	doneMarker = []byte("[DONE]")
-	errorKey   = []byte(`{"error"`)
-	byteOrder  = []byte("\xef\xbb\xbf")
-)
-
-func newDataLines(in io.Reader) *dataLines { return &dataLines{in: bufio.NewReader(in)} }
-
-// Read returns as soon as a line is complete.
-func (d *dataLines) Read(p []byte) (int, error) {
-	for len(d.out) == 0 {
-		if d.err != nil {
-			return 0, d.err
-		}
-		var line []byte
-		line, d.err = d.line()
-		d.filter(line)
-	}
-	n := copy(p, d.out)
-	d.out = d.out[n:]
-	return n, nil
-}
-
-// line returns the next line without its end. The line is valid until the next call.
-func (d *dataLines) line() ([]byte, error) {
-	d.buffer = d.buffer[:0]
-	for {
-		b, err := d.in.ReadByte()
-		if err != nil {
-			return d.buffer, err
-		}
-		if d.read++; d.read > maxAnswerBytes {
-			return nil, errAnswerTooLong
-		}
-		if d.skipLF && b == '\n' {
-			d.skipLF = false
-			continue
-		}
-		d.skipLF = b == '\r'
-		if b == '\n' || b == '\r' {
-			return d.buffer, nil
-		}
-		d.buffer = append(d.buffer, b)
-	}
-}
-
-// filter queues the line if it holds data.
-func (d *dataLines) filter(line []byte) {
-	line = bytes.TrimPrefix(line, byteOrder)
-	payload, isData := bytes.CutPrefix(line, dataField)
-	if !isData {
-		if payload = d.document(line); payload == nil {
-			return
-		}
-	}
-	payload = bytes.TrimSpace(payload)
-	if len(payload) == 0 {
-		return
-	}
-	d.done = d.done || bytes.Equal(payload, doneMarker)
-	d.out = append(d.out[:0], "data: "...)
-	if bytes.HasPrefix(payload, errorKey) {
-		d.out, payload = append(d.out, "{ "...), payload[1:]
-	}
-	d.out = append(d.out, payload...)
-	d.out = append(d.out, "\n\n"...)
-}
-
-// document collects a document without the field name, as some servers send an error, and returns it when complete.
-func (d *dataLines) document(line []byte) []byte {
-	if len(d.partial) == 0 && !bytes.HasPrefix(line, []byte("{")) && !bytes.HasPrefix(line, []byte("[")) {
-		return nil
-	}
-	d.partial = append(d.partial, line...)
-	if len(d.partial) > maxRefusalBytes && len(d.partial) > len(line) {
-		d.partial = nil // longer than any error
-		return nil
-	}
-	if !json.Valid(d.partial) {
-		return nil
-	}
-	whole := d.partial
-	d.partial = nil
-	return whole
-}
 
 // answer is the outcome of one attempt.
 type answer struct {
@@ -129,84 +16,6 @@ type answer struct {
 	finish  FinishReason
 	model   string
 	usage   Usage
-}
-
-// chunk is a part of an answer: a delta of a stream, or the whole message.
-type chunk struct {
-	Model   string `json:"model"`
-	Choices []struct {
-		Index   int          `json:"index"`
-		Delta   *part        `json:"delta"`
-		Message *part        `json:"message"`
-		Finish  FinishReason `json:"finish_reason"`
-	} `json:"choices"`
-	Usage *wireUsage      `json:"usage"`
-	Error json.RawMessage `json:"error"`
-}
-
-type part struct {
-	Content contentText `json:"content"`
-	Refusal string      `json:"refusal"`
-	Calls   []fragment  `json:"tool_calls"`
-
-	reasoning   string
-	reasoningAs string // the field that held it
-	opaque      map[string]json.RawMessage
-}
-
-func (p *part) UnmarshalJSON(raw []byte) error {
-	type plain part
-	if err := json.Unmarshal(raw, (*plain)(p)); err != nil {
-		return err
-	}
-	if err := json.Unmarshal(raw, &p.opaque); err != nil {
-		return err
-	}
-	for _, name := range reasoningNames {
-		var text contentText
-		if json.Unmarshal(p.opaque[name], &text) == nil && text != "" {
-			p.reasoning, p.reasoningAs = string(text), name
-			break
-		}
-	}
-	maps.DeleteFunc(p.opaque, func(name string, _ json.RawMessage) bool {
-		return !slices.Contains(opaqueMembers, name)
-	})
-	return nil
-}
-
-type wireUsage struct {
-	Prompt     int           `json:"prompt_tokens"`
-	Completion int           `json:"completion_tokens"`
-	Total      int           `json:"total_tokens"`
-	Details    *usageDetails `json:"prompt_tokens_details"`
-}
-
-// usageDetails split the prompt's tokens.
-type usageDetails struct {
-	Cached     int `json:"cached_tokens"`
-	CacheWrite int `json:"cache_write_tokens"`
-}
-
-// contentText is content: a string, or a list of parts whose texts count. It replaces a NUL like the stored records do,
-// so displayed and stored text agree.
-type contentText string
-
-func (w *contentText) UnmarshalJSON(raw []byte) error {
-	defer func() { *w = contentText(strings.ReplaceAll(string(*w), "\x00", "\uFFFD")) }()
-	if !bytes.HasPrefix(raw, []byte("[")) {
-		return json.Unmarshal(raw, (*string)(w))
-	}
-	var parts []struct {
-		Text string `json:"text"`
-	}
-	if err := json.Unmarshal(raw, &parts); err != nil {
-		return err
-	}
-	for _, p := range parts {
-		*w += contentText(p.Text)
-	}
-	return nil
 }
 
 // assembler assembles an answer in one protocol.
@@ -362,4 +171,85 @@ func (a *assembly) answer(req Request, origin string) answer {
 		m.Opaque = &Opaque{Origin: origin, Digest: m.digest(), ReasoningAs: a.thoughtAs, Members: members}
 	}
 	return answer{message: m, finish: cmp.Or(finish, FinishStop), model: a.model, usage: a.usage}
+}
+
+// chunk is a part of an answer: a delta of a stream, or the whole message.
+type chunk struct {
+	Model   string `json:"model"`
+	Choices []struct {
+		Index   int          `json:"index"`
+		Delta   *part        `json:"delta"`
+		Message *part        `json:"message"`
+		Finish  FinishReason `json:"finish_reason"`
+	} `json:"choices"`
+	Usage *wireUsage      `json:"usage"`
+	Error json.RawMessage `json:"error"`
+}
+
+type part struct {
+	Content contentText `json:"content"`
+	Refusal string      `json:"refusal"`
+	Calls   []fragment  `json:"tool_calls"`
+
+	reasoning   string
+	reasoningAs string // the field that held it
+	opaque      map[string]json.RawMessage
+}
+
+func (p *part) UnmarshalJSON(raw []byte) error {
+	type plain part
+	if err := json.Unmarshal(raw, (*plain)(p)); err != nil {
+		return err
+	}
+	if err := json.Unmarshal(raw, &p.opaque); err != nil {
+		return err
+	}
+	for _, name := range reasoningNames {
+		var text contentText
+		if json.Unmarshal(p.opaque[name], &text) == nil && text != "" {
+			p.reasoning, p.reasoningAs = string(text), name
+			break
+		}
+	}
+	maps.DeleteFunc(p.opaque, func(name string, _ json.RawMessage) bool {
+		return !slices.Contains(opaqueMembers, name)
+	})
+	return nil
+}
+
+// reasoningNames are the fields in which servers send reasoning as text.
+var reasoningNames = []string{"reasoning_content", "reasoning", "thinking"}
+
+type wireUsage struct {
+	Prompt     int           `json:"prompt_tokens"`
+	Completion int           `json:"completion_tokens"`
+	Total      int           `json:"total_tokens"`
+	Details    *usageDetails `json:"prompt_tokens_details"`
+}
+
+// usageDetails split the prompt's tokens.
+type usageDetails struct {
+	Cached     int `json:"cached_tokens"`
+	CacheWrite int `json:"cache_write_tokens"`
+}
+
+// contentText is content: a string, or a list of parts whose texts count. It replaces a NUL like the stored records do,
+// so displayed and stored text agree.
+type contentText string
+
+func (w *contentText) UnmarshalJSON(raw []byte) error {
+	defer func() { *w = contentText(strings.ReplaceAll(string(*w), "\x00", "\uFFFD")) }()
+	if !bytes.HasPrefix(raw, []byte("[")) {
+		return json.Unmarshal(raw, (*string)(w))
+	}
+	var parts []struct {
+		Text string `json:"text"`
+	}
+	if err := json.Unmarshal(raw, &parts); err != nil {
+		return err
+	}
+	for _, p := range parts {
+		*w += contentText(p.Text)
+	}
+	return nil
 }

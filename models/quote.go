@@ -1,0 +1,176 @@
+package models
+
+import (
+	"cmp"
+	"encoding/json"
+	"strings"
+)
+
+// Quote is the approximate worst case of one attempt, for a budget reservation.
+type Quote struct {
+	PromptTokens int
+	PromptUSD    float64
+	AnswerTokens int     // MaxTokens, or the model's default
+	TokenUSD     float64 // of each output token
+}
+
+// Quote estimates a request's worst case without a tokenizer. It counts one token for two letters or blanks, one for
+// every other byte, and eight for each message and tool. Tokenizers rarely exceed that; ordinary prompts use about
+// half. A model without a price costs nothing. The same rule estimates missing usage.
+func (c *Client) Quote(req Request) Quote {
+	req.Model = cmp.Or(req.Model, c.config.Model)
+	q := Quote{PromptTokens: mostTokensOf(req), AnswerTokens: req.MaxTokens}
+	if q.AnswerTokens <= 0 {
+		q.AnswerTokens = DefaultMaxTokens
+		if LookupModel(req.Model).Reasoning {
+			q.AnswerTokens = ThinkingMaxTokens
+		}
+	}
+	price, _ := c.config.Prices.Of(req.Model)
+	rate := price.at(q.PromptTokens)
+	q.PromptUSD = float64(q.PromptTokens) * max(rate.Prompt, rate.Cached, rate.CacheWrite) / 1e6
+	q.TokenUSD = rate.Completion / 1e6
+	return q
+}
+
+const (
+	// DefaultMaxTokens is the expected length of an unbounded answer in [Client.Quote].
+	DefaultMaxTokens = 4096
+	// ThinkingMaxTokens replaces DefaultMaxTokens for models whose hidden reasoning counts as output.
+	ThinkingMaxTokens = 16_384
+
+	bytesPerToken     = 4 // of English prose; other languages and code have fewer
+	longestWord       = 24
+	tokensPerMessage  = 4 // overhead of the chat format
+	reservePerMessage = 8
+	imageTokens       = 1500
+)
+
+// EstimateTokens estimates messages as a prompt: a token for four bytes, and four for each message.
+func EstimateTokens(messages []Message) int {
+	return estimatePrompt(Request{Messages: messages})
+}
+
+func estimatePrompt(req Request) int {
+	all, parts := size(req)
+	return ceilDiv(all.bytes, bytesPerToken) + parts*tokensPerMessage + all.images*imageTokens
+}
+
+// mostTokensOf returns the largest size of a prompt.
+func mostTokensOf(req Request) int {
+	all, parts := size(req)
+	return all.most() + parts*reservePerMessage
+}
+
+// extent is an amount of input.
+type extent struct {
+	bytes  int
+	halves int // upper bound, in half tokens
+	images int
+}
+
+// most returns the upper bound in tokens.
+func (e extent) most() int { return ceilDiv(e.halves, 2) + e.images*imageTokens }
+
+// add counts text. Letters in words and blanks are half a token each. Digits, signs, other scripts and non-words
+// count one.
+func (e *extent) add(text string) {
+	e.bytes += len(text)
+	word := 0
+	for i := range len(text) {
+		b := text[i]
+		letter := b >= 'a' && b <= 'z' || b >= 'A' && b <= 'Z'
+		if word++; b == ' ' || b == '\n' {
+			word = 0
+		}
+		if (letter || word == 0) && word <= longestWord {
+			e.halves++
+		} else {
+			e.halves += 2
+		}
+	}
+}
+
+// addOpaque counts fields that a provider gets back: about a token for four bytes, as for encrypted reasoning. Other
+// items of an answer count as their text and calls.
+func (e *extent) addOpaque(o *Opaque) {
+	if o == nil {
+		return
+	}
+	bytes := 0
+	for _, text := range o.Members {
+		bytes += len(text)
+	}
+	for _, item := range o.Items {
+		if strings.Contains(item, "encrypted_content") {
+			bytes += len(item)
+		}
+	}
+	e.bytes += bytes
+	e.halves += bytes / 2
+}
+
+// size measures a prompt; parts is its number of messages and tools.
+func size(req Request) (all extent, parts int) {
+	for _, m := range req.Messages {
+		one := measure(m)
+		all = extent{all.bytes + one.bytes, all.halves + one.halves, all.images + one.images}
+	}
+	for _, tool := range req.Tools {
+		if encoded, err := json.Marshal(tool); err == nil { // the client never sends a tool that does not encode
+			all.add(string(encoded))
+		}
+	}
+	if req.Schema != nil {
+		all.add(req.Schema.instruction())
+	}
+	return all, len(req.Messages) + len(req.Tools)
+}
+
+func measure(m Message) (e extent) {
+	for _, text := range []string{m.Content, m.Refusal, m.Reasoning, m.Name, m.ToolCallID} {
+		e.add(text)
+	}
+	e.addOpaque(m.Opaque)
+	for _, call := range m.ToolCalls {
+		e.addOpaque(call.Opaque)
+		e.add(call.ID)
+		e.add(call.Name)
+		e.add(call.Arguments)
+	}
+	for _, p := range m.Parts {
+		e.add(p.Text)
+		if p.Image != nil {
+			e.images++
+		}
+	}
+	return e
+}
+
+func ceilDiv(a, b int) int { return (a + b - 1) / b }
+
+// Density is the largest ratio of tokens counted by the server to tokens of [Client.Quote]; at least 1. A budget
+// multiplies its quotes by this ratio. Density is safe for concurrent use.
+func (c *Client) Density() float64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return max(c.density, 1)
+}
+
+// reportsUsage reports whether the server has ever reported usage.
+func (c *Client) reportsUsage(now bool) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.reports = c.reports || now
+	return c.reports
+}
+
+// ObserveUsage updates the density from a prompt's estimate and the server's count in u. It is safe for concurrent use.
+func (c *Client) ObserveUsage(estimated int, u Usage) {
+	if estimated <= 0 || u.Estimated {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.density = max(c.density, float64(u.PromptTokens)/float64(estimated))
+}
