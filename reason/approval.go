@@ -1,13 +1,8 @@
 package reason
 
 import (
-	"cmp"
 	"context"
 	"errors"
-	"math"
-	"slices"
-	"strings"
-	"unicode"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
@@ -163,79 +158,12 @@ func deniedResult(reason string) string {
 	return encode(map[string]string{"error": "DENIED", "reason": reason, "note": "Do not ask for this call again."})
 }
 
-// rankedSkills orders all skills by their similarity to a text. Equally similar skills keep their order.
-func rankedSkills(list []skills.Skill, text string) []skills.Skill {
-	return scoreSkills(list, text, false)
-}
+// ApprovalMode decides how a turn handles a call that needs an approval.
+type ApprovalMode int
 
-// scoreSkills scores skills by words shared with a text. Words of the name, whole words and rare words weigh more.
-func scoreSkills(list []skills.Skill, text string, onlyMatches bool) []skills.Skill {
-	type scored struct {
-		skill skills.Skill
-		score float64
-	}
-	query := splitWords(text)
-	all := make([]scored, len(list))
-	for i, s := range list {
-		all[i].skill = s
-	}
-	for _, word := range query {
-		points := make([]float64, len(list))
-		hits := 0
-		for i, s := range list {
-			points[i] = 3*similarity(word, splitWords(s.Name)) + similarity(word, splitWords(s.Description))
-			if points[i] > 0 {
-				hits++
-			}
-		}
-		rarity := math.Log(1 + float64(len(list))/float64(max(hits, 1)))
-		for i := range all {
-			all[i].score += points[i] * rarity
-		}
-	}
-	slices.SortStableFunc(all, func(a, b scored) int { return cmp.Compare(b.score, a.score) })
-	var ranked []skills.Skill
-	for _, a := range all {
-		if a.score > 0 || !onlyMatches {
-			ranked = append(ranked, a.skill)
-		}
-	}
-	return ranked
-}
-
-// similarity is 1 for a word among others, and less for a word with the same beginning.
-func similarity(word string, others []string) float64 {
-	best := 0.0
-	for _, other := range others {
-		switch short, long := min(len(word), len(other)), max(len(word), len(other)); {
-		case word == other:
-			return 1
-		case short >= 3 && word[:short] == other[:short] && long-short <= 4:
-			best = 0.6
-		}
-	}
-	return best
-}
-
-// splitWords splits a text at characters other than letters and digits, and at camelCase humps. It returns distinct
-// words in lower case.
-func splitWords(text string) []string {
-	var spaced strings.Builder
-	var before rune
-	for _, r := range text {
-		if unicode.IsUpper(r) && unicode.IsLower(before) {
-			spaced.WriteByte(' ')
-		}
-		spaced.WriteRune(r)
-		before = r
-	}
-	var list []string
-	for word := range strings.FieldsFuncSeq(strings.ToLower(spaced.String()), func(r rune) bool {
-		return !unicode.IsLetter(r) && !unicode.IsDigit(r)
-	}) {
-		if !slices.Contains(list, word) {
-			list = append(list, word)
-		}
-	}
-	return list
-}
+const (
+	// Defer records the request and continues; a later run makes the call.
+	Defer ApprovalMode = iota
+	// Park waits durably for the decision and makes an approved call.
+	Park
+)

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -14,7 +13,6 @@ import (
 	"golang.org/x/text/language"
 	"golang.org/x/text/language/display"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -258,137 +256,4 @@ func (b Budget) limitedBy(l agents.Limits) Budget {
 		b.CostUSD = l.CostUSD
 	}
 	return b
-}
-
-// Above maxOffered skills in scope, the turn offers offeredOfMany. skill_search finds the remaining skills.
-const (
-	maxOffered    = 40
-	offeredOfMany = 30
-	maxFound      = 8
-)
-
-// skillOffer has the callable skills of a turn.
-type skillOffer struct {
-	Skills []skills.Skill `json:"skills"`
-	More   int            `json:"more"` // other skills in scope
-}
-
-// offerSkills chooses the offered skills: all skills in scope or, of many, the skills most similar to the prompt.
-func (l *Loop) offerSkills(
-	ctx context.Context, db postgres.DB, t *Turn, a agents.Agent, callable []skills.Skill,
-) (skillOffer, error) {
-	all, trials := l.Skills.Split(ctx, callable)
-	all, err := l.addNamedSkills(ctx, db, t, all)
-	if err != nil {
-		return skillOffer{}, err
-	}
-	all, trials = t.filterSkills(a, all), t.filterSkills(a, trials)
-	if len(all)+len(trials) <= maxOffered {
-		return skillOffer{Skills: append(all, trials...)}, nil
-	}
-	near := rankedSkills(all, t.Prompt)
-	chosen := near[:min(len(near), offeredOfMany-min(offeredOfMany, len(trials)))]
-	slices.SortFunc(chosen, func(a, b skills.Skill) int { return strings.Compare(a.Name, b.Name) })
-	return skillOffer{Skills: append(chosen, trials...), More: len(all) - len(chosen)}, nil
-}
-
-// addNamedSkills adds the skills that Turn.Also names.
-func (l *Loop) addNamedSkills(
-	ctx context.Context, db postgres.DB, t *Turn, all []skills.Skill,
-) ([]skills.Skill, error) {
-	if len(t.Scopes) == 0 {
-		return nil, nil
-	}
-	for _, name := range t.Also {
-		s, err := skills.Get(ctx, db, name)
-		switch {
-		case errors.Is(err, skills.ErrNotFound):
-			continue
-		case err != nil:
-			return nil, err
-		}
-		at, has := slices.BinarySearchFunc(all, name,
-			func(s skills.Skill, name string) int { return strings.Compare(s.Name, name) })
-		if !has && s.Enabled && l.Skills.Runnable(s) == nil {
-			all = slices.Insert(all, at, s)
-		}
-	}
-	return all, nil
-}
-
-// skillSearch returns the tool that finds other skills. Its results stay callable for the turn.
-func (w *turn) skillSearch() Tool {
-	return Tool{
-		Name: "skill_search",
-		Description: fmt.Sprintf("There are %d more tools than those listed here. "+
-			"Find them by words that say what you need; "+
-			"what is found can be called from then on.", w.searchableCount),
-		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["query"],
-			"properties":{"query":{"type":"string","minLength":1,"maxLength":500}}}`),
-		Do: w.findSkills,
-	}
-}
-
-// findSkills searches the turn's scopes, as a durable step.
-func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error) {
-	var params struct {
-		Query string `json:"query"`
-	}
-	if err := json.Unmarshal(args, &params); err != nil {
-		return nil, &executions.StepError{Class: classInvalid, Message: err.Error()}
-	}
-	found, err := executions.Do(ctx, "skill_search", executions.Call{
-		Entry: activity.Entry{Skill: "skill_search", Purpose: w.Purpose, Input: params}, Idempotent: true,
-	}, func(ctx context.Context, effect *executions.Effect) ([]skills.Skill, error) {
-		callable, err := executions.RetryTransient(ctx, func(ctx context.Context) ([]skills.Skill, error) {
-			if w.Sandbox != nil {
-				_, callable, err := w.sandboxWorld(ctx, w.Pool, &w.Turn)
-				return w.filterSkills(w.agent, callable), err
-			}
-			callable, err := w.Skills.Available(ctx, w.Pool, w.Scopes...)
-			if err == nil {
-				callable, err = w.addNamedSkills(ctx, w.Pool, &w.Turn, callable)
-			}
-			return w.filterSkills(w.agent, callable), err
-		})
-		if err != nil {
-			return nil, err
-		}
-		found := scoreSkills(callable, params.Query, true)
-		found = found[:min(len(found), maxFound)]
-		effect.Output = map[string]any{"found": skillNames(found)}
-		return found, nil
-	})
-	if err != nil {
-		return nil, err
-	}
-	return w.offerFound(found), nil
-}
-
-// offerFound makes found skills callable, and describes them.
-func (w *turn) offerFound(found []skills.Skill) any {
-	type hit struct {
-		Name        string `json:"name"`
-		Description string `json:"description"`
-	}
-	hits := make([]hit, 0, len(found))
-	for _, s := range found {
-		hits = append(hits, hit{s.Name, s.Description})
-		if !slices.ContainsFunc(w.skills, func(have skills.Skill) bool { return have.Name == s.Name }) {
-			w.skills = append(slices.Clip(w.skills), s)
-		}
-	}
-	note := "These can be called now."
-	if len(hits) == 0 {
-		note = "Nothing was found; try other words."
-	}
-	return map[string]any{"tools": hits, "note": note}
-}
-
-func skillNames(list []skills.Skill) []string {
-	names := make([]string, len(list))
-	for i, s := range list {
-		names[i] = s.Name
-	}
-	return names
 }

@@ -37,7 +37,11 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"log/slog"
+	"math"
+	"regexp"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -181,3 +185,50 @@ const (
 
 // maxRetries bounds the corrections of bad calls in a row.
 const maxRetries = 2
+
+// toolName is the form of a tool's name that servers accept.
+var toolName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
+
+// validate rejects an invalid turn: this is a bug of the caller, and the model must not be blamed for it.
+func (l *Loop) validate(t *Turn) error {
+	if l.Pool == nil || l.Model == nil || l.Skills == nil {
+		return errors.New("a Loop needs Pool, Model and Skills")
+	}
+	if limit := t.budget(l.Budget).CostUSD; math.IsNaN(limit) {
+		return errors.New("the budget's CostUSD is no amount")
+	}
+	names := map[string]bool{}
+	for _, tool := range t.Tools {
+		if names[tool.Name] {
+			return fmt.Errorf("two tools are named %s", tool.Name)
+		}
+		names[tool.Name] = true
+		if err := l.validateTool(tool); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// validateTool rejects a tool that no model could call.
+func (l *Loop) validateTool(t Tool) error {
+	switch {
+	case !toolName.MatchString(t.Name):
+		return fmt.Errorf("%q is not a tool's name: it is 1 to 64 letters, digits, _ and -", t.Name)
+	case t.Do == nil && t.DoSeen == nil && t.bindTurn == nil:
+		return fmt.Errorf("the tool %s has no Do", t.Name)
+	case !json.Valid(t.schema()):
+		return fmt.Errorf("the parameters of %s are no JSON", t.Name)
+	}
+	if callErr, ok := errors.AsType[*skills.CallError](l.Skills.Check(t.asSkill(), nil)); ok {
+		return callErr
+	}
+	return nil
+}
+
+func (l *Loop) log() *slog.Logger {
+	if l.Logger == nil {
+		return slog.New(slog.DiscardHandler)
+	}
+	return l.Logger
+}

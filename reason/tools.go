@@ -17,7 +17,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
-	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -268,125 +267,6 @@ func (w *turn) reportOutcome(c *call, failure *executions.StepError) {
 		return
 	}
 	w.reportEnd(c, string(activity.Success), "")
-}
-
-// Invoke calls a skill as a durable step and passes its outcome to After. All surfaces and automations use Invoke.
-// Errors of the skill are *executions.StepError. A write to the memory is based on the revision in the arguments. The
-// error of a conflict has class builtins.ClassConflict, with the answer.
-func (l *Loop) Invoke(
-	ctx context.Context, step string, s skills.Skill, args json.RawMessage, call executions.Call,
-) (json.RawMessage, error) {
-	return l.invoke(ctx, step, s, args, nil, call, func() {})
-}
-
-// InvokeSeen is Invoke for a run that tracks its reads of the memory. A write is based on these reads.
-func (l *Loop) InvokeSeen(
-	ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call,
-) (json.RawMessage, error) {
-	return l.invoke(ctx, step, s, args, seen, call, func() {})
-}
-
-// invoke is Invoke. It calls onStart when this process makes the call.
-func (l *Loop) invoke(
-	ctx context.Context, step string, s skills.Skill, args json.RawMessage, seen memory.Seen, call executions.Call,
-	onStart func(),
-) (json.RawMessage, error) {
-	guardedArgs := builtins.WithRevisions(s, args, seen)
-	call.Skill, call.SkillID, call.Input, call.Idempotent = s.Name, s.ID, args, s.Idempotent
-	value, err := executions.Do(ctx, step, call, func(
-		ctx context.Context, effect *executions.Effect,
-	) (json.RawMessage, error) {
-		onStart()
-		if l.Sandbox != nil {
-			return l.Sandbox.invoke(ctx, s.Name, guardedArgs)
-		}
-		if err := l.admit(ctx, s, effect.Key); err != nil {
-			return nil, err
-		}
-		value, err := l.Skills.Invoke(ctx, skills.Call{
-			Skill: s, Args: args, Guarded: guardedArgs, IdempotencyKey: effect.Key,
-		})
-		outcome := err
-		if isBusy(err) {
-			effect.Status, outcome = activity.Skipped, errSkipped
-		}
-		if isMisconfigured(err) {
-			outcome = errSkipped
-		}
-		if l.After != nil {
-			if after := l.After(ctx, s, outcome); after != nil {
-				l.log().WarnContext(ctx, "skill call not followed up", "skill", s.Name, "error", after)
-			}
-		}
-		if _, conflict := builtins.IsConflict(s, value); conflict {
-			effect.Status = activity.Skipped
-		}
-		return value, toStepError(err)
-	})
-	if why, conflict := builtins.IsConflict(s, value); err == nil && conflict {
-		err = &executions.StepError{Class: builtins.ClassConflict, Message: why}
-	}
-	return value, err
-}
-
-// errSkipped is the outcome of a call that says nothing about its skill.
-var errSkipped = errors.New("the call was skipped")
-
-// isBusy reports a call that found its lane held.
-func isBusy(err error) bool {
-	callErr, ok := errors.AsType[*skills.CallError](err)
-	return ok && callErr.Class == skills.ClassBusy
-}
-
-// isMisconfigured reports a call without a required setting.
-func isMisconfigured(err error) bool {
-	callErr, ok := errors.AsType[*skills.CallError](err)
-	return ok && callErr.Class == skills.ClassConfiguration
-}
-
-// admit permits a call of an enabled skill, and one trial of a disabled skill. It reads the current state, because the
-// turn chose its tools earlier.
-func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
-	current, err := executions.RetryTransient(ctx, func(ctx context.Context) (skills.Skill, error) {
-		return skills.Get(ctx, l.Pool, s.Name)
-	})
-	switch {
-	case errors.Is(err, skills.ErrNotFound):
-		return &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " no longer exists"}
-	case err != nil:
-		return err
-	case current.Trust == skills.TrustApprove && current.Revision != s.Revision:
-		return &executions.StepError{
-			Class:   classDisabled,
-			Message: "skill " + s.Name + " was changed during this turn, and needs approval as it is now",
-		}
-	case s.Enabled && current.Enabled:
-		return nil
-	case s.Enabled:
-		return &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " " + current.OutOfService()}
-	case current.Enabled || l.Admit == nil:
-		return nil
-	}
-	admitted, err := l.Admit(ctx, s.Name, owner)
-	if err == nil && !admitted {
-		err = &executions.StepError{
-			Class: classDisabled, Message: "skill " + s.Name + " is out of service, and its one trial is taken",
-		}
-	}
-	return err
-}
-
-// toStepError returns a skill's failure with its class.
-func toStepError(err error) error {
-	var failure *skills.CallError
-	var params *skills.InvalidParams
-	switch {
-	case errors.As(err, &failure):
-		return &executions.StepError{Class: failure.Class, Message: failure.Message}
-	case errors.As(err, &params):
-		return &executions.StepError{Class: classInvalid, Message: params.Error()}
-	}
-	return err
 }
 
 // asSkill lets the registry check a tool's arguments. The skill has no id, so the registry does not cache the schema.
