@@ -3,7 +3,9 @@ package skills
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 
@@ -129,4 +131,72 @@ func marshalEvidence(evidence any) (json.RawMessage, error) {
 		return json.RawMessage(`{}`), nil
 	}
 	return encodeResult(evidence)
+}
+
+// Enable enables a disabled skill and ends its trial. Earlier failures no longer count. Enable stores by and reason as
+// evidence; the caller writes the activity. It returns false for an enabled skill, and [ErrNotFound] for an unknown
+// one.
+func Enable(ctx context.Context, db postgres.DB, name, by, reason string) (bool, error) {
+	evidence, err := marshalEvidence(map[string]string{"enabled_by": by, "reason": reason})
+	if err != nil {
+		return false, fmt.Errorf("enable skill %q: %w", name, err)
+	}
+	tag, err := db.Exec(ctx, `
+		update agent_skills
+		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, trial_at = null,
+		       enabled_at = clock_timestamp(), evidence = @evidence, updated_at = clock_timestamp()
+		 where name = @name and not enabled`, pgx.StrictNamedArgs{"name": name, "evidence": evidence})
+	if err != nil {
+		return false, fmt.Errorf("enable skill %q: %w", name, err)
+	}
+	return wasChanged(ctx, db, name, tag.RowsAffected())
+}
+
+// Disable disables a skill. by names the actor ("self_heal" or an admin) and must not be empty. evidence is any value
+// that encodes as JSON. For a disabled skill, Disable returns false and changes nothing. An exception is a skill that
+// self-heal disabled: an admin may disable it, too, which ends its trials. Disable returns [ErrNotFound] for an unknown
+// skill.
+func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evidence any) (bool, error) {
+	if strings.TrimSpace(by) == "" {
+		return false, fmt.Errorf("disable skill %q: %w", name, errors.New("an actor is required"))
+	}
+	encoded, err := marshalEvidence(evidence)
+	if err != nil {
+		return false, fmt.Errorf("disable skill %q: write the evidence: %w", name, err)
+	}
+	tag, err := db.Exec(ctx, `
+		update agent_skills
+		   set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(),
+		       trial_at = null, evidence = @evidence, updated_at = clock_timestamp()
+		 where name = @name and (enabled or (disabled_by = 'self_heal' and @by <> 'self_heal'))`,
+		pgx.StrictNamedArgs{"name": name, "by": replaceNUL(by), "reason": replaceNUL(reason), "evidence": encoded})
+	if err != nil {
+		return false, fmt.Errorf("disable skill %q: %w", name, err)
+	}
+	return wasChanged(ctx, db, name, tag.RowsAffected())
+}
+
+func wasChanged(ctx context.Context, db postgres.DB, name string, rows int64) (bool, error) {
+	if rows > 0 {
+		return true, nil
+	}
+	_, err := Get(ctx, db, name)
+	return false, err
+}
+
+// FailTrial ends a failed trial and restarts the cool-down. It returns false for a skill that is not on trial.
+func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, error) {
+	tag, err := db.Exec(ctx, `
+		update agent_skills
+		   set trial_at = null, disabled_at = clock_timestamp(), disabled_reason = @reason, updated_at = clock_timestamp()
+		 where name = @name and not enabled and trial_at is not null`,
+		pgx.StrictNamedArgs{"name": name, "reason": replaceNUL(reason)})
+	return postgres.Changed(tag, err, fmt.Sprintf("fail trial of skill %q", name))
+}
+
+// AtRevision locks a skill until the transaction ends. It returns a [*postgres.StaleError] if the skill's state has
+// another revision, and [ErrNotFound] if there is no such skill. Revision 0 matches every revision.
+func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
+	return postgres.LockRevision(ctx, tx, "skill", `
+		select state_revision from agent_skills where name = @name for update`, name, revision, ErrNotFound)
 }

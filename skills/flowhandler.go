@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"regexp"
-	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -34,17 +33,15 @@ type FlowAnswer struct {
 	Result      json.RawMessage   `json:"result,omitempty"` // omitted above 64 KiB
 }
 
-const maxFlowResult = 64 << 10
-
 // RunFlow starts an execution for a flow: skill. It is safe for concurrent use.
 type RunFlow func(ctx context.Context, r FlowRequest) (FlowAnswer, error)
-
-var flowPattern = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
 
 type flowHandler struct {
 	flow string
 	wait bool
 }
+
+var flowPattern = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
 
 // parseFlow reads flow:NAME and the option to wait.
 func parseFlow(name string, config json.RawMessage) (handler, fielderr.List) {
@@ -75,8 +72,7 @@ func (h flowHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	return r.flow(ctx, FlowRequest{Flow: h.flow, Input: input, Wait: h.wait, Key: c.IdempotencyKey})
 }
 
-// maxAnswerTime bounds the time before the deadline that is reserved for the answer about an unfinished execution.
-const maxAnswerTime = time.Second
+const maxFlowResult = 64 << 10
 
 // Flows runs flows with an engine, for Options.Flow. Inside an execution, the new execution is a child with the same
 // trace, surface, agent and thread. Elsewhere the new execution has its own trace and acts as agent.
@@ -118,6 +114,9 @@ func canStart(ctx context.Context, e *executions.Engine, flow string) (bool, err
 	return e.HasFlow(ctx, flow)
 }
 
+// maxAnswerTime bounds the time before the deadline that is reserved for the answer about an unfinished execution.
+const maxAnswerTime = time.Second
+
 // awaitEnd waits until an execution ends or the deadline is near, and returns its present state.
 func awaitEnd(
 	ctx context.Context, db postgres.DB, e *executions.Engine, x executions.Execution,
@@ -156,56 +155,4 @@ func flowAnswer(x executions.Execution) FlowAnswer {
 		}
 	}
 	return got
-}
-
-// RemoteTool is the accepted tool of an mcp: skill. Pin is the hash of its definition. A RemoteCall must refuse a tool
-// with another hash.
-type RemoteTool struct {
-	Server, Tool, Pin string
-}
-
-// RemoteCall calls a tool of another program with validated arguments. It returns when ctx ends, and is safe for
-// concurrent use.
-type RemoteCall func(ctx context.Context, t RemoteTool, c Call, args map[string]any) (any, error)
-
-const maxToolName = 128
-
-var (
-	serverPattern = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,23}$`)
-	pinPattern    = regexp.MustCompile(`^[0-9a-f]{64}$`)
-)
-
-// mcpHandler calls a tool of an MCP server.
-type mcpHandler struct{ tool RemoteTool }
-
-// parseMCP reads mcp:SERVER/TOOL and the pin.
-func parseMCP(rest string, config json.RawMessage) (handler, fielderr.List) {
-	var c struct {
-		Pin string `json:"pin"`
-	}
-	if err := decodeConfig(config, &c); err != nil {
-		return nil, []error{err}
-	}
-	var problems fielderr.List
-	server, tool, _ := strings.Cut(rest, "/")
-	if !serverPattern.MatchString(server) || tool == "" || len(tool) > maxToolName ||
-		strings.ContainsAny(tool, "\x00\r\n") {
-		problems.Add("handler", "mcp:%s must name a server and one of its tools: mcp:server/tool", rest)
-	}
-	if !pinPattern.MatchString(c.Pin) {
-		problems.Add("config.pin", "must be the hash of the accepted tool; declare the server with kind: mcp_server "+
-			"and run agent mcp sync, which mounts its tools")
-	}
-	return mcpHandler{RemoteTool{Server: server, Tool: tool, Pin: c.Pin}}, problems
-}
-
-func (h mcpHandler) ready(r *Registry) error {
-	if r.mcp == nil {
-		return errors.New("this program has no MCP client")
-	}
-	return nil
-}
-
-func (h mcpHandler) call(ctx context.Context, r *Registry, c Call, args map[string]any) (any, error) {
-	return r.mcp(ctx, h.tool, c, args)
 }
