@@ -1,22 +1,14 @@
 package mcp
 
 import (
-	"bufio"
-	"bytes"
 	"context"
-	"crypto/tls"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
-	"net/http"
-	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -88,20 +80,6 @@ func (conn *connection) redactError(err error) error {
 		return &skills.CallError{Class: refused.Class, Message: text}
 	}
 	return errors.New(text)
-}
-
-// transport prepares the transport: a child process, or HTTP.
-func (c *Client) transport(conn *connection, values map[string]string) (sdk.Transport, error) {
-	r := conn.remote
-	if r.Transport == TransportHTTP {
-		return httpTransport(conn, values, c.opts.AllowPrivate, c.opts.TLS)
-	}
-	var err error
-	conn.child, err = startProcess(r.Command, childEnv(values, c.opts.Getenv), c.log.With("server", r.Name), conn.redact)
-	if err != nil {
-		return nil, fmt.Errorf("start %s: %w", r.Command[0], err)
-	}
-	return stdioTransport{conn.child}, nil
 }
 
 // open begins the session and lists the tools.
@@ -247,193 +225,4 @@ func (conn *connection) call(ctx context.Context, params *sdk.CallToolParams) (*
 		conn.timeouts.Store(0)
 	}
 	return a.result, a.err
-}
-
-// stdioTransport connects to a child over its stdin and stdout.
-type stdioTransport struct{ child *process }
-
-// Connect connects to a running child. The SDK calls it once.
-func (t stdioTransport) Connect(ctx context.Context) (sdk.Connection, error) {
-	return (&sdk.IOTransport{Reader: t.child.stdout, Writer: t.child.stdin, MaxLineLength: maxMessage}).Connect(ctx)
-}
-
-// childEnv returns the environment of a child: the minimum for a program to start, and the declared variables.
-func childEnv(declared map[string]string, getenv func(string) string) []string {
-	env := make([]string, 0, len(declared)+3)
-	for _, name := range []string{"PATH", "HOME", "LANG"} {
-		if value := getenv(name); value != "" {
-			env = append(env, name+"="+value)
-		}
-	}
-	for name, value := range declared {
-		env = append(env, name+"="+value)
-	}
-	slices.Sort(env)
-	return env
-}
-
-// httpTransport speaks streamable HTTP through the guarded dialer. It does not resume a broken stream: the call
-// fails.
-func httpTransport(conn *connection, headers map[string]string, allow []string, tlsConfig *tls.Config) (
-	sdk.Transport, error,
-) {
-	client, err := skills.NewGuardedClient(allow, tlsConfig)
-	if err != nil {
-		return nil, err
-	}
-	client.Transport = &boundedTransport{next: client.Transport, headers: headers, responseTooLong: &conn.responseTooLong}
-	return &sdk.StreamableClientTransport{
-		Endpoint: conn.remote.URL, HTTPClient: client, MaxRetries: -1, DisableStandaloneSSE: true, MaxEventSize: maxMessage,
-	}, nil
-}
-
-// boundedTransport adds the declared headers to each request and bounds each response.
-type boundedTransport struct {
-	next            http.RoundTripper
-	headers         map[string]string
-	responseTooLong *atomic.Bool
-}
-
-func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, error) {
-	request = request.Clone(request.Context())
-	for name, value := range b.headers {
-		request.Header.Set(name, value)
-	}
-	cancel := func() {}
-	if request.Method == http.MethodDelete { // a session must end quickly
-		var ctx context.Context
-		ctx, cancel = context.WithTimeout(request.Context(), stopTimeout)
-		request = request.WithContext(ctx)
-	}
-	response, err := b.next.RoundTrip(request)
-	if err != nil {
-		cancel()
-		return nil, err
-	}
-	response.Body = &boundedBody{
-		ReadCloser: response.Body, remaining: maxMessage, responseTooLong: b.responseTooLong, cancel: cancel,
-	}
-	return response, nil
-}
-
-// boundedBody fails when a response is too long.
-type boundedBody struct {
-	io.ReadCloser
-	remaining       int
-	responseTooLong *atomic.Bool
-	cancel          func()
-}
-
-func (b *boundedBody) Close() error {
-	defer b.cancel()
-	return b.ReadCloser.Close()
-}
-
-func (b *boundedBody) Read(p []byte) (int, error) {
-	if b.remaining <= 0 {
-		b.responseTooLong.Store(true)
-		return 0, fmt.Errorf("the response has more than %d bytes", maxMessage)
-	}
-	n, err := b.ReadCloser.Read(p[:min(len(p), b.remaining)])
-	b.remaining -= n
-	return n, err
-}
-
-// lineReader reads a client's messages, one per line. It rejects and skips an invalid line itself, because the SDK
-// would end the session.
-type lineReader struct {
-	io.Closer
-	in       *bufio.Reader
-	out      io.Writer
-	maxBytes int    // limit of a message
-	rest     []byte // unread rest of the current line
-}
-
-func (l *lineReader) Read(p []byte) (int, error) {
-	for len(l.rest) == 0 {
-		line, err := l.next()
-		if err != nil {
-			return 0, err
-		}
-		if problem := l.validate(line); problem == nil {
-			l.rest = line
-		} else if err := l.reject(line, problem); err != nil {
-			return 0, err
-		}
-	}
-	n := copy(p, l.rest)
-	l.rest = l.rest[n:]
-	return n, nil
-}
-
-// next returns the next non-blank line, with its newline. It cuts a line that is too long.
-func (l *lineReader) next() ([]byte, error) {
-	for {
-		var line []byte
-		more := bufio.ErrBufferFull
-		for errors.Is(more, bufio.ErrBufferFull) {
-			var part []byte
-			if part, more = l.in.ReadSlice('\n'); len(line) <= l.maxBytes {
-				line = append(line, part...)
-			}
-		}
-		if len(bytes.TrimSpace(line)) > 0 {
-			return line, nil // the next read returns the error again
-		}
-		if more != nil {
-			return nil, more
-		}
-	}
-}
-
-// validate returns why a line is no valid message; nil for a valid message. The SDK checks batches.
-func (l *lineReader) validate(line []byte) *jsonrpc.Error {
-	line = bytes.TrimSpace(line)
-	switch {
-	case len(line) > l.maxBytes:
-		return &jsonrpc.Error{
-			Code:    jsonrpc.CodeInvalidRequest,
-			Message: fmt.Sprintf("a message may have at most %d bytes", l.maxBytes),
-		}
-	case !json.Valid(line):
-		return &jsonrpc.Error{
-			Code:    jsonrpc.CodeParseError,
-			Message: "the line is not JSON; send each message on its own line",
-		}
-	case line[0] == '[':
-		return nil
-	}
-	if _, err := jsonrpc.DecodeMessage(line); err != nil {
-		return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: "the line is not a JSON-RPC 2.0 message: " +
-			err.Error()}
-	}
-	return nil
-}
-
-// reject responds to a line with an error. The response has the line's id, or null.
-func (l *lineReader) reject(line []byte, problem *jsonrpc.Error) error {
-	var request struct {
-		ID json.RawMessage `json:"id"`
-	}
-	if json.Unmarshal(line, &request) != nil || len(request.ID) == 0 || bytes.ContainsAny(request.ID[:1], "[{tf") {
-		request.ID = json.RawMessage("null")
-	}
-	answer, err := json.Marshal(map[string]any{"jsonrpc": "2.0", "id": request.ID, "error": problem})
-	if err != nil {
-		return fmt.Errorf("reject a line: %w", err)
-	}
-	_, err = l.out.Write(append(answer, '\n'))
-	return err
-}
-
-// serializedWriter serializes concurrent writes of messages.
-type serializedWriter struct {
-	io.WriteCloser
-	mu sync.Mutex
-}
-
-func (w *serializedWriter) Write(p []byte) (int, error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.WriteCloser.Write(p)
 }

@@ -1,0 +1,112 @@
+package mcp
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+
+	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
+)
+
+// lineReader reads a client's messages, one per line. It rejects and skips an invalid line itself, because the SDK
+// would end the session.
+type lineReader struct {
+	io.Closer
+	in       *bufio.Reader
+	out      io.Writer
+	maxBytes int    // limit of a message
+	rest     []byte // unread rest of the current line
+}
+
+func (l *lineReader) Read(p []byte) (int, error) {
+	for len(l.rest) == 0 {
+		line, err := l.next()
+		if err != nil {
+			return 0, err
+		}
+		if problem := l.validate(line); problem == nil {
+			l.rest = line
+		} else if err := l.reject(line, problem); err != nil {
+			return 0, err
+		}
+	}
+	n := copy(p, l.rest)
+	l.rest = l.rest[n:]
+	return n, nil
+}
+
+// next returns the next non-blank line, with its newline. It cuts a line that is too long.
+func (l *lineReader) next() ([]byte, error) {
+	for {
+		var line []byte
+		more := bufio.ErrBufferFull
+		for errors.Is(more, bufio.ErrBufferFull) {
+			var part []byte
+			if part, more = l.in.ReadSlice('\n'); len(line) <= l.maxBytes {
+				line = append(line, part...)
+			}
+		}
+		if len(bytes.TrimSpace(line)) > 0 {
+			return line, nil // the next read returns the error again
+		}
+		if more != nil {
+			return nil, more
+		}
+	}
+}
+
+// validate returns why a line is no valid message; nil for a valid message. The SDK checks batches.
+func (l *lineReader) validate(line []byte) *jsonrpc.Error {
+	line = bytes.TrimSpace(line)
+	switch {
+	case len(line) > l.maxBytes:
+		return &jsonrpc.Error{
+			Code:    jsonrpc.CodeInvalidRequest,
+			Message: fmt.Sprintf("a message may have at most %d bytes", l.maxBytes),
+		}
+	case !json.Valid(line):
+		return &jsonrpc.Error{
+			Code:    jsonrpc.CodeParseError,
+			Message: "the line is not JSON; send each message on its own line",
+		}
+	case line[0] == '[':
+		return nil
+	}
+	if _, err := jsonrpc.DecodeMessage(line); err != nil {
+		return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: "the line is not a JSON-RPC 2.0 message: " +
+			err.Error()}
+	}
+	return nil
+}
+
+// reject responds to a line with an error. The response has the line's id, or null.
+func (l *lineReader) reject(line []byte, problem *jsonrpc.Error) error {
+	var request struct {
+		ID json.RawMessage `json:"id"`
+	}
+	if json.Unmarshal(line, &request) != nil || len(request.ID) == 0 || bytes.ContainsAny(request.ID[:1], "[{tf") {
+		request.ID = json.RawMessage("null")
+	}
+	answer, err := json.Marshal(map[string]any{"jsonrpc": "2.0", "id": request.ID, "error": problem})
+	if err != nil {
+		return fmt.Errorf("reject a line: %w", err)
+	}
+	_, err = l.out.Write(append(answer, '\n'))
+	return err
+}
+
+// serializedWriter serializes concurrent writes of messages.
+type serializedWriter struct {
+	io.WriteCloser
+	mu sync.Mutex
+}
+
+func (w *serializedWriter) Write(p []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.WriteCloser.Write(p)
+}

@@ -1,0 +1,119 @@
+package mcp
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"sync/atomic"
+
+	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
+
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// transport prepares the transport: a child process, or HTTP.
+func (c *Client) transport(conn *connection, values map[string]string) (sdk.Transport, error) {
+	r := conn.remote
+	if r.Transport == TransportHTTP {
+		return httpTransport(conn, values, c.opts.AllowPrivate, c.opts.TLS)
+	}
+	var err error
+	conn.child, err = startProcess(r.Command, childEnv(values, c.opts.Getenv), c.log.With("server", r.Name), conn.redact)
+	if err != nil {
+		return nil, fmt.Errorf("start %s: %w", r.Command[0], err)
+	}
+	return stdioTransport{conn.child}, nil
+}
+
+// stdioTransport connects to a child over its stdin and stdout.
+type stdioTransport struct{ child *process }
+
+// Connect connects to a running child. The SDK calls it once.
+func (t stdioTransport) Connect(ctx context.Context) (sdk.Connection, error) {
+	return (&sdk.IOTransport{Reader: t.child.stdout, Writer: t.child.stdin, MaxLineLength: maxMessage}).Connect(ctx)
+}
+
+// childEnv returns the environment of a child: the minimum for a program to start, and the declared variables.
+func childEnv(declared map[string]string, getenv func(string) string) []string {
+	env := make([]string, 0, len(declared)+3)
+	for _, name := range []string{"PATH", "HOME", "LANG"} {
+		if value := getenv(name); value != "" {
+			env = append(env, name+"="+value)
+		}
+	}
+	for name, value := range declared {
+		env = append(env, name+"="+value)
+	}
+	slices.Sort(env)
+	return env
+}
+
+// httpTransport speaks streamable HTTP through the guarded dialer. It does not resume a broken stream: the call
+// fails.
+func httpTransport(conn *connection, headers map[string]string, allow []string, tlsConfig *tls.Config) (
+	sdk.Transport, error,
+) {
+	client, err := skills.NewGuardedClient(allow, tlsConfig)
+	if err != nil {
+		return nil, err
+	}
+	client.Transport = &boundedTransport{next: client.Transport, headers: headers, responseTooLong: &conn.responseTooLong}
+	return &sdk.StreamableClientTransport{
+		Endpoint: conn.remote.URL, HTTPClient: client, MaxRetries: -1, DisableStandaloneSSE: true, MaxEventSize: maxMessage,
+	}, nil
+}
+
+// boundedTransport adds the declared headers to each request and bounds each response.
+type boundedTransport struct {
+	next            http.RoundTripper
+	headers         map[string]string
+	responseTooLong *atomic.Bool
+}
+
+func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, error) {
+	request = request.Clone(request.Context())
+	for name, value := range b.headers {
+		request.Header.Set(name, value)
+	}
+	cancel := func() {}
+	if request.Method == http.MethodDelete { // a session must end quickly
+		var ctx context.Context
+		ctx, cancel = context.WithTimeout(request.Context(), stopTimeout)
+		request = request.WithContext(ctx)
+	}
+	response, err := b.next.RoundTrip(request)
+	if err != nil {
+		cancel()
+		return nil, err
+	}
+	response.Body = &boundedBody{
+		ReadCloser: response.Body, remaining: maxMessage, responseTooLong: b.responseTooLong, cancel: cancel,
+	}
+	return response, nil
+}
+
+// boundedBody fails when a response is too long.
+type boundedBody struct {
+	io.ReadCloser
+	remaining       int
+	responseTooLong *atomic.Bool
+	cancel          func()
+}
+
+func (b *boundedBody) Close() error {
+	defer b.cancel()
+	return b.ReadCloser.Close()
+}
+
+func (b *boundedBody) Read(p []byte) (int, error) {
+	if b.remaining <= 0 {
+		b.responseTooLong.Store(true)
+		return 0, fmt.Errorf("the response has more than %d bytes", maxMessage)
+	}
+	n, err := b.ReadCloser.Read(p[:min(len(p), b.remaining)])
+	b.remaining -= n
+	return n, err
+}
