@@ -19,7 +19,7 @@ import (
 type answer struct {
 	Text   string              `json:"text"`
 	Finish openai.FinishReason `json:"finish_reason"`
-	Ended  string              `json:"ended"` // how the reasoning loop ended
+	Ended  string              `json:"ended"` // how the reasoning loop or the relay ended
 	Seq    int64               `json:"seq"`   // the answer's place in the thread
 	// Refused: a limit, which ends at Until, replaced the answer. The client gets an error.
 	Refused bool `json:"refused,omitempty"`
@@ -29,7 +29,7 @@ type answer struct {
 	Usage    openai.Usage `json:"usage"`
 }
 
-// newAnswer returns the answer of the turn. Its text is the whole text of the feed.
+// newAnswer returns the answer of the turn. Unless it is refused or unformed, its text is the whole text of the feed.
 func (t *turn) newAnswer(text string, finish openai.FinishReason, o reason.Outcome) answer {
 	a := answer{
 		Text: cleanText(text), Finish: finish, Ended: o.Ended, Until: o.Until, Usage: openai.Usage{
@@ -37,12 +37,16 @@ func (t *turn) newAnswer(text string, finish openai.FinishReason, o reason.Outco
 			TotalTokens: o.Usage.TotalTokens,
 		},
 	}
+	// A limit that ends a turn after it has shown text does not refuse it: the client keeps the text.
 	a.Refused = (o.Ended == reason.EndedDay || o.Ended == reason.EndedSurface) && t.feed.snapshot(false).text == t.flowText
-	a.Unformed = !a.Refused && t.in.Form != nil && o.Ended != reason.Answered
-	if limit := t.in.MaxTokens * bytesPerToken; t.in.Form != nil && !a.Unformed && limit > 0 && len(a.Text) > limit {
-		a.Text, a.Unformed = formTooLong, !a.Refused
-	}
-	if !a.Refused && !a.Unformed {
+	limit := t.in.MaxTokens * bytesPerToken
+	switch {
+	case a.Refused:
+	case t.in.Form != nil && o.Ended != reason.Answered:
+		a.Unformed = true
+	case t.in.Form != nil && limit > 0 && len(a.Text) > limit:
+		a.Text, a.Unformed = formTooLong, true
+	default:
 		var truncated bool
 		if a.Text, truncated = t.feed.finalText(a.Text); truncated {
 			a.Finish = openai.FinishReasonLength

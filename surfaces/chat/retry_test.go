@@ -78,7 +78,7 @@ func (w *world) turns(t *testing.T) int {
 }
 
 // A request repeated after a broken connection gets the turn of the first one.
-func TestARequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
+func TestRequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
 	t.Parallel()
 	stream := strings.Replace(yes, "{", `{"stream":true,`, 1)
 	for name, c := range map[string]struct {
@@ -189,7 +189,7 @@ func TestRetriesAtOnceBeginOneTurn(t *testing.T) {
 }
 
 // The client of a killed process sends its request to another one, which finishes the turn.
-func TestTheRetryAfterAKilledProcessGetsTheTurn(t *testing.T) {
+func TestRetryAfterKilledProcessGetsTurn(t *testing.T) {
 	t.Parallel()
 	for name, headers := range map[string][]string{
 		"uncounted":    inThread("t"),
@@ -236,7 +236,7 @@ func limited(t *testing.T, tokens int64) func(*chat.Chat) {
 }
 
 // The stock clients retry a 429 unless a header forbids it.
-func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
+func TestSpentLimitIsErrorThatSaysWhenItEnds(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, limited(t, 10))
@@ -271,8 +271,20 @@ func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
 	assert.Equal(t, 0, len(w.model.Requests()))
 }
 
+// The sentence about the limit is longer than the client's token limit, and is no JSON: neither replaces the error.
+func TestSpentLimitIsNotFormatError(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, limited(t, 10))
+	r, body := p.post(t, cityAsked+`,"max_tokens":2}`)
+	f := failureOf(t, body)
+	assert.Equal(t, http.StatusTooManyRequests, r.StatusCode)
+	assert.Equal(t, "insufficient_quota", f.Code)
+	assert.Contains(t, f.Message, "I can answer again from")
+}
+
 // If only calls in progress use up the limit, it has room again soon. The error does not say tomorrow.
-func TestALimitThatOthersReserveIsNotSpent(t *testing.T) {
+func TestLimitThatOthersReserveIsNotSpent(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("At nine.").WithUsage(100, 10, 0))
 	p := w.process(t, limited(t, 30_000), func(c *chat.Chat) { c.Loop.Limits.MaxWait = 100 * time.Millisecond })
@@ -288,7 +300,7 @@ func TestALimitThatOthersReserveIsNotSpent(t *testing.T) {
 	assert.NoError(t, err)
 }
 
-func TestALimitThatIsSpentInTheMiddleOfAnAnswerIsSaidInIt(t *testing.T) {
+func TestLimitThatIsSpentInMiddleOfAnswerIsSaidInIt(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Let me see.").AndCall("opening", `{}`).WithUsage(1900, 90, 0))
 	p := w.process(t, limited(t, 2000))
@@ -302,7 +314,7 @@ func TestALimitThatIsSpentInTheMiddleOfAnAnswerIsSaidInIt(t *testing.T) {
 }
 
 // Limits of tokens and of money have the same message for a visitor.
-func TestALimitOfTheRunIsSaid(t *testing.T) {
+func TestLimitOfRunIsSaid(t *testing.T) {
 	t.Parallel()
 	for name, budget := range map[string]reason.Budget{"tokens": {Tokens: 2000}, "money": {CostUSD: 0.0001, Tokens: 1e7}} {
 		t.Run(name, func(t *testing.T) {
