@@ -28,47 +28,48 @@ type chatRequest struct {
 // accept admits a message and starts its turn, or finds the turn of a retry. The caller calls release.
 func (c *Chat) accept(
 	w http.ResponseWriter, r *http.Request, in chatRequest,
-) (a *UserMessage, b *startedTurn, err error) {
+) (a *UserMessage, started *startedTurn, err error) {
 	if utf8.RuneCountInString(in.user) > threads.MaxID {
-		return a, b, badRequest("user", "invalid_value", "The parameter user may have at most %d characters.", threads.MaxID)
+		return a, started, badRequest("user", "invalid_value", "The parameter user may have at most %d characters.",
+			threads.MaxID)
 	}
 	secret, isNew, err := c.visitorToken(r)
 	if err != nil {
-		return a, b, err
+		return a, started, err
 	}
 	token := secret
 	if isNew {
 		token = "" // the visitor has no proof yet
 	}
 	if err := c.allow(r, c.Visitor(r), in.user, token); err != nil {
-		return a, b, err
+		return a, started, err
 	}
 	if isNew {
 		w.Header().Set(visitorHeader, secret)
 	}
 	if a, err = in.read(secret); err != nil {
-		return a, b, err
+		return a, started, err
 	}
 	if a.hold, err = c.admit(r, a); err != nil {
-		return a, b, err
+		return a, started, err
 	}
 	a.TraceID, a.ownsTrace = in.trace, true
 	if a.Key != "" {
 		a.Hash = in.hash
 	}
 	if a.retry, err = c.newRetry(r, a, in.hash, isNew, in.stream); err == nil {
-		b, err = c.startTurn(r.Context(), a)
+		started, err = c.startTurn(r.Context(), a)
 	}
 	if err != nil {
 		a.hold.Release()
-		return a, b, err
+		return a, started, err
 	}
-	release := b.release
-	b.release = func() {
+	release := started.release
+	started.release = func() {
 		release()
 		a.hold.Release()
 	}
-	return a, b, nil
+	return a, started, nil
 }
 
 // startedTurn is a turn that was started.
@@ -82,10 +83,8 @@ type startedTurn struct {
 // startTurn stores the message together with its turn, or its relay, and runs that in this process. The caller calls
 // release when it no longer reads the feed. Errors for the visitor are *Refusal.
 func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, error) {
-	var x executions.Execution
-	var created bool
+	var inserted insertResult
 	var cancelled []string
-	var stored *storedMessages
 	disconnected := false
 	if a.nameGenerated = a.Name == ""; a.nameGenerated {
 		a.Name = NewThreadID()
@@ -94,15 +93,11 @@ func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, err
 		err := c.resolveThread(ctx, a)
 		if err == nil {
 			err = c.keyedTx.Do(ctx, c.Front, a.thread, func(tx pgx.Tx) (err error) {
-				var got insertResult
-				got, err = c.insert(ctx, tx, a)
-				if x, created, stored = got.exec, got.created, got.stored; created {
-					cancelled = got.cancelled
-				}
-				if err != nil || !created {
+				if inserted, err = c.insert(ctx, tx, a); err != nil || !inserted.created {
 					return err
 				}
-				return activity.Link(ctx, tx, trace.ID(x.TraceID))
+				cancelled = inserted.cancelled
+				return activity.Link(ctx, tx, trace.ID(inserted.exec.TraceID))
 			})
 		}
 		disconnected = disconnected || postgres.Broken(err)
@@ -111,10 +106,11 @@ func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, err
 	if err != nil {
 		return nil, threadError(err)
 	}
+	x, created := inserted.exec, inserted.created
 	if disconnected && !created && a.ownsTrace && x.TraceID == string(a.TraceID) {
-		created = true // by the try whose answer was lost; nobody else runs it
+		created = true // a try inserted it whose commit was not confirmed, and no other process runs it
 	}
-	for _, id := range cancelled { // the transaction has done it; this stops the ones that run here
+	for _, id := range cancelled { // the transaction cancelled them; this stops those that run in this process
 		if _, err := c.Engine.Cancel(ctx, id, byInterrupt, "a newer message came"); err != nil {
 			c.Logger.WarnContext(ctx, "interrupted turn not stopped", "execution", id, "error", err)
 		}
@@ -127,9 +123,9 @@ func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, err
 	case !created:
 		return c.replay(ctx, a, x)
 	}
-	b := c.runTurn(ctx, x, a.hold, stored)
-	b.name = a.Name
-	return b, nil
+	started := c.runTurn(ctx, x, a.hold, inserted.stored)
+	started.name = a.Name
+	return started, nil
 }
 
 // resolveThread finds the thread of a name or a join token. A visitor cannot create a thread under a name of the form

@@ -30,7 +30,7 @@ import (
 )
 
 // A participant without access receives no more: its stream ends during the answer, and it cannot attach again.
-func TestARevokedParticipantHearsNoMore(t *testing.T) {
+func TestRevokedParticipantHearsNoMore(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()
 	w := newWorld(t, reply)
@@ -67,7 +67,7 @@ func TestARevokedParticipantHearsNoMore(t *testing.T) {
 }
 
 // A participant without access cannot get the answer by repeating its request either.
-func TestARevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
+func TestRevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Coffee is a plant."))
 	p := w.process(t)
@@ -88,8 +88,8 @@ func TestARevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
 	}
 }
 
-// TestAVisitorGetsOnlyWhatIsForVisitors has a visitor, and an obedient model, request internal skills.
-func TestAVisitorGetsOnlyWhatIsForVisitors(t *testing.T) {
+// TestVisitorGetsOnlyWhatIsForVisitors has a visitor, and an obedient model, request internal skills.
+func TestVisitorGetsOnlyWhatIsForVisitors(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t,
 		modeltest.ToolCall("secrets", `{}`), modeltest.ToolCall("save_memory", `{"key":"x","value":1}`),
@@ -121,7 +121,7 @@ func TestAVisitorGetsOnlyWhatIsForVisitors(t *testing.T) {
 	assert.Truef(t, !strings.Contains(body, "secrets"), "the visitor reads the agent's insides: %s", body)
 }
 
-func TestAnApprovalIsWaitedFor(t *testing.T) {
+func TestApprovalIsWaitedFor(t *testing.T) {
 	t.Parallel()
 	for name, quick := range map[string]bool{"decided while the visitor waits": true, "decided later": false} {
 		t.Run(name, func(t *testing.T) {
@@ -171,7 +171,7 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 
 // A visitor writes again during an approval. The same notice comes after the same time, also if the turn waits without
 // a worker. The thread answers both messages in order.
-func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
+func TestMessageBehindApprovalIsNotWaitedForLonger(t *testing.T) {
 	t.Parallel()
 	for name, quick := range map[string]time.Duration{"in its process": time.Hour, "durably": time.Millisecond} {
 		t.Run(name, func(t *testing.T) {
@@ -208,7 +208,7 @@ func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 	}
 }
 
-func TestAVisitorIsLimited(t *testing.T) {
+func TestVisitorIsLimited(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("ok") })
@@ -247,7 +247,7 @@ func TestWhoInventsUsersIsLimitedByAddress(t *testing.T) {
 	assert.Equal(t, http.StatusTooManyRequests, status)
 }
 
-func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
+func TestIdempotencyKeyCountsOnce(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()
 	w := newWorld(t, modeltest.Text("Once."), reply, modeltest.Text("Another's."))
@@ -280,7 +280,7 @@ func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
 	}
 }
 
-func TestAnIdempotencyKeyThatCannotBeStoredIsRefused(t *testing.T) {
+func TestIdempotencyKeyThatCannotBeStoredIsRefused(t *testing.T) {
 	t.Parallel()
 	p := newWorld(t).process(t)
 	for _, key := range []string{"\xff", strings.Repeat("k", 256)} {
@@ -339,7 +339,7 @@ func to(model, text string) openai.ChatCompletionRequest {
 	return r
 }
 
-func TestAKeyReachesTheAgentsThatNameItElseTheDefault(t *testing.T) {
+func TestKeyReachesAgentsThatNameItElseDefault(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
@@ -382,7 +382,7 @@ func TestAKeyReachesTheAgentsThatNameItElseTheDefault(t *testing.T) {
 	}
 }
 
-func TestAThreadKeepsItsAgent(t *testing.T) {
+func TestThreadKeepsItsAgent(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
@@ -423,7 +423,7 @@ func TestAThreadKeepsItsAgent(t *testing.T) {
 		    join agent_threads th on th.id = x.thread_id`)
 }
 
-func TestAGreetingBeginsANewThread(t *testing.T) {
+func TestGreetingBeginsNewThread(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Yes."), modeltest.Text("Still."))
 	p := w.house(t)

@@ -113,20 +113,20 @@ func agentName(a agents.Agent) string {
 }
 
 // checkAgent refuses a message to another agent than the thread's. An undeclared agent counts as the default agent.
-func (c *Chat) checkAgent(ctx context.Context, tx pgx.Tx, thread string, a *UserMessage) error {
-	if thread == agentName(a.agent) {
+func (c *Chat) checkAgent(ctx context.Context, tx pgx.Tx, threadAgent string, a *UserMessage) error {
+	if threadAgent == agentName(a.agent) {
 		return nil
 	}
 	all, err := c.Agents.List(ctx, tx)
 	if err != nil {
 		return err
 	}
-	owner := agents.Acting(all, thread)
-	if owner.Name == a.agent.Name {
+	acting := agents.Acting(all, threadAgent)
+	if acting.Name == a.agent.Name {
 		return nil
 	}
-	r := conflict("thread_agent", "This thread belongs to %s. Name that model, or start another thread.", owner.Name)
-	if _, err := selectAgent(agents.ReachedBy(all, a.Owner), owner.Name); err != nil && a.available != nil {
+	r := conflict("thread_agent", "This thread belongs to %s. Name that model, or start another thread.", acting.Name)
+	if _, err := selectAgent(agents.ReachedBy(all, a.Owner), acting.Name); err != nil && a.available != nil {
 		r = conflict("thread_agent", "This thread belongs to an agent that this key does not reach. Start another thread.")
 	}
 	r.Param = "model"

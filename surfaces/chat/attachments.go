@@ -84,8 +84,9 @@ func documentIDs(docs [][]documents.Document) (ids []string) {
 	return ids
 }
 
-// collectImages returns the images of each message, including those among its files if the model takes images. Larger
-// images are left out.
+// collectImages returns the images of each message, including those among its files if the model takes images. Of the
+// files, it leaves out images above MaxImageSize, above MaxImages, or beyond maxImageBytes: the model then reads only
+// their names and sizes.
 func (c *Chat) collectImages(
 	ctx context.Context, tx pgx.Tx, a *UserMessage, docs [][]documents.Document,
 ) ([][]threads.Image, error) {

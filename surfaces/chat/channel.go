@@ -20,7 +20,8 @@ import (
 func (a *UserMessage) headless() bool { return a.Target != "" }
 
 // Accept stores a message of a channel in its thread, and starts its turn. It implements channels.Runner.Accept: a key
-// counts once. An error that a retry may avoid is a *channels.LaterError.
+// counts once. An error that a retry may avoid is a *channels.LaterError. A text above MaxMessage characters is cut,
+// and ends in an ellipsis.
 func (c *Chat) Accept(ctx context.Context, v channels.Visit) (channels.Accepted, error) {
 	owner := channels.Owner(v.Channel.Name)
 	if pause := c.limits.reserve(owner+"\x00"+v.Sender, 1); pause > 0 {

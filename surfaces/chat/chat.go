@@ -129,11 +129,12 @@ type Chat struct {
 	// Turns is the number of active turns of requests in this process; default 2048. A key may have three quarters of
 	// them, an address half, and a visitor or an anonymous thread a sixteenth, at most 16.
 	Turns int
-	// MaxBody bounds a request, in bytes; default 256 KiB. MaxMessage bounds its new messages; default 32 KiB.
-	MaxBody int64
+	// MaxBody bounds a request, in bytes; default 256 KiB. MaxMessage bounds the text of its new messages together, in
+	// bytes; default 32 KiB.
+	MaxBody    int64
+	MaxMessage int
 	// DocumentBytes bounds a file that a visitor uploads; default [documents.DefaultMaxBytes].
 	DocumentBytes int64
-	MaxMessage    int
 	// KeepAlive is the interval of the empty chunks of an idle stream; default 10 s.
 	KeepAlive time.Duration
 	// ApprovalWait bounds the wait of a connection for an approval; default 2 min.

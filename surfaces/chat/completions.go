@@ -35,43 +35,43 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 	}
 	user, _ := text(req.User)
 	stream := req.Stream != nil && *req.Stream
-	a, b, err := c.accept(w, r, chatRequest{
+	a, started, err := c.accept(w, r, chatRequest{
 		trace: id, user: user, hash: hash, stream: stream,
 		read: func(secret string) (*UserMessage, error) { return c.completionMessage(r, req, secret) },
 	})
 	if err != nil {
 		return err
 	}
-	defer b.release()
+	defer started.release()
 	var opts streamOptions
 	if req.StreamOptions != nil {
 		opts = *req.StreamOptions
 	}
 	return c.sendAnswer(w, r, a.retry, func(w http.ResponseWriter) error {
-		return c.show(w, r, b, a.Model, stream, opts)
+		return c.show(w, r, started, a.Model, stream, opts)
 	})
 }
 
 // show sends the answer of a turn, as a stream or complete.
 func (c *Chat) show(
-	w http.ResponseWriter, r *http.Request, b *startedTurn, model string, stream bool, opts streamOptions,
+	w http.ResponseWriter, r *http.Request, started *startedTurn, model string, stream bool, opts streamOptions,
 ) error {
-	stamp(w, b.exec.TraceID, b.name)
-	in, err := readInput(&b.exec)
+	stamp(w, started.exec.TraceID, started.name)
+	in, err := readInput(&started.exec)
 	if err != nil {
 		return err
 	}
-	f := &follower{Chat: c, id: b.exec.ID, traceID: b.exec.TraceID, in: in, feed: b.feed}
+	f := &follower{Chat: c, id: started.exec.ID, traceID: started.exec.TraceID, in: in, feed: started.feed}
 	if stream {
-		return c.stream(w, r, f, &b.exec, model, opts)
+		return c.stream(w, r, f, &started.exec, model, opts)
 	}
 	got, err := f.follow(r.Context())
 	if err != nil {
 		return err
 	}
 	return chatwire.WriteJSON(w, chatwire.Answer{
-		ID: CompletionID(b.exec.ID), Model: model, Created: b.exec.CreatedAt.Unix(), Text: got.Text, Finish: got.Finish,
-		Usage: &got.Usage,
+		ID: CompletionID(started.exec.ID), Model: model, Created: started.exec.CreatedAt.Unix(),
+		Text: got.Text, Finish: got.Finish, Usage: &got.Usage,
 	})
 }
 
@@ -103,7 +103,7 @@ func (c *Chat) stream(
 		}
 		s.Done()
 	}
-	return nil // the client is gone
+	return nil // the stream has the error, or the client is gone
 }
 
 // attach sends an answer by its id.
@@ -119,48 +119,48 @@ func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error 
 	}
 	feed, release := c.feeds.join(x.ID)
 	defer release()
-	b := &startedTurn{exec: x, name: in.name(), feed: feed, release: release}
+	started := &startedTurn{exec: x, name: in.name(), feed: feed, release: release}
 	if x.Status.Ended() {
 		feed.finish(x)
 	}
 	if q := r.URL.Query(); q.Get("stream") == "true" {
-		return c.show(w, r, b, in.Model, true, streamOptions{
+		return c.show(w, r, started, in.Model, true, streamOptions{
 			IncludeUsage: q.Get("include_usage") == "true", IncludeActivity: q.Get("include_activity") == "true",
 		})
 	}
 	if x.Status.Ended() {
-		return c.show(w, r, b, in.Model, false, streamOptions{})
+		return c.show(w, r, started, in.Model, false, streamOptions{})
 	}
-	return c.sendUnfinished(w, r, b, in.Model)
+	return c.sendUnfinished(w, r, started, in.Model)
 }
 
 // sendUnfinished sends 202 and the text so far. The client polls.
-func (c *Chat) sendUnfinished(w http.ResponseWriter, r *http.Request, b *startedTurn, model string) error {
-	stamp(w, b.exec.TraceID, b.name)
-	v, err := c.partialText(r, b)
+func (c *Chat) sendUnfinished(w http.ResponseWriter, r *http.Request, started *startedTurn, model string) error {
+	stamp(w, started.exec.TraceID, started.name)
+	v, err := c.partialText(r, started)
 	if err != nil {
 		return err
 	}
 	w.Header().Set("Retry-After", "2")
 	return chatwire.WriteUnfinished(w, chatwire.Answer{
-		ID: CompletionID(b.exec.ID), Model: model, Created: b.exec.CreatedAt.Unix(), Text: v.text,
+		ID: CompletionID(started.exec.ID), Model: model, Created: started.exec.CreatedAt.Unix(), Text: v.text,
 		Finish: openai.FinishReasonNull,
 	})
 }
 
 // partialText returns the text of an active turn.
-func (c *Chat) partialText(r *http.Request, b *startedTurn) (view, error) {
-	v := b.feed.snapshot(false)
+func (c *Chat) partialText(r *http.Request, started *startedTurn) (view, error) {
+	v := started.feed.snapshot(false)
 	if v.runsHere {
 		return v, nil
 	}
-	draft, err := threads.DraftOf(r.Context(), c.Front, b.exec.ID)
+	draft, err := threads.DraftOf(r.Context(), c.Front, started.exec.ID)
 	v.text = draft.Content
 	return v, err
 }
 
-// find returns the turn of the id of a completion or a response; noun says which. The turn of another visitor is
-// refused as if it did not exist.
+// find returns the turn of a completion's or a response's id. noun names the object in errors. The turn of another
+// visitor is refused as if it did not exist.
 func (c *Chat) find(
 	ctx context.Context, who threads.Principal, noun, id string,
 ) (executions.Execution, input, error) {

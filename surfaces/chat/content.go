@@ -130,7 +130,7 @@ func (p filePart) read(limit int64) (File, error) {
 // image reads an image of a request. Its errors are for the client.
 func (p wirePart) image() (threads.Image, error) {
 	if p.FileID != "" {
-		return threads.Image{}, fmt.Errorf("files are not stored here: send the image's https URL, or the image as a " +
+		return threads.Image{}, fmt.Errorf("an image is not read from a file_id: send its https URL, or the image as a " +
 			"data: URL")
 	}
 	imageURL, ok := text(p.Image)

@@ -22,7 +22,7 @@ import (
 const (
 	defaultItems = 20
 	maxItems     = 100
-	maxActive    = 20 // unfinished answers of a page
+	maxActive    = 20 // unfinished answers of a page, the oldest; later ones are not listed
 )
 
 // ConversationItemsHandler serves GET /v1/conversations/{id}/items: OpenAI's list of the items of a conversation,
@@ -157,9 +157,10 @@ func itemOf(m threads.Message, images []threads.Image) item {
 		it.Content = append(it.Content, itemContent{Type: "input_file", FileID: f.ID, Filename: f.Name})
 	}
 	for _, image := range images {
-		if image.URL != "" { // the bytes of others are not sent again
+		switch {
+		case image.URL != "":
 			it.Content = append(it.Content, itemContent{Type: "input_image", URL: image.URL})
-		} else if len(files) == 0 {
+		case len(files) == 0: // a part without data stands for the stored bytes, which are not sent again
 			it.Content = append(it.Content, itemContent{Type: "input_file", Filename: "image"})
 		}
 	}

@@ -38,7 +38,7 @@ func (p *process) listItems(t *testing.T, path string, headers ...string) (list 
 	return list
 }
 
-func TestAConversationListsItsItems(t *testing.T) {
+func TestConversationListsItsItems(t *testing.T) {
 	t.Parallel()
 	release := make(chan struct{})
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."), held("Three is", " long.", release))

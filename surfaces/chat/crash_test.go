@@ -37,10 +37,10 @@ func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 		on %s for each statement execute function test_lose()`, table))
 }
 
-// TestATurnSurvivesTheLossOfItsProcessAnywhere loses the first process right after the message is stored, and after its
+// TestTurnSurvivesLossOfItsProcessAnywhere loses the first process right after the message is stored, and after its
 // k-th checkpoint or row of activity, for every k. Another process finishes the turn. The connected client gets the
 // answer, and nothing is repeated or lost.
-func TestATurnSurvivesTheLossOfItsProcessAnywhere(t *testing.T) {
+func TestTurnSurvivesLossOfItsProcessAnywhere(t *testing.T) {
 	t.Parallel()
 	for table, most := range map[string]int{"agent_messages": 1, "agent_checkpoints": 100, "agent_activity": 100} {
 		t.Run(table, func(t *testing.T) {
@@ -108,8 +108,8 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 	return pgtest.Value[bool](t, w.pool, `select is_called and last_value >= $1 from test_writes`, k)
 }
 
-// TestQueuedTurnsKeepTheirOrderThroughALoss loses a process that has three messages of one thread.
-func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
+// TestQueuedTurnsKeepTheirOrderThroughLoss loses a process that has three messages of one thread.
+func TestQueuedTurnsKeepTheirOrderThroughLoss(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	g, held := gated()
@@ -141,7 +141,7 @@ func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
 
 // The answer, its message and the end of the turn are one transaction. If it fails at the end, it leaves nothing, and
 // the next run stores the answer once.
-func TestTheAnswerAndTheEndOfATurnAreOneTransaction(t *testing.T) {
+func TestAnswerAndEndOfTurnAreOneTransaction(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Nine."))
 	p := w.process(t)

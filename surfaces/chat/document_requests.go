@@ -33,22 +33,32 @@ func (c *Chat) findDocumentRequest(ctx context.Context, tx pgx.Tx, a *UserMessag
 	}
 	// Lock order, as for an event: the wait, executions, the request.
 	err = tx.QueryRow(ctx, `
-		select r.id::text, pg_advisory_xact_lock(hashtextextended('wait document ' || r.id, 0))::text from (
-		  select id from agent_requests where thread_id = @thread and kind = 'document' and status = 'pending'
-		    order by id limit 1) r`,
+		select r.id::text, pg_advisory_xact_lock(hashtextextended('wait document ' || r.id, 0))::text
+		  from (select id
+		          from agent_requests
+		         where thread_id = @thread and kind = 'document' and status = 'pending'
+		         order by id
+		         limit 1) r`,
 		postgres.Strict{"thread": a.thread}).Scan(&r.id, nil)
 	if err == nil {
 		err = tx.QueryRow(ctx, `
-			select coalesce((select id::text from agent_executions
-			                  where waiting_for = 'document' and waiting_key = @id and (status = 'waiting') is true
-			                    order by id limit 1 for no key update), '')`,
+			select coalesce((
+			         select id::text
+			           from agent_executions
+			          where waiting_for = 'document' and waiting_key = @id and (status = 'waiting') is true
+			          order by id
+			          limit 1
+			            for no key update), '')`,
 			postgres.Strict{"id": r.id}).Scan(&r.waiter)
 	}
 	if err == nil {
 		err = tx.QueryRow(ctx, `
-			select m.items from (
-			  select array_agg(i order by n) as items from agent_requests r cross join unnest(r.items) with ordinality u (i, n)
-			   where r.id = @id::uuid and r.status = 'pending' and not r.received ? i) m where m.items is not null`,
+			select m.items
+			  from (select array_agg(i order by n) as items
+			          from agent_requests r
+			         cross join unnest(r.items) with ordinality u (i, n)
+			         where r.id = @id::uuid and r.status = 'pending' and not r.received ? i) m
+			 where m.items is not null`,
 			postgres.Strict{"id": r.id}).Scan(&r.missing)
 	}
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -60,8 +70,8 @@ func (c *Chat) findDocumentRequest(ctx context.Context, tx pgx.Tx, a *UserMessag
 	return r, nil
 }
 
-// deliver delivers the event that answers the request. Each file is the next missing document; further files are
-// attachments.
+// deliver delivers the event that answers the request. The first file is the first missing document, and so on. Files
+// beyond the missing documents are only attached to the thread.
 func (r documentRequest) deliver(ctx context.Context, c *Chat, tx pgx.Tx, x executions.Execution, ids []string) error {
 	if r.id == "" || len(ids) == 0 {
 		return nil
@@ -78,7 +88,7 @@ func (r documentRequest) deliver(ctx context.Context, c *Chat, tx pgx.Tx, x exec
 	if err != nil {
 		return fmt.Errorf("answer request: %w", err)
 	}
-	// Why names the turn as the cause.
+	// The span makes the turn the cause of the event.
 	within := trace.With(ctx, trace.Span{TraceID: trace.ID(x.TraceID), ExecutionID: x.ID})
 	got, err := c.Engine.Deliver(within, tx, "DOCUMENT_UPLOADED", r.id, data, "chat "+x.ID)
 	if err == nil {
@@ -124,14 +134,24 @@ func (c *Chat) emptyRelayAnswer(ctx context.Context, in input, messages int) (st
 	missing, err := executions.RetryTransient(ctx, func(ctx context.Context) (items []string, err error) {
 		err = c.Pool.QueryRow(ctx, `
 			select array(select i from unnest(r.items) with ordinality u (i, n) where not r.received ? i order by n),
-			       case when r.received = '{}' then coalesce((
-			         select m.content from agent_messages m
-			          where m.execution_id = x.id and m.thread_id = r.thread_id and m.role = 'assistant' and m.channel = 'chat'
-			            and m.seq is not null order by m.seq desc limit 1), r.title) else '' end
+			       case
+			         when r.received = '{}' then coalesce((
+			           select m.content
+			             from agent_messages m
+			            where m.execution_id = x.id
+			              and m.thread_id = r.thread_id
+			              and m.role = 'assistant' and m.channel = 'chat'
+			              and m.seq is not null
+			            order by m.seq desc
+			            limit 1), r.title)
+			         else ''
+			       end
 			  from agent_requests r
-			  join agent_executions x on x.id = r.execution_id and x.status = 'waiting' and x.waiting_for = 'document'
-			   and x.waiting_key = r.id::text
-			 where r.thread_id = @thread and r.kind = 'document' and r.status = 'pending' order by r.id limit 1`,
+			  join agent_executions x on x.id = r.execution_id
+			                         and x.status = 'waiting' and x.waiting_for = 'document' and x.waiting_key = r.id::text
+			 where r.thread_id = @thread and r.kind = 'document' and r.status = 'pending'
+			 order by r.id
+			 limit 1`,
 			postgres.Strict{"thread": in.Thread}).Scan(&items, &question)
 		if errors.Is(err, pgx.ErrNoRows) {
 			return nil, nil

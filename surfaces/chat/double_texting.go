@@ -34,10 +34,15 @@ func activeTurns(ctx context.Context, db postgres.DB, thread string, before int6
 func queueActiveTurns(b *pgx.Batch, thread string, before int64, list *[]activeTurn) {
 	b.Queue(`
 		select x.id::text as execution_id, m.turn, coalesce(x.waiting_for = 'approval', false) as awaits_approval
-		  from agent_executions x join agent_messages m on m.execution_id = x.id and m.role = 'user' and m.seq = m.turn
-		 where x.thread_id = @thread and x.completed_at is null and x.flow = @flow
+		  from agent_executions x
+		  join agent_messages m on m.execution_id = x.id and m.role = 'user' and m.seq = m.turn
+		 where x.thread_id = @thread
+		   and x.completed_at is null
+		   and x.flow = @flow
 		   and (@before::bigint = 0 or m.turn < @before)
-		 order by m.turn`, postgres.Strict{"thread": thread, "flow": Flow, "before": before}).Query(func(rows pgx.Rows) (err error) {
+		 order by m.turn`, postgres.Strict{
+		"thread": thread, "flow": Flow, "before": before,
+	}).Query(func(rows pgx.Rows) (err error) {
 		*list, err = pgx.CollectRows(rows, pgx.RowToStructByName[activeTurn])
 		return err
 	})

@@ -36,7 +36,7 @@ func (w *world) stored(t *testing.T) string {
 }
 
 // A file inside a message becomes a document, like an uploaded one.
-func TestAFileInsideARequestIsStoredWithItsMessage(t *testing.T) {
+func TestFileInsideRequestIsStoredWithItsMessage(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Again one."), modeltest.Text("Two."))
 	p := w.process(t)
@@ -64,7 +64,7 @@ func TestAFileInsideARequestIsStoredWithItsMessage(t *testing.T) {
 	refusal(t, err, http.StatusNotFound, "file_not_found")
 }
 
-func TestARequestThatIsSentAgainStoresItsFileOnce(t *testing.T) {
+func TestRequestThatIsSentAgainStoresItsFileOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	g, held := gated()
@@ -81,7 +81,7 @@ func TestARequestThatIsSentAgainStoresItsFileOnce(t *testing.T) {
 	assert.Equal(t, 2, len(w.transcript(t, "s")))
 }
 
-func TestAFileInsideARequestThatCannotBeTakenIsRefused(t *testing.T) {
+func TestFileInsideRequestThatCannotBeTakenIsRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, func(c *chat.Chat) { c.DocumentBytes = 10 })
@@ -105,7 +105,7 @@ func TestAFileInsideARequestThatCannotBeTakenIsRefused(t *testing.T) {
 	}
 }
 
-func TestAnImageFileIsShownToAModelThatTakesImages(t *testing.T) {
+func TestImageFileIsShownToModelThatTakesImages(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("A dot."), modeltest.Text("A name."))
 	p := w.process(t)
@@ -126,7 +126,7 @@ func TestAnImageFileIsShownToAModelThatTakesImages(t *testing.T) {
 		"the thread: %q", lines)
 }
 
-func TestAnImageFileIsDataForAModelThatTakesTextAlone(t *testing.T) {
+func TestImageFileIsDataForModelThatTakesTextAlone(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("A name."))
 	p := w.process(t, func(c *chat.Chat) {

@@ -40,7 +40,7 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 		if err != nil {
 			return threadError(err)
 		}
-		if known {
+		if known { // otherwise the message that names the file attaches it to its thread
 			u.ThreadID = thread
 		}
 	}

@@ -42,7 +42,7 @@ func refusal(t *testing.T, err error, status int, code string) {
 }
 
 // The official client uploads a file and names it in a message. Another visitor cannot use it: its id is unknown there.
-func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
+func TestVisitorsFileIsShownToModel(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Two orders."), modeltest.Text("Still two."))
 	p := w.process(t, func(c *chat.Chat) { c.DocumentBytes = 1000 })
@@ -121,7 +121,7 @@ func (p *process) upload(t *testing.T, name, content string, more ...option.Requ
 
 // A message brings the requested documents as files. The flow continues, and its messages are the answer. No model is
 // called.
-func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
+func TestFilesAnswerRequestOfFlow(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, asksForDocuments("photo", "form"))
@@ -142,7 +142,7 @@ func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 }
 
 // The sender of a document is recorded as a sender of the event, so it cannot approve under four eyes.
-func TestTheSenderOfADocumentIsRecorded(t *testing.T) {
+func TestSenderOfDocumentIsRecorded(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, asksForDocuments("photo"))
@@ -155,7 +155,7 @@ func TestTheSenderOfADocumentIsRecorded(t *testing.T) {
 }
 
 // The turn with the document is the cause of its event, so why leads from the flow to that turn.
-func TestWhyNamesTheTurnThatBroughtADocument(t *testing.T) {
+func TestWhyNamesTurnThatBroughtDocument(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, asksForDocuments("photo"))
@@ -191,7 +191,7 @@ func TestWordsAloneAreToldWhichDocumentIsMissing(t *testing.T) {
 }
 
 // A file of another visitor answers no request, and its message is not stored.
-func TestAForeignFileAnswersNoRequest(t *testing.T) {
+func TestForeignFileAnswersNoRequest(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, asksForDocuments("photo"))
@@ -211,7 +211,7 @@ func TestAForeignFileAnswersNoRequest(t *testing.T) {
 
 // The model gets the beginning of a long document, and reads on with document_read. It cannot read a document of
 // another thread.
-func TestTheModelReadsOnInALongDocument(t *testing.T) {
+func TestModelReadsOnInLongDocument(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	_, err := builtins.Put(t.Context(), w.pool)
@@ -247,7 +247,7 @@ func TestTheModelReadsOnInALongDocument(t *testing.T) {
 }
 
 // A visitor sees and deletes only its own files. It cannot delete a file that a message uses.
-func TestAVisitorDeletesAFileThatNothingUses(t *testing.T) {
+func TestVisitorDeletesFileThatNothingUses(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Thank you."))
 	p := w.process(t)

@@ -150,7 +150,8 @@ func (f *follower) revocations() (<-chan string, func()) {
 	return f.Listener.SubscribeTo(threads.AccessChannel, func(thread string) bool { return thread == f.in.Thread })
 }
 
-// checkAccess refuses a visitor whose access to the thread was revoked. A failed read does not end the stream.
+// checkAccess refuses a visitor whose access to the thread was revoked. A failed read does not end the stream: the next
+// check reads again.
 func (f *follower) checkAccess(ctx context.Context) error {
 	if f.in.Thread == "" {
 		return nil
@@ -168,14 +169,15 @@ func (c *Chat) hasAccess(ctx context.Context, in input) (bool, error) {
 	return known && id == in.Thread, err
 }
 
-// showNew shows the text that follows what was shown. It fails when the text no longer starts with what was shown.
+// showNew shows the rest of a text that starts with the shown text. A text that is shorter is a late draft, and shows
+// nothing. Any other text is an error.
 func (f *follower) showNew(text string) error {
 	if f.show == nil {
 		return nil
 	}
 	rest, continues := strings.CutPrefix(text, f.shown)
 	switch {
-	case !continues && strings.HasPrefix(f.shown, text): // a draft that lags
+	case !continues && strings.HasPrefix(f.shown, text):
 	case !continues:
 		return f.divergedError()
 	case rest != "":
@@ -246,7 +248,7 @@ func (f *follower) poll(ctx context.Context, v view) error {
 		return f.logReadError(ctx, err)
 	}
 	text := draft.Content
-	if x.ClaimedBy == nil || x.Claim != draft.Claim { // the next claim may say the rest in other words
+	if x.ClaimedBy == nil || x.Claim != draft.Claim { // the next claim may word the rest differently
 		text = draft.Final()
 	}
 	f.feed.setRemote(text, waiting)

@@ -33,7 +33,7 @@ const (
 	cityAsked = `{"model":"agent",` + cityFormat + `,"messages":[{"role":"user","content":"Which city?"}]`
 )
 
-func TestAnAnswerHasTheFormThatAClientAsksFor(t *testing.T) {
+func TestAnswerHasFormThatClientAsksFor(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t)
@@ -65,7 +65,7 @@ func TestAnAnswerHasTheFormThatAClientAsksFor(t *testing.T) {
 
 func quoted(s string) string { return `"` + strings.ReplaceAll(s, `"`, `\"`) + `"` }
 
-func TestAServerWithoutStructuredOutputsGetsTheFormInWords(t *testing.T) {
+func TestServerWithoutStructuredOutputsGetsFormInWords(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Refusal(400, "x", "", "response_format is not supported", 0), modeltest.Text(city),
 		modeltest.Text(`{"a":1}`))
@@ -86,7 +86,7 @@ func TestAServerWithoutStructuredOutputsGetsTheFormInWords(t *testing.T) {
 
 func quotedIn(s string) string { return strings.Trim(quoted(s), `"`) }
 
-func TestAnAnswerWithoutItsFormIsCorrectedOnceAndThenRefused(t *testing.T) {
+func TestAnswerWithoutItsFormIsCorrectedOnceAndThenRefused(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		replies []modeltest.Reply
@@ -121,7 +121,7 @@ func TestAnAnswerWithoutItsFormIsCorrectedOnceAndThenRefused(t *testing.T) {
 	}
 }
 
-func TestAStreamShowsNothingThatIsNotInItsForm(t *testing.T) {
+func TestStreamShowsNothingThatIsNotInItsForm(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Ulm."), modeltest.Text("Ulm!"), modeltest.Text("Ulm."), modeltest.Text("Ulm!"))
 	p := w.process(t)
@@ -131,7 +131,7 @@ func TestAStreamShowsNothingThatIsNotInItsForm(t *testing.T) {
 	assert.Truef(t, !strings.Contains(body, "Ulm") && strings.Contains(body, "response.failed"), "streamed %s", body)
 }
 
-func TestAFormThatCannotBeGivenIsRefusedByName(t *testing.T) {
+func TestFormThatCannotBeGivenIsRefusedByName(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t)
@@ -167,8 +167,8 @@ func schemaOf(schema string) string {
 	return `{"type":"json_schema","json_schema":{"name":"a","schema":` + schema + `}}`
 }
 
-// TestASchemaThatMultipliesItselfEnds sends a schema whose check would take 2^40 steps.
-func TestASchemaThatMultipliesItselfEnds(t *testing.T) {
+// TestSchemaThatMultipliesItselfEnds sends a schema whose check would take 2^40 steps.
+func TestSchemaThatMultipliesItselfEnds(t *testing.T) {
 	t.Parallel()
 	var defs strings.Builder
 	for i := range 40 {
@@ -189,7 +189,7 @@ func TestASchemaThatMultipliesItselfEnds(t *testing.T) {
 	}
 }
 
-func TestAFormEndsWithAnErrorWhereOnlyANoticeCouldBeSaid(t *testing.T) {
+func TestFormEndsWithErrorWhereOnlyNoticeCouldBeSaid(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("refund", `{}`))
 	p := w.process(t, func(c *chat.Chat) { c.ApprovalWait = 50 * time.Millisecond })
@@ -199,7 +199,7 @@ func TestAFormEndsWithAnErrorWhereOnlyANoticeCouldBeSaid(t *testing.T) {
 		r.Header.Get("X-Should-Retry") == "false", "%d %s", r.StatusCode, body)
 }
 
-func TestAFormIsNotCutAtABoundOfTokens(t *testing.T) {
+func TestFormIsNotCutAtBoundOfTokens(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text(city))
 	p := w.process(t)
@@ -208,7 +208,7 @@ func TestAFormIsNotCutAtABoundOfTokens(t *testing.T) {
 	assert.True(t, f.Code == "answer_not_in_format" && strings.Contains(f.Message, "token limit"), body)
 }
 
-func TestTheOfficialClientGetsStructuredOutputs(t *testing.T) {
+func TestOfficialClientGetsStructuredOutputs(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text(city))
 	p := w.process(t)
@@ -223,7 +223,7 @@ func TestTheOfficialClientGetsStructuredOutputs(t *testing.T) {
 	}
 }
 
-func TestAResumedTurnKeepsItsForm(t *testing.T) {
+func TestResumedTurnKeepsItsForm(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	g, held := gated()
@@ -253,7 +253,7 @@ func TestAResumedTurnKeepsItsForm(t *testing.T) {
 	}
 }
 
-func TestAFormIsRefusedWhereAFlowAnswersInItsOwnWords(t *testing.T) {
+func TestFormIsRefusedWhereFlowAnswersInItsOwnWords(t *testing.T) {
 	t.Parallel()
 	p := conversing(t, func(_ context.Context, say func(string), hear func() string) {
 		say("Who are you?")

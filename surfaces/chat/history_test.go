@@ -43,7 +43,7 @@ func invented(n int, last string) string {
 }
 
 // The thread is the history. An invented history costs one statement and a bounded number of rows, once.
-func TestALongHistoryIsCutAndStoredInOneStatement(t *testing.T) {
+func TestLongHistoryIsCutAndStoredInOneStatement(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
 	p := w.process(t, roomy)
@@ -92,7 +92,7 @@ func TestTooManyNewMessagesAreRefused(t *testing.T) {
 }
 
 // The error for an invalid message names its index in the whole request, also behind many others.
-func TestTheFaultOfALateMessageNamesItsPlace(t *testing.T) {
+func TestFaultOfLateMessageNamesItsPlace(t *testing.T) {
 	t.Parallel()
 	p := newWorld(t).process(t, roomy)
 	for name, c := range map[string]struct{ message, code, param string }{

@@ -36,7 +36,7 @@ func shows(text string, urls ...string) string {
 	return `{"model":"agent","messages":[{"role":"user","content":[` + parts + `]}]}`
 }
 
-func TestImagesReachTheModelAndStayInTheConversation(t *testing.T) {
+func TestImagesReachModelAndStayInConversation(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("A dot."), modeltest.ToolCall("opening", `{}`), modeltest.Text("The same."),
 		modeltest.Text("Both."))
@@ -62,7 +62,7 @@ func TestImagesReachTheModelAndStayInTheConversation(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_message_images`))
 }
 
-func TestAnImageMayComeWithoutWords(t *testing.T) {
+func TestImageMayComeWithoutWords(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("A dot."))
 	p := w.process(t)
@@ -70,7 +70,7 @@ func TestAnImageMayComeWithoutWords(t *testing.T) {
 	assert.True(t, strings.Contains(body, "A dot."), body)
 }
 
-func TestANewThreadTakesOverTheImagesOfItsHistory(t *testing.T) {
+func TestNewThreadTakesOverImagesOfItsHistory(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Yes."))
 	p := w.process(t)
@@ -81,7 +81,7 @@ func TestANewThreadTakesOverTheImagesOfItsHistory(t *testing.T) {
 	assert.Contains(t, w.model.Requests()[0].Body, pixel("one"))
 }
 
-func TestAnImageThatCannotBeTakenIsRefused(t *testing.T) {
+func TestImageThatCannotBeTakenIsRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, func(c *chat.Chat) { c.MaxBody = 16 << 20 })
@@ -121,7 +121,7 @@ func TestAnImageThatCannotBeTakenIsRefused(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`))
 }
 
-func TestAnAgentWhoseModelTakesTextAloneRefusesImages(t *testing.T) {
+func TestAgentWhoseModelTakesTextAloneRefusesImages(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, func(c *chat.Chat) {
@@ -135,7 +135,7 @@ func TestAnAgentWhoseModelTakesTextAloneRefusesImages(t *testing.T) {
 	assert.True(t, len(w.model.Requests()) == 0, "the model was asked")
 }
 
-func TestAResumedTurnKeepsItsImages(t *testing.T) {
+func TestResumedTurnKeepsItsImages(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	g, held := gated()

@@ -37,7 +37,7 @@ func (t *turn) acquire(ctx context.Context, step string) (context.Context, error
 		case len(earlier) == 0:
 			var held bool
 			if held, err = t.acquireLane(ctx, step, inProcess); held {
-				// Losing it cancels nothing: the next send acquires it again.
+				// The loss of the lane cancels nothing: storeAnswer acquires it again.
 				return trace.WithLane(ctx, threads.Lane(t.in.Thread)), nil
 			}
 		case inProcess:
@@ -102,7 +102,7 @@ func (t *turn) recoverLane(ctx context.Context, previous string) error {
 			return err
 		})
 	})
-	if postgres.IsCode(err, "LK001") {
+	if postgres.IsCode(err, "LK001") { // of fence_agent_execution: another process has claimed the turn
 		return executions.ErrStale
 	}
 	if err != nil {

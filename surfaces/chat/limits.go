@@ -13,7 +13,8 @@ import (
 )
 
 // allow applies the rate limits. The visitor is the key with its token, else its user, else its address. A client may
-// invent tokens and users, so the address has a limit for many visitors, which is checked first.
+// invent tokens and users, so the address has a limit for many visitors, which is checked first. It also counts the
+// messages that the visitor's own limit then refuses.
 func (c *Chat) allow(r *http.Request, owner, user, token string) error {
 	address := c.Address(r)
 	name := "\x00" + user
@@ -69,10 +70,10 @@ func (l *limits) reserve(name string, share int) time.Duration {
 	}
 	l.recent.MoveToFront(e)
 	now := time.Now()
-	wanted := e.Value.(*visitor).quota.ReserveN(now, 1)
-	wait := wanted.DelayFrom(now)
-	if wait > 0 {
-		wanted.CancelAt(now)
+	reservation := e.Value.(*visitor).quota.ReserveN(now, 1)
+	wait := reservation.DelayFrom(now)
+	if wait > 0 { // a refused message does not use the quota
+		reservation.CancelAt(now)
 	}
 	return wait
 }

@@ -9,10 +9,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// blank reports whether nothing of a text would be stored. NUL is not stored.
+// blank reports whether a text has nothing to store: white space and NUL characters are removed.
 func blank(text string) bool { return strings.TrimSpace(strings.ReplaceAll(text, "\x00", "")) == "" }
 
-// truncate shortens a text to limit characters.
+// truncate shortens a text to limit characters and an ellipsis, and drops invalid UTF-8.
 func truncate(s string, limit int) string {
 	s = strings.ToValidUTF8(s, "")
 	if r := []rune(s); len(r) > limit {
@@ -21,7 +21,7 @@ func truncate(s string, limit int) string {
 	return s
 }
 
-// Limits of a request. The history of a client is read only as far as it matters: the thread has the history.
+// Limits of a request. Earlier messages are ignored: the thread has the history.
 const (
 	maxNewMessages     = 32  // new messages
 	maxEarlierMessages = 200 // earlier messages that a new thread imports
@@ -67,10 +67,10 @@ func (h *history) UnmarshalJSON(raw []byte) error {
 	return nil
 }
 
-// line is a message of the conversation and its place in the request.
+// line is a message of the conversation and its index in the request.
 type line struct {
 	Line
-	at      int
+	index   int
 	files   []filePart
 	problem string // why it is refused; "" for none
 }
@@ -107,18 +107,18 @@ func (c *Chat) readMessages(a *UserMessage, h history) error {
 // conversation returns the messages without instructions.
 func (h history) conversation() (lines []line, err error) {
 	for i, m := range h.latest {
-		at := h.skipped + i
+		index := h.skipped + i
 		switch m.Role {
 		case "system", "developer":
 		case threads.User, threads.Assistant, "tool", "function":
 			content, err := decodeContent(m.Content)
 			if err != nil {
-				return nil, badRequest(fmt.Sprintf("messages[%d].content", at), "invalid_type",
+				return nil, badRequest(fmt.Sprintf("messages[%d].content", index), "invalid_type",
 					"The content of a message is a string or a list of parts.")
 			}
-			lines = append(lines, line{Line{m.Role, content.words, content.images}, at, content.files, content.problem})
+			lines = append(lines, line{Line{m.Role, content.words, content.images}, index, content.files, content.problem})
 		default:
-			return nil, badRequest(fmt.Sprintf("messages[%d].role", at), "invalid_value", "The role %q is not known.",
+			return nil, badRequest(fmt.Sprintf("messages[%d].role", index), "invalid_value", "The role %q is not known.",
 				truncate(m.Role, 40))
 		}
 	}
@@ -134,7 +134,7 @@ func (c *Chat) addNew(a *UserMessage, lines []line) error {
 	}
 	size := 0
 	for _, m := range lines {
-		param := fmt.Sprintf("messages[%d].content", m.at)
+		param := fmt.Sprintf("messages[%d].content", m.index)
 		if m.problem != "" {
 			return badRequest(param, "unsupported_content", "%s", m.problem)
 		}

@@ -27,7 +27,8 @@ import (
 )
 
 // shown returns the text of all messages on the page.
-const shown = `[...document.querySelectorAll("#messages .message")].map(e => e.innerText.replace(/\s+/g, " ").trim()).join(" | ")`
+const shown = `[...document.querySelectorAll("#messages .message")]` +
+	`.map(e => e.innerText.replace(/\s+/g, " ").trim()).join(" | ")`
 
 // site serves the page and the API of a process on one address.
 func site(t *testing.T, p *process) string {
@@ -129,8 +130,12 @@ func TestThePageSelectsAnAgent(t *testing.T) {
 	page.Go(site(t, w.house(t)) + "/chat#key=site-both")
 	page.Until("the agents are listed",
 		`document.querySelector("#agents").value === "sales" && !document.querySelector("#agents").hidden`)
-	page.Eval(
-		`(() => { const a = document.querySelector("#agents"); a.value = "billing"; a.dispatchEvent(new Event("change")); return 1 })()`, new(int))
+	page.Eval(`(() => {
+		const agents = document.querySelector("#agents");
+		agents.value = "billing";
+		agents.dispatchEvent(new Event("change"));
+		return 1;
+	})()`, new(int))
 	page.Until("the page names the agent", `document.title === "billing"`)
 	submit(page, "Who are you?")
 	page.Until("the agent answers", shown+` === "You Who are you? | billing Bill here."`)
@@ -176,18 +181,21 @@ func TestThePageRendersMarkdownAndRunsNoHTML(t *testing.T) {
 	submit(page, "When? <b>now</b>")
 	page.Until("the answer is rendered", `document.querySelector(".agent .body table td")?.textContent === "Monday"`)
 	for what, script := range map[string]string{
-		"bold text":     `document.querySelector(".agent strong").textContent === "nine"`,
-		"a safe link":   `(a => a.href === "https://example.com/hours" && a.target === "_blank" && a.rel.includes("noopener"))(document.querySelector(".agent a"))`,
-		"no HTML":       `!document.querySelector(".agent .body :is(img, script, b)") && document.querySelector(".agent .body").textContent.includes("<img src=x")`,
-		"no bad link":   `![...document.querySelectorAll(".agent a")].some(a => !a.href.startsWith("https://example.com/"))`,
-		"nothing ran":   `document.title !== "run"`,
-		"the user's":    `document.querySelector(".user .body").textContent === "When? <b>now</b>"`,
-		"a copy button": `document.querySelector(".agent .block button").textContent === "Copy" && document.querySelector(".agent pre").textContent.includes("Println")`,
-		"the direction": `getComputedStyle(document.querySelector(".agent li p, .agent li")).direction === "rtl"`,
+		"bold text": `document.querySelector(".agent strong").textContent === "nine"`,
+		"safe link": `(a => a.href === "https://example.com/hours" && a.target === "_blank" && a.rel.includes("noopener"))(
+			document.querySelector(".agent a"))`,
+		"HTML is text": `!document.querySelector(".agent .body :is(img, script, b)") &&
+			document.querySelector(".agent .body").textContent.includes("<img src=x")`,
+		"no other link": `![...document.querySelectorAll(".agent a")].some(a => !a.href.startsWith("https://example.com/"))`,
+		"no script ran": `document.title !== "run"`,
+		"user's text":   `document.querySelector(".user .body").textContent === "When? <b>now</b>"`,
+		"right to left": `getComputedStyle(document.querySelector(".agent li p, .agent li")).direction === "rtl"`,
+		"code, copyable": `document.querySelector(".agent .block button").textContent === "Copy" &&
+			document.querySelector(".agent pre").textContent.includes("Println")`,
 	} {
 		var ok bool
 		if page.Eval(script, &ok); !ok {
-			t.Errorf("%s: %s", what, script)
+			t.Errorf("%s: this is false: %s", what, script)
 		}
 	}
 	for _, look := range []browser.Look{{}, {Dark: true}, {Width: 320, Height: 640}} {
@@ -209,7 +217,8 @@ func TestThePageKeepsTheComposerInView(t *testing.T) {
 		`document.querySelector(".agent .body")?.textContent.length > 4000 && document.querySelector("#send").offsetParent`)
 	page.Until("the end of the answer and the composer are in view", `(() => {
 		const within = e => { const r = e.getBoundingClientRect(); return r.bottom <= innerHeight && r.bottom > 0; };
-		return within(document.querySelector("#send")) && within(document.querySelector(".agent:last-child .body > :last-child"));
+		const end = document.querySelector(".agent:last-child .body > :last-child");
+		return within(document.querySelector("#send")) && within(end);
 	})()`)
 	page.Eval(`(document.querySelector("#scroller").scrollTop = 0, 1)`, new(int))
 	page.Until("a button leads to the end", `!document.querySelector("#latest").hidden`)
@@ -217,7 +226,8 @@ func TestThePageKeepsTheComposerInView(t *testing.T) {
 	page.Until("the next answer is in view", shown+`.endsWith("nora Short.") && document.querySelector("#latest").hidden`)
 	noProblems(t, page)
 	page.As(browser.Look{Width: 390, Height: 700, Print: true})
-	page.Until("paper has all messages and no composer", `document.body.scrollHeight > document.querySelector("#messages").scrollHeight &&
+	page.Until("paper has all messages and no composer", `
+		document.body.scrollHeight > document.querySelector("#messages").scrollHeight &&
 		document.querySelector("#messages").scrollHeight > 700 && !document.querySelector("#send").offsetParent`)
 }
 
@@ -286,7 +296,8 @@ func TestThePageLeavesASilentConnection(t *testing.T) {
 	page.Until("the answer has started", shown+`.includes("nora One is")`)
 	close(release)
 	page.Eval(`(patience(), 1)`, new(int))
-	page.Until("the answer is complete", shown+` === "You First | nora One is done." && document.querySelector("#stop").hidden`)
+	page.Until("the answer is complete",
+		shown+` === "You First | nora One is done." && document.querySelector("#stop").hidden`)
 	noProblems(t, page)
 }
 
@@ -498,7 +509,8 @@ func TestASiteEmbedsThePage(t *testing.T) {
 	host := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		rw.Header().Set("Content-Type", "text/html")
 		fmt.Fprintf(rw, `<!doctype html><html lang="en"><title>Shop</title><main><h1>Shop</h1><div id="help"></div></main>
-			<script src="%s/chat/embed.js" data-key="site" data-accent="#0a7d3c" %s></script>`, r.URL.Query().Get("at"), r.URL.Query().Get("with"))
+			<script src="%s/chat/embed.js" data-key="site" data-accent="#0a7d3c" %s></script>`,
+			r.URL.Query().Get("at"), r.URL.Query().Get("with"))
 	}))
 	t.Cleanup(host.Close)
 	embedded := site(t, w.process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host.URL} }))

@@ -32,9 +32,9 @@ func namesIn(t reflect.Type) (names []string) {
 	return names
 }
 
-// TestEveryDocumentedParameterIsHonouredRefusedOrTheAgents lists the parameters that the agent's settings override.
+// TestEveryDocumentedParameterIsHonouredRefusedOrAgents lists the parameters that the agent's settings override.
 // Stock clients send several of them by default.
-func TestEveryDocumentedParameterIsHonouredRefusedOrTheAgents(t *testing.T) {
+func TestEveryDocumentedParameterIsHonouredRefusedOrAgents(t *testing.T) {
 	t.Parallel()
 	ignored := []string{
 		"temperature", "top_p", "parallel_tool_calls", "service_tier", "store", "prompt_cache_key", "prompt_cache_options",
@@ -65,7 +65,7 @@ func at(rate, turns int) *Chat {
 	}
 }
 
-func TestAnAddressThatIsRefusedIsNotRememberedByItsUsers(t *testing.T) {
+func TestAddressThatIsRefusedIsNotRememberedByItsUsers(t *testing.T) {
 	t.Parallel()
 	c := at(1, 16)
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
@@ -82,7 +82,7 @@ func TestAnAddressThatIsRefusedIsNotRememberedByItsUsers(t *testing.T) {
 
 // Visitors with a token have their own limit, whatever address they share. Another limit bounds the tokens that an
 // address may make up.
-func TestVisitorsWithATokenOfTheirOwnAreCountedByIt(t *testing.T) {
+func TestVisitorsWithTokenOfTheirOwnAreCountedByIt(t *testing.T) {
 	t.Parallel()
 	c := at(1, 16)
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
@@ -100,7 +100,7 @@ func TestVisitorsWithATokenOfTheirOwnAreCountedByIt(t *testing.T) {
 	assert.True(t, refused, "an address may make up any number of tokens")
 }
 
-func TestMessagesWithoutAThreadShareNone(t *testing.T) {
+func TestMessagesWithoutThreadShareNone(t *testing.T) {
 	t.Parallel()
 	c := at(1, 32)
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
@@ -115,9 +115,9 @@ func TestMessagesWithoutAThreadShareNone(t *testing.T) {
 	assert.Error(t, err, "one more of the address")
 }
 
-// TestAClaimThatEndsLateDoesNotSendTheNextAway: after an immediate decision, a turn continues in the same process
+// TestClaimThatEndsLateDoesNotSendNextAway: after an immediate decision, a turn continues in the same process
 // before the waiting run has returned. The database then has an older text, which must not replace the local one.
-func TestAClaimThatEndsLateDoesNotSendTheNextAway(t *testing.T) {
+func TestClaimThatEndsLateDoesNotSendNextAway(t *testing.T) {
 	t.Parallel()
 	f := newFeed()
 	f.start(1, "", 0)
@@ -139,7 +139,7 @@ func TestAClaimThatEndsLateDoesNotSendTheNextAway(t *testing.T) {
 }
 
 // During an outage of the database, a turn with a connected client writes one log line, with its trace.
-func TestATurnThatCannotBeReadIsLoggedOnce(t *testing.T) {
+func TestTurnThatCannotBeReadIsLoggedOnce(t *testing.T) {
 	t.Parallel()
 	log := &testkit.Log{}
 	f := &follower{Chat: &Chat{Logger: slog.New(slog.NewTextHandler(log, nil))}, id: "7", traceID: "ch_7"}

@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-func TestAVisitorIsAnswered(t *testing.T) {
+func TestVisitorIsAnswered(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("opening", `{}`), modeltest.Text("We open at nine.").WithUsage(100, 7, 0))
 	p := w.process(t)
@@ -44,7 +44,7 @@ func TestAVisitorIsAnswered(t *testing.T) {
 }
 
 // The client gets the finish reason of an incomplete answer from the model's server.
-func TestAnAnswerThatIsNotWholeSaysSo(t *testing.T) {
+func TestAnswerThatIsNotWholeSaysSo(t *testing.T) {
 	t.Parallel()
 	for _, why := range []openai.FinishReason{openai.FinishReasonLength, openai.FinishReasonContentFilter} {
 		w := newWorld(t, modeltest.Text("We open at").WithFinish(why))
@@ -61,7 +61,7 @@ func TestAnAnswerThatIsNotWholeSaysSo(t *testing.T) {
 }
 
 // An answer with NUL is streamed as it is stored, so no text is sent twice.
-func TestAnAnswerWithNULIsSaidOnce(t *testing.T) {
+func TestAnswerWithNULIsSaidOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("We open\x00 at nine."), modeltest.Text("And close\x00 at five."))
 	p := w.process(t)
@@ -75,7 +75,7 @@ func TestAnAnswerWithNULIsSaidOnce(t *testing.T) {
 	}
 }
 
-func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
+func TestStreamHasFormOfProtocol(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Let me look.").AndCall("opening", `{}`), modeltest.Text("We open at nine."))
 	p := w.process(t)
@@ -242,7 +242,7 @@ func TestWhatIsRefused(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`))
 }
 
-func TestASilentStreamIsKeptAlive(t *testing.T) {
+func TestSilentStreamIsKeptAlive(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()
 	p := newWorld(t, reply).process(t, func(c *chat.Chat) { c.KeepAlive = 30 * time.Millisecond })
@@ -260,7 +260,7 @@ func TestASilentStreamIsKeptAlive(t *testing.T) {
 	assert.Truef(t, text == "Hi." && err == nil, "text %q, %v", text, err)
 }
 
-func TestTheModelsFailureIsTold(t *testing.T) {
+func TestModelsFailureIsTold(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
@@ -279,7 +279,7 @@ func TestTheModelsFailureIsTold(t *testing.T) {
 	assert.Equal(t, "false", r.Header.Get("X-Should-Retry"))
 }
 
-func TestABrokenAnswerBeginsAgainInSight(t *testing.T) {
+func TestBrokenAnswerBeginsAgainInSight(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.CutStream("We open at"), modeltest.Text("Nine o'clock."))
 	p := w.process(t)
@@ -293,7 +293,7 @@ func TestABrokenAnswerBeginsAgainInSight(t *testing.T) {
 	assert.Equal(t, "Six o'clock.", p.answerTo(t, "c", "And close?"))
 }
 
-func TestMaxTokensBoundsTheAnswer(t *testing.T) {
+func TestMaxTokensBoundsAnswer(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("many words ", 50)
 	w := newWorld(t, modeltest.Text(long), modeltest.Text(long))

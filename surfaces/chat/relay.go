@@ -45,12 +45,22 @@ func queueListener(b *pgx.Batch, thread string, recipient *string) {
 	// The execution that waits for a message, else the one that holds the lane. "is true" avoids the index of states.
 	b.Queue(`
 		select coalesce(coalesce(
-		  (select x.id from agent_executions x
-		    where (x.status = 'waiting') is true and x.waiting_for = 'response' and x.waiting_key = @thread
-		      and not coalesce(x.waiting_data ? 'queued_message', false) and x.flow <> all (@own) order by x.id limit 1),
-		  (select x.id from agent_locks l join agent_executions x on x.id = l.execution_id
-		    where l.lane = 'thread:' || @thread and l.expires_at > clock_timestamp() and x.completed_at is null
-		      and x.flow <> all (@own)))::text, '')`,
+		         (select x.id
+		            from agent_executions x
+		           where (x.status = 'waiting') is true
+		             and x.waiting_for = 'response'
+		             and x.waiting_key = @thread
+		             and not coalesce(x.waiting_data ? 'queued_message', false) -- its question is sent first
+		             and x.flow <> all (@own)
+		           order by x.id
+		           limit 1),
+		         (select x.id
+		            from agent_locks l
+		            join agent_executions x on x.id = l.execution_id
+		           where l.lane = 'thread:' || @thread
+		             and l.expires_at > clock_timestamp()
+		             and x.completed_at is null
+		             and x.flow <> all (@own)))::text, '')`,
 		postgres.Strict{"thread": thread, "own": ownFlows()}).QueryRow(func(row pgx.Row) error { return row.Scan(recipient) })
 }
 
@@ -234,24 +244,37 @@ func (c *Chat) queueRelayState(b *pgx.Batch, x executions.Execution, in input, s
 		with recursive line as (                             -- the execution, and those that act for it
 		  select @to::uuid as id
 		  union
-		  select case when x.id is null or x.completed_at is not null then (
-		                select l.execution_id from agent_locks l join agent_executions e on e.id = l.execution_id
-		                 where l.lane = 'thread:' || @thread and l.expires_at > clock_timestamp() and e.completed_at is null
-		                   and e.flow <> all (@own))
-		              when x.status = 'waiting' and x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end
-		    from line n left join agent_executions x on x.id = n.id where n.id is not null)
+		  select case
+		           when x.id is null or x.completed_at is not null then ( -- the next holder of the thread
+		             select l.execution_id
+		               from agent_locks l
+		               join agent_executions e on e.id = l.execution_id
+		              where l.lane = 'thread:' || @thread
+		                and l.expires_at > clock_timestamp()
+		                and e.completed_at is null
+		                and e.flow <> all (@own))
+		           when x.status = 'waiting' and x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key)
+		         end
+		    from line n
+		    left join agent_executions x on x.id = n.id
+		   where n.id is not null)
 		select coalesce((
 		         select bool_or(case
-		                  when x.status = 'waiting' then x.waiting_for = 'agent'
-		                    and exists (     -- its child has ended, and it is resumed next
-		                    select from agent_executions c where c.id = lanekeeper.agent_uuid(x.waiting_key)
-		                      and c.completed_at is not null)
-		                  when x.is_external then x.updated_at > clock_timestamp() - interval '1 second' or exists (
-		                    select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp())
-		                  else x.completed_at is null end)
-		           from line n join agent_executions x on x.id = n.id where x.completed_at is null), false),
-		       clock_timestamp() > (select e.created_at from agent_executions e
-		         where e.id = @id) + make_interval(secs => @patience),
+		                  when x.status = 'waiting'
+		                    then x.waiting_for = 'agent' and exists ( -- its child has ended, and it is resumed next
+		                           select from agent_executions c
+		                            where c.id = lanekeeper.agent_uuid(x.waiting_key) and c.completed_at is not null)
+		                  when x.is_external -- its worker may claim it again within a second
+		                    then x.updated_at > clock_timestamp() - interval '1 second'
+		                         or exists (select from agent_workers w
+		                                     where w.id = x.claimed_by and w.expires_at > clock_timestamp())
+		                  else true
+		                end)
+		           from line n
+		           join agent_executions x on x.id = n.id
+		          where x.completed_at is null), false),
+		       clock_timestamp() > make_interval(secs => @patience)
+		         + (select e.created_at from agent_executions e where e.id = @id),
 		       coalesce((select max(q.seq) from agent_messages q where q.execution_id = @id and q.role = 'user'), 0)`,
 		postgres.Strict{"thread": in.Thread, "to": in.To, "own": ownFlows(), "id": x.ID, "patience": c.RelayWait.Seconds()}).
 		QueryRow(func(row pgx.Row) error { return row.Scan(&state.Busy, &state.TimedOut, &state.MessageSeq) })
@@ -264,23 +287,30 @@ func queueRelayMessages(b *pgx.Batch, x executions.Execution, in input, last int
 		after = &in.Unseen.After
 	}
 	b.Queue(`
-		with asked as (select max(q.seq) as seq from agent_messages q where q.execution_id = @id and q.role = 'user'),
-		before as (
-		  select p.execution_id from agent_messages p
+		with asked as (                                      -- the relayed message
+		  select max(q.seq) as seq from agent_messages q where q.execution_id = @id and q.role = 'user'),
+		before as (                                          -- the turn or relay of the message before
+		  select p.execution_id
+		    from agent_messages p
 		   where p.thread_id = @thread and p.role = 'user' and p.seq < (select a.seq from asked a)
-		     order by p.seq desc limit 1),
-		since as (
-		  select greatest(@last, coalesce(
-		           (select nullif((e.result ->> 'seq')::bigint, 0) from before b
+		   order by p.seq desc
+		   limit 1),
+		since as (                                           -- the last place that a client has seen
+		  select greatest(@last, coalesce((
+		           select nullif((e.result ->> 'seq')::bigint, 0)
+		             from before b
 		             join agent_executions e on e.id = b.execution_id
-		             where e.flow = @relay and e.status = 'completed'), @after::bigint, a.seq)) as seq
+		            where e.flow = @relay and e.status = 'completed'), @after::bigint, a.seq)) as seq
 		    from asked a)
-		select m.seq, m.content from agent_messages m
-		 where m.thread_id = @thread and m.seq > (select s.seq from since s)
+		select m.seq, m.content
+		  from agent_messages m
+		 where m.thread_id = @thread
+		   and m.seq > (select s.seq from since s)
 		   and m.role = 'assistant' and m.channel = 'chat'
-		     and (m.execution_id is not null or m.seq > (select a.seq from asked a) or @after > 0)
+		   and (m.execution_id is not null or m.seq > (select a.seq from asked a) or @after > 0)
 		   and not exists (select from agent_executions e where e.id = m.execution_id and e.flow = any(@own))
-		 order by m.seq limit @most`,
+		 order by m.seq
+		 limit @most`,
 		postgres.Strict{
 			"thread": in.Thread, "id": x.ID, "own": ownFlows(), "relay": RelayFlow, "last": last,
 			"most": relayBatch, "after": after,

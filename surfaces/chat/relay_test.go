@@ -91,7 +91,7 @@ func (p *process) reaches(t *testing.T, id string, status executions.Status) {
 	}, "execution is "+string(status))
 }
 
-func TestAMessageGoesToTheFlowThatWaitsForIt(t *testing.T) {
+func TestMessageGoesToFlowThatWaitsForIt(t *testing.T) {
 	t.Parallel()
 	p := conversing(t, func(_ context.Context, say func(string), hear func() string) {
 		say("Who are you?")
@@ -113,7 +113,7 @@ func TestAMessageGoesToTheFlowThatWaitsForIt(t *testing.T) {
 }
 
 // The sender of a relayed message is recorded as a sender of the event, so it cannot approve under four eyes.
-func TestTheSenderOfARelayedMessageIsRecorded(t *testing.T) {
+func TestSenderOfRelayedMessageIsRecorded(t *testing.T) {
 	t.Parallel()
 	p := conversing(t, func(_ context.Context, say func(string), hear func() string) {
 		say("Who are you?")
@@ -141,7 +141,7 @@ func (p *process) all(t *testing.T, thread string) []string {
 		where thread_id = $1`, thread)
 }
 
-func TestAMessageThatNobodyAnswersIsPassedOn(t *testing.T) {
+func TestMessageThatNobodyAnswersIsPassedOn(t *testing.T) {
 	t.Parallel()
 	p := conversing(t, func(ctx context.Context, say func(string), _ func() string) {
 		say("One moment.")
@@ -161,7 +161,7 @@ func TestAMessageThatNobodyAnswersIsPassedOn(t *testing.T) {
 }
 
 // A message between a flow's question and its wait is the answer to the question.
-func TestAMessageThatComesBeforeTheWaitIsNotLost(t *testing.T) {
+func TestMessageThatComesBeforeWaitIsNotLost(t *testing.T) {
 	t.Parallel()
 	asked, goOn := make(chan struct{}, 1), make(chan struct{})
 	p := conversing(t, func(ctx context.Context, say func(string), hear func() string) {
@@ -191,7 +191,7 @@ func TestAMessageThatComesBeforeTheWaitIsNotLost(t *testing.T) {
 	assert.Equal(t, "Hello, Ada.", testkit.Receive(t, answers))
 }
 
-func TestARelayedMessageCountsOnceAndCanBeAttachedTo(t *testing.T) {
+func TestRelayedMessageCountsOnceAndCanBeAttachedTo(t *testing.T) {
 	t.Parallel()
 	p := conversing(t, func(_ context.Context, say func(string), hear func() string) {
 		say("Who are you?")
@@ -214,7 +214,7 @@ func TestARelayedMessageCountsOnceAndCanBeAttachedTo(t *testing.T) {
 	assert.NoDiff(t, []string{"Who are you?", "Ada", "Hello, Ada."}, p.all(t, "t"))
 }
 
-func TestARelayEndsAfterAWhile(t *testing.T) {
+func TestRelayEndsAfterAWhile(t *testing.T) {
 	t.Parallel()
 	done := make(chan struct{})
 	p := conversing(t, func(ctx context.Context, say func(string), hear func() string) {
@@ -232,7 +232,7 @@ func TestARelayEndsAfterAWhile(t *testing.T) {
 	p.reaches(t, id, executions.Completed)
 }
 
-func TestARelayWhoseMessagesAreDeletedEndsWithWhatItHasShown(t *testing.T) {
+func TestRelayWhoseMessagesAreDeletedEndsWithWhatItHasShown(t *testing.T) {
 	t.Parallel()
 	done := make(chan struct{})
 	p := conversing(t, func(ctx context.Context, say func(string), hear func() string) {
@@ -263,7 +263,7 @@ func TestARelayWhoseMessagesAreDeletedEndsWithWhatItHasShown(t *testing.T) {
 }
 
 // A child gets the message. The answer also has the messages that its parent flow sends after it.
-func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
+func TestRelayFollowsFromChildToItsParent(t *testing.T) {
 	t.Parallel()
 	child := talk(func(_ context.Context, say func(string), hear func() string) {
 		say("Your INE, please.")
@@ -287,7 +287,7 @@ func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
 
 // An absent external worker sends nothing. The visitor does not wait for it, and gets its messages with the next
 // answer.
-func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
+func TestVisitorDoesNotWaitForWorkerThatIsAway(t *testing.T) {
 	t.Parallel()
 	p := conversing(t, nil, func(c *chat.Chat) { c.RelayWait = time.Hour })
 	_, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"})
@@ -326,7 +326,7 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 	assert.Equal(t, "Your message was passed on.", p.answerTo(t, "t", "hello?"))
 }
 
-func TestAParameterThatCannotBeHonouredIsRefusedByName(t *testing.T) {
+func TestParameterThatCannotBeHonouredIsRefusedByName(t *testing.T) {
 	t.Parallel()
 	p := newWorld(t).process(t)
 	for value, param := range map[string]string{

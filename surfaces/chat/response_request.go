@@ -14,7 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// maxReferences bounds the references to earlier answers that a new thread resolves.
+// maxReferences bounds the references to earlier answers that a new thread resolves, the latest first. Further
+// references become empty, and are not imported.
 const maxReferences = 50
 
 // reference is the role of an item that refers to an answer by its id.
@@ -215,11 +216,12 @@ func metadata(raw json.RawMessage) (map[string]string, error) {
 	return m, nil
 }
 
-// dereference replaces references to the caller's answers by their text. Only a new thread needs it.
+// dereference replaces references to the caller's answers by their text, for a thread without a name, which is new. In
+// a named thread the references become empty: it has its own history, unless the name is new too.
 func (c *Chat) dereference(ctx context.Context, a *UserMessage, items []wireMessage) error {
-	left := maxReferences
+	remaining := maxReferences
 	if a.Name != "" {
-		left = 0
+		remaining = 0
 	}
 	for i := len(items) - 1; i >= 0; i-- {
 		if items[i].Role != reference {
@@ -228,7 +230,7 @@ func (c *Chat) dereference(ctx context.Context, a *UserMessage, items []wireMess
 		items[i].Role = threads.Assistant
 		id, _ := text(items[i].Content)
 		items[i].Content = json.RawMessage(`""`)
-		if left--; left < 0 {
+		if remaining--; remaining < 0 {
 			continue
 		}
 		x, _, err := c.find(ctx, a.principal(), "response", responsePrefix+strings.TrimPrefix(id, itemPrefix))

@@ -67,52 +67,52 @@ func (c *Chat) respond(w http.ResponseWriter, r *http.Request, id trace.ID) erro
 	}
 	user, _ := text(req.User)
 	stream := req.Stream != nil && *req.Stream
-	a, b, err := c.accept(w, r, chatRequest{
+	a, started, err := c.accept(w, r, chatRequest{
 		trace: id, user: user, hash: hash, stream: stream,
 		read: func(secret string) (*UserMessage, error) { return c.responseMessage(r, req, secret) },
 	})
 	if err != nil {
 		return err
 	}
-	defer b.release()
+	defer started.release()
 	return c.sendAnswer(w, r, a.retry, func(w http.ResponseWriter) error {
-		in, err := readInput(&b.exec)
+		in, err := readInput(&started.exec)
 		switch {
 		case err != nil:
 			return err
 		case stream:
-			return c.streamResponse(w, r, b, in)
+			return c.streamResponse(w, r, started, in)
 		case a.response.Background:
-			return c.currentResponse(w, r, b, in)
+			return c.currentResponse(w, r, started, in)
 		}
-		return c.awaitResponse(w, r, b, in)
+		return c.awaitResponse(w, r, started, in)
 	})
 }
 
 // awaitResponse waits for the answer and sends the complete response.
-func (c *Chat) awaitResponse(w http.ResponseWriter, r *http.Request, b *startedTurn, in input) error {
-	stamp(w, b.exec.TraceID, b.name)
-	f := &follower{Chat: c, id: b.exec.ID, traceID: b.exec.TraceID, in: in, feed: b.feed}
+func (c *Chat) awaitResponse(w http.ResponseWriter, r *http.Request, started *startedTurn, in input) error {
+	stamp(w, started.exec.TraceID, started.name)
+	f := &follower{Chat: c, id: started.exec.ID, traceID: started.exec.TraceID, in: in, feed: started.feed}
 	got, err := f.follow(r.Context())
 	if err != nil {
 		return err
 	}
-	return responsewire.Write(w, answered(newResponse(b.exec, in), got))
+	return responsewire.Write(w, withAnswer(newResponse(started.exec, in), got))
 }
 
 // currentResponse sends the current state of a response.
-func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b *startedTurn, in input) error {
-	stamp(w, b.exec.TraceID, b.name)
-	x, head := b.exec, newResponse(b.exec, in)
+func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, started *startedTurn, in input) error {
+	stamp(w, started.exec.TraceID, started.name)
+	x, head := started.exec, newResponse(started.exec, in)
 	switch {
 	case x.Status == executions.Completed:
 		got, err := answerOf(x)
 		if err != nil {
 			return err
 		}
-		return responsewire.Write(w, answered(head, got))
+		return responsewire.Write(w, withAnswer(head, got))
 	case x.Status.Ended():
-		f := &follower{Chat: c, id: x.ID, in: in, feed: b.feed}
+		f := &follower{Chat: c, id: x.ID, in: in, feed: started.feed}
 		_, why := f.toAnswer(r.Context(), &x)
 		list, err := threads.Messages(r.Context(), c.Front, threads.MessageFilter{ExecutionID: x.ID, Role: threads.Assistant})
 		if err != nil {
@@ -123,9 +123,9 @@ func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b *starte
 				head.Text = m.Content
 			}
 		}
-		return responsewire.Write(w, failed(head, x, why))
+		return responsewire.Write(w, withFailure(head, x, why))
 	}
-	v, err := c.partialText(r, b)
+	v, err := c.partialText(r, started)
 	if err != nil {
 		return err
 	}
@@ -133,26 +133,26 @@ func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b *starte
 	return responsewire.Write(w, head)
 }
 
-func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b *startedTurn, in input) error {
-	stamp(w, b.exec.TraceID, b.name)
-	head := newResponse(b.exec, in)
+func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, started *startedTurn, in input) error {
+	stamp(w, started.exec.TraceID, started.name)
+	head := newResponse(started.exec, in)
 	s := responsewire.Open(w, head)
 	ctx, stop := context.WithCancel(r.Context())
 	defer stop()
-	f := &follower{Chat: c, id: b.exec.ID, traceID: b.exec.TraceID, in: in, feed: b.feed}
+	f := &follower{Chat: c, id: started.exec.ID, traceID: started.exec.TraceID, in: in, feed: started.feed}
 	f.streamTo(s, stop)
 	got, err := f.follow(ctx)
 	switch refusal := (*Refusal)(nil); {
 	case err == nil:
-		s.Finish(answered(head, got))
+		s.Finish(withAnswer(head, got))
 	case errors.As(err, &refusal):
-		s.Finish(failed(head, b.exec, err))
+		s.Finish(withFailure(head, started.exec, err))
 	case ctx.Err() == nil:
-		c.Logger.ErrorContext(ctx, "stream broken off", "execution", b.exec.ID, "trace_id", b.exec.TraceID, "error",
-			err)
-		s.Finish(failed(head, b.exec, errors.New("something went wrong here; trace "+b.exec.TraceID)))
+		c.Logger.ErrorContext(ctx, "stream broken off", "execution", started.exec.ID, "trace_id", started.exec.TraceID,
+			"error", err)
+		s.Finish(withFailure(head, started.exec, errors.New("something went wrong here; trace "+started.exec.TraceID)))
 	}
-	return nil // the client is gone
+	return nil // the stream has the error, or the client is gone
 }
 
 // response finds the turn of the id in the request's path.
@@ -169,14 +169,14 @@ func (c *Chat) response(r *http.Request) (*startedTurn, input, error) {
 }
 
 func (c *Chat) showResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
-	b, in, err := c.response(r)
+	started, in, err := c.response(r)
 	if err != nil {
 		return err
 	}
-	b.feed, b.release = c.feeds.join(b.exec.ID)
-	defer b.release()
-	if b.exec.Status.Ended() {
-		b.feed.finish(b.exec)
+	started.feed, started.release = c.feeds.join(started.exec.ID)
+	defer started.release()
+	if started.exec.Status.Ended() {
+		started.feed.finish(started.exec)
 	}
 	q := r.URL.Query()
 	if after := q.Get("starting_after"); after != "" && after != "0" {
@@ -184,18 +184,18 @@ func (c *Chat) showResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) 
 			"A stream begins at its beginning: leave starting_after out.")
 	}
 	if q.Get("stream") == "true" {
-		return c.streamResponse(w, r, b, in)
+		return c.streamResponse(w, r, started, in)
 	}
-	return c.currentResponse(w, r, b, in)
+	return c.currentResponse(w, r, started, in)
 }
 
 // cancelResponse cancels an active response and stores its text so far. An ended response is returned unchanged.
 func (c *Chat) cancelResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
-	b, in, err := c.response(r)
+	started, in, err := c.response(r)
 	if err != nil {
 		return err
 	}
-	ctx, x := r.Context(), b.exec
+	ctx, x := r.Context(), started.exec
 	if !x.Status.Ended() {
 		err := c.keyedTx.Do(ctx, c.Front, in.Thread, func(tx pgx.Tx) error {
 			if err := lockThread(ctx, tx, in.Thread); err != nil {
@@ -215,22 +215,22 @@ func (c *Chat) cancelResponse(w http.ResponseWriter, r *http.Request, _ trace.ID
 		if _, err := c.Engine.Cancel(ctx, x.ID, byClient, "the client cancelled the response"); err != nil {
 			return fmt.Errorf("cancel response: %w", err)
 		}
-		if b.exec, err = executions.Get(ctx, c.Front, x.ID); err != nil {
+		if started.exec, err = executions.Get(ctx, c.Front, x.ID); err != nil {
 			return err
 		}
 	}
-	b.feed, b.release = c.feeds.join(x.ID)
-	defer b.release()
-	return c.currentResponse(w, r, b, in)
+	started.feed, started.release = c.feeds.join(x.ID)
+	defer started.release()
+	return c.currentResponse(w, r, started, in)
 }
 
 // inputItems lists the messages that a response answers, newest first.
 func (c *Chat) inputItems(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
-	b, _, err := c.response(r)
+	started, _, err := c.response(r)
 	if err != nil {
 		return err
 	}
-	filter := threads.MessageFilter{ExecutionID: b.exec.ID, Role: threads.User}
+	filter := threads.MessageFilter{ExecutionID: started.exec.ID, Role: threads.User}
 	messages, err := threads.Messages(r.Context(), c.Front, filter)
 	if err != nil {
 		return err
@@ -239,7 +239,7 @@ func (c *Chat) inputItems(w http.ResponseWriter, r *http.Request, _ trace.ID) er
 	if err != nil {
 		return err
 	}
-	stamp(w, b.exec.TraceID, b.name)
+	stamp(w, started.exec.TraceID, started.name)
 	data := make([]map[string]any, len(messages))
 	list := map[string]any{"object": "list", "data": data, "has_more": false, "first_id": nil, "last_id": nil}
 	for i, m := range messages {
@@ -279,7 +279,8 @@ func newResponse(x executions.Execution, in input) responsewire.Response {
 	return r
 }
 
-func answered(r responsewire.Response, got answer) responsewire.Response {
+// withAnswer returns the response with its answer, or with the error of a refused or unformed one.
+func withAnswer(r responsewire.Response, got answer) responsewire.Response {
 	if got.Unformed {
 		r.Status, r.Error = responsewire.Failed, &responsewire.Error{Code: "server_error", Message: got.Text}
 		return r
@@ -304,8 +305,8 @@ func answered(r responsewire.Response, got answer) responsewire.Response {
 	return r
 }
 
-// failed returns the response of a failed or cancelled turn.
-func failed(r responsewire.Response, x executions.Execution, why error) responsewire.Response {
+// withFailure returns the response of a failed or cancelled turn.
+func withFailure(r responsewire.Response, x executions.Execution, why error) responsewire.Response {
 	r.Status = responsewire.Failed
 	refusal, refused := errors.AsType[*Refusal](why)
 	if x.Status == executions.Cancelled || refused && (refusal.Code == codeCancelled || refusal.Code == codeInterrupted) {

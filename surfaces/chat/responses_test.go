@@ -32,7 +32,7 @@ func (p *process) respond(t *testing.T, method, path, body string, headers ...st
 	return do(t, r, headers)
 }
 
-func TestTheOfficialClientHoldsAConversationOfResponses(t *testing.T) {
+func TestOfficialClientHoldsConversationOfResponses(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Hello, Ada."), modeltest.ToolCall("opening", `{}`),
 		modeltest.Text("We open at nine o'clock."))
@@ -134,7 +134,7 @@ func TestResponsesRefuseWhatTheyCannotDo(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`))
 }
 
-func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
+func TestResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()
 	w := newWorld(t, reply)
@@ -178,7 +178,7 @@ func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 	assert.NoDiff(t, want, w.transcript(t, "c"))
 }
 
-func TestAStreamOfACancelledResponseEndsCancelled(t *testing.T) {
+func TestStreamOfCancelledResponseEndsCancelled(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()
 	p := newWorld(t, reply).process(t)
@@ -196,7 +196,7 @@ func TestAStreamOfACancelledResponseEndsCancelled(t *testing.T) {
 	assert.Contains(t, last, `"error":null`)
 }
 
-func TestHistoryOfAnInputIsTakenOverOnce(t *testing.T) {
+func TestHistoryOfInputIsTakenOverOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Nine."), modeltest.Text("Five."))
 	p := w.process(t, func(*chat.Chat) {})

@@ -57,7 +57,7 @@ func (c *Chat) newRetry(r *http.Request, a *UserMessage, digest string, newVisit
 		return nil, nil
 	}
 	attempt, err := strconv.Atoi(r.Header.Get(attemptHeader))
-	if err != nil || attempt < 0 || attempt > 100 {
+	if err != nil || attempt < 0 || attempt > 100 { // absent, or no count of a real client
 		attempt = 0
 	}
 	worker, err := c.Engine.WorkerID(r.Context())
@@ -78,28 +78,42 @@ func (c *Chat) newRetry(r *http.Request, a *UserMessage, digest string, newVisit
 }
 
 // queueFind queues the search for the turn of an equal earlier request, and moves its answer to this connection. id is
-// "" for none. A lock, acquired before the thread's, serialises equal requests.
+// "" for none. A lock, acquired before the thread's, serialises equal requests. A request's state is open while its
+// connection waits, then delivered or left (see recordDelivery).
 func (t *retry) queueFind(b *pgx.Batch, id *string) {
 	b.Queue(`select pg_advisory_xact_lock(hashtextextended('chat request ' || encode(@fingerprint, 'hex'), 0))`,
 		postgres.Strict{"fingerprint": t.fingerprint})
 	b.Queue(`
 		with same as (
-		  select r.id from agent_chat_requests r join agent_executions x on x.id = r.execution_id
-		   where r.fingerprint = @fingerprint and r.created_at > statement_timestamp() - interval '15 minutes' and case
-		     when r.connection = @trace then x.trace_id <> @trace -- by a commit whose answer was lost
-		     when @attempt > 0 and r.state = 'delivered' then r.attempt <= @attempt and @named::boolean
-		       and r.changed_at > clock_timestamp() - make_interval(secs => @delivered)
-		     when @attempt > 0 and @named::boolean then r.attempt <= @attempt
-		     when @attempt > 0 then r.attempt < @attempt and (r.state = 'left' or r.worker <> @worker::uuid)
-		     else (@named::boolean or @quiet::boolean) and x.completed_at is null and
-		       (r.state = 'left' or r.state = 'open' and not exists
-		         (select from agent_workers w where w.id = r.worker and w.expires_at > clock_timestamp())) end
-		   order by array_position(array['left', 'open'], r.state), r.created_at desc limit 1),
+		  select r.id
+		    from agent_chat_requests r
+		    join agent_executions x on x.id = r.execution_id
+		   where r.fingerprint = @fingerprint
+		     and r.created_at > statement_timestamp() - interval '15 minutes'
+		     and case
+		           -- An earlier try of this request attached it by a commit that was not confirmed.
+		           when r.connection = @trace then x.trace_id <> @trace
+		           when @attempt > 0 and r.state = 'delivered'
+		             then r.attempt <= @attempt
+		                  and @named::boolean
+		                  and r.changed_at > clock_timestamp() - make_interval(secs => @delivered)
+		           when @attempt > 0 and @named::boolean then r.attempt <= @attempt
+		           when @attempt > 0 then r.attempt < @attempt and (r.state = 'left' or r.worker <> @worker::uuid)
+		           else (@named::boolean or @quiet::boolean)
+		                and x.completed_at is null
+		                and (r.state = 'left'
+		                     or r.state = 'open' and not exists (
+		                          select from agent_workers w where w.id = r.worker and w.expires_at > clock_timestamp()))
+		         end
+		   order by array_position(array['left', 'open'], r.state), r.created_at desc
+		   limit 1),
 		taken as (
 		  update agent_chat_requests r
 		     set connection = @trace, worker = @worker, attempt = greatest(r.attempt, @attempt), state = 'open',
 		         changed_at = clock_timestamp()
-		    from same s where r.id = s.id returning r.execution_id)
+		    from same s
+		   where r.id = s.id
+		  returning r.execution_id)
 		select coalesce((select k.execution_id::text from taken k), '')`, postgres.Strict{
 		"fingerprint": t.fingerprint, "attempt": t.attempt, "named": t.hasThread, "quiet": t.isUnary, "worker": t.workerID,
 		"trace": t.trace, "delivered": deliveredRetryWindow.Seconds(),
@@ -110,7 +124,10 @@ func (t *retry) queueFind(b *pgx.Batch, id *string) {
 func (t *retry) queueRecord(b *pgx.Batch, execution string) {
 	b.Queue(`
 		with old as (
-		  select r.id from agent_chat_requests r where r.expires_at < statement_timestamp() order by r.expires_at limit 20
+		  select r.id from agent_chat_requests r
+		   where r.expires_at < statement_timestamp()
+		   order by r.expires_at
+		   limit 20
 		     for update skip locked),
 		gone as (delete from agent_chat_requests r using old o where r.id = o.id)
 		insert into agent_chat_requests (fingerprint, execution_id, connection, worker, attempt)

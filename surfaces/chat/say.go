@@ -33,29 +33,29 @@ func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string), 
 	if a.agent, err = c.Agents.Find(ctx, c.Front, a.Model); err != nil {
 		return Answer{}, err
 	}
-	b, err := c.startTurn(ctx, &a)
+	started, err := c.startTurn(ctx, &a)
 	if err != nil {
 		return Answer{}, err
 	}
-	defer b.release()
-	answer := Answer{ID: CompletionID(b.exec.ID), ThreadID: b.name, TraceID: b.exec.TraceID}
-	f := &follower{Chat: c, id: b.exec.ID, traceID: b.exec.TraceID, feed: b.feed, show: show}
-	waited := false
+	defer started.release()
+	said := Answer{ID: CompletionID(started.exec.ID), ThreadID: started.name, TraceID: started.exec.TraceID}
+	f := &follower{Chat: c, id: started.exec.ID, traceID: started.exec.TraceID, feed: started.feed, show: show}
+	notified := false
 	f.activity = func(kind, _ string) {
-		if kind == chatwire.ActivityApproval && !waited {
-			waited = true
+		if kind == chatwire.ActivityApproval && !notified {
+			notified = true
 			onApproval()
 		}
 	}
-	got, err := f.follow(ctx)
+	result, err := f.follow(ctx)
 	if ctx.Err() != nil {
-		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), b.exec.ID, activity.ActorFrom(ctx).Name,
+		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), started.exec.ID, activity.ActorFrom(ctx).Name,
 			"the visitor interrupted"); err != nil {
-			return answer, fmt.Errorf("cancel turn: %w", err)
+			return said, fmt.Errorf("cancel turn: %w", err)
 		}
-		b.feed.awaitDetach(cancelTimeout)
-		return answer, context.Cause(ctx)
+		started.feed.awaitDetach(cancelTimeout)
+		return said, context.Cause(ctx)
 	}
-	answer.Text, answer.Finish = got.Text, string(got.Finish)
-	return answer, err
+	said.Text, said.Finish = result.Text, string(result.Finish)
+	return said, err
 }

@@ -33,7 +33,7 @@ func ask(text string) openai.ChatCompletionNewParams {
 	}
 }
 
-func TestTheOfficialClientWorksUnchanged(t *testing.T) {
+func TestOfficialClientWorksUnchanged(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Hello, Ada."), modeltest.ToolCall("opening", `{}`),
 		modeltest.Text("We open at nine o'clock."))
@@ -64,7 +64,7 @@ func TestTheOfficialClientWorksUnchanged(t *testing.T) {
 	assert.Truef(t, err == nil && len(page.Data) == 2 && page.Data[0].ID == "nora", "models: %+v, %v", page, err)
 }
 
-func TestTheOfficialClientSeesTypedErrors(t *testing.T) {
+func TestOfficialClientSeesTypedErrors(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req gopenai.ChatCompletionRequest) modeltest.Reply {
@@ -111,18 +111,29 @@ const out = {};
 const whole = await client.chat.completions.create({ model: "nora", messages });
 out.whole = whole.choices[0].message.content;
 out.text = ""; out.usage = 0; out.keepalives = 0;
-for await (const chunk of await client.chat.completions.create({ model: "agent", messages, stream: true, stream_options: { include_usage: true } })) {
-  if (chunk.choices.length && !chunk.choices[0].delta.content && !chunk.choices[0].delta.role && !chunk.choices[0].finish_reason) out.keepalives++;
-  out.text += chunk.choices[0]?.delta?.content ?? "";
+const stream = await client.chat.completions.create(
+  { model: "agent", messages, stream: true, stream_options: { include_usage: true } });
+for await (const chunk of stream) {
+  const choice = chunk.choices[0];
+  if (choice && !choice.delta.content && !choice.delta.role && !choice.finish_reason) out.keepalives++;
+  out.text += choice?.delta?.content ?? "";
   out.usage = chunk.usage?.total_tokens ?? out.usage;
 }
 out.models = (await client.models.list()).data.map((m) => m.id);
-try { await client.chat.completions.create({ model: "gpt-4o", messages }); } catch (e) { out.missing = e.constructor.name + " " + e.code; }
-try { await client.withOptions({ apiKey: "stranger" }).models.list(); } catch (e) { out.key = e.constructor.name + " " + e.code; }
-try { await client.chat.completions.create({ model: "agent", messages: [] }); } catch (e) { out.bad = e.constructor.name + " " + (e.requestID ?? "").slice(0, 3); }
+const named = (e) => e.constructor.name + " " + e.code;
 try {
-  for await (const _ of await client.chat.completions.create({ model: "agent", messages: [{ role: "user", content: "fail" }], stream: true })) {}
-} catch (e) { out.middle = e.constructor.name + " " + e.code; }
+  await client.chat.completions.create({ model: "gpt-4o", messages });
+} catch (e) { out.missing = named(e); }
+try {
+  await client.withOptions({ apiKey: "stranger" }).models.list();
+} catch (e) { out.key = named(e); }
+try {
+  await client.chat.completions.create({ model: "agent", messages: [] });
+} catch (e) { out.bad = e.constructor.name + " " + (e.requestID ?? "").slice(0, 3); }
+try {
+  const fail = [{ role: "user", content: "fail" }];
+  for await (const _ of await client.chat.completions.create({ model: "agent", messages: fail, stream: true })) {}
+} catch (e) { out.middle = named(e); }
 console.log(JSON.stringify(out));
 `
 

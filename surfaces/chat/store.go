@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/jackc/pgx/v5"
 
@@ -22,9 +23,9 @@ type insertResult struct {
 	stored    *storedMessages // nil for a relay
 }
 
-// storedMessages has what a turn that starts in this process need not read.
+// storedMessages has what the turn need not read again if it starts in this process.
 type storedMessages struct {
-	messages      []threads.Message // the turn answers; nil when they have images
+	messages      []threads.Message // the messages that the turn answers; nil if they have images
 	noEarlierTurn bool              // the thread has no earlier active turn
 	available     *reason.Available // nil: not read
 }
@@ -97,7 +98,7 @@ func (c *Chat) insertRelay(
 	b := &pgx.Batch{}
 	a.retry.queueRecord(b, x.ID)
 	if err := tx.SendBatch(ctx, b).Close(); err != nil {
-		return x, created, fmt.Errorf("note request: %w", err)
+		return x, created, fmt.Errorf("record request: %w", err)
 	}
 	return x, created, nil
 }
@@ -162,25 +163,21 @@ func (c *Chat) storeMessage(
 		drafts = importHistory(a, from)
 	}
 	for i, content := range texts {
-		d := threads.NewMessage{
+		drafts = append(drafts, threads.NewMessage{
 			Role: threads.User, Content: content, Channel: from, ExecutionID: x.ID, TraceID: x.TraceID,
 			Status: threads.Received, Follows: i > 0, Images: images[i],
-		}
-		drafts = append(drafts, d)
+		})
 	}
-	list, err := threads.PostAll(ctx, tx, a.thread, drafts)
+	posted, err := threads.PostAll(ctx, tx, a.thread, drafts)
 	if err != nil {
 		return nil, nil, err
 	}
-	posted := list[len(drafts)-len(texts):]
-	stored = &storedMessages{messages: posted}
-	if stored.noEarlierTurn = len(earlier) == 0; stored.noEarlierTurn {
-		stored.available = a.available
+	stored = &storedMessages{noEarlierTurn: len(earlier) == 0}
+	if len(slices.Concat(images...)) == 0 {
+		stored.messages = posted[len(drafts)-len(texts):]
 	}
-	for _, attached := range images {
-		if len(attached) > 0 {
-			stored.messages = nil
-		}
+	if stored.noEarlierTurn {
+		stored.available = a.available
 	}
 	return cancelled, stored, nil
 }

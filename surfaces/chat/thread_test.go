@@ -2,8 +2,6 @@ package chat_test
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"math"
 	"net/http"
@@ -18,7 +16,6 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -27,7 +24,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // heard returns the messages that a request sent to the model after the system prompt.
@@ -40,7 +36,7 @@ func heard(r modeltest.Request) (lines []string) {
 	return lines
 }
 
-func TestAThreadIsNamedInFourWays(t *testing.T) {
+func TestThreadIsNamedInFourWays(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
@@ -63,7 +59,7 @@ func TestAThreadIsNamedInFourWays(t *testing.T) {
 	}
 }
 
-func TestHistoryIsTheDatabasesNotTheClients(t *testing.T) {
+func TestHistoryIsDatabasesNotClients(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Nice to meet you."), modeltest.Text("You are Ada."))
 	p := w.process(t)
@@ -83,7 +79,7 @@ func TestHistoryIsTheDatabasesNotTheClients(t *testing.T) {
 	assert.NoDiff(t, want, heard(w.model.Requests()[1]))
 }
 
-func TestANewThreadTakesTheClientsHistoryOver(t *testing.T) {
+func TestNewThreadTakesClientsHistoryOver(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("You are Ada."))
 	p := w.process(t)
@@ -187,108 +183,7 @@ func TestManyThreadsDoNotWaitForEachOther(t *testing.T) {
 	require.NoError(t, group.Wait())
 }
 
-func TestDoubleTextingRejected(t *testing.T) {
-	t.Parallel()
-	g, reply := gated()
-	w := newWorld(t, reply, modeltest.Text("Second."))
-	p := w.process(t, func(c *chat.Chat) { c.DoubleTexting = chat.Reject })
-	var group errgroup.Group
-	group.Go(func() error {
-		_, err := p.client(inThread("d")...).CreateChatCompletion(t.Context(), says("one"))
-		return err
-	})
-	testkit.Receive(t, g.asked)
-	r, body := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"two"}]}`, inThread("d")...)
-	got := failureOf(t, body)
-	assert.Truef(t, r.StatusCode == http.StatusConflict && got.Code == "thread_busy" &&
-		r.Header.Get("X-Should-Retry") == "false", "answer %d %s", r.StatusCode, body)
-	send(t, g.pieces, "First.")
-	close(g.pieces)
-	require.NoError(t, group.Wait())
-	// No turn is in progress after the answer.
-	assert.Equal(t, "Second.", p.answerTo(t, "d", "three"))
-	want := []string{"user: one", "assistant: First.", "user: three", "assistant: Second."}
-	assert.NoDiff(t, want, w.transcript(t, "d"))
-}
-
-func TestDoubleTextingInterrupts(t *testing.T) {
-	t.Parallel()
-	for name, elsewhere := range map[string]bool{"in one process": false, "by another process": true} {
-		t.Run(name, func(t *testing.T) {
-			g, reply := gated()
-			w := newWorld(t, reply, modeltest.Text("Then tea."))
-			interrupt := func(c *chat.Chat) { c.DoubleTexting = chat.Interrupt }
-			p := w.process(t, interrupt)
-			other := p
-			if elsewhere {
-				other = w.process(t, interrupt)
-			}
-			stream, err := p.client(inThread("i")...).CreateChatCompletionStream(t.Context(), says("coffee"))
-			require.NoError(t, err)
-			testkit.Receive(t, g.asked)
-			send(t, g.pieces, "Coffee is")
-			for text := ""; text == ""; {
-				chunk, err := stream.Recv()
-				require.NoError(t, err)
-				text = chunk.Choices[0].Delta.Content
-			}
-			kept := "Coffee is"
-			if elsewhere { // the text in another process may be a second old
-				send(t, g.pieces, " a drink")
-				pgtest.Eventually(t, func() bool {
-					select {
-					case g.pieces <- ".":
-					case <-time.After(100 * time.Millisecond):
-					}
-					return pgtest.Value[int](t, w.pool, `select count(*) from agent_message_drafts`) == 1
-				}, "the text so far is stored")
-				kept = pgtest.Value[string](t, w.pool, `select content from agent_message_drafts`)
-			}
-			assert.Equal(t, "Then tea.", other.answerTo(t, "i", "tea, rather"))
-			_, err = streamed(t, stream)
-			var failure *openai.APIError
-			assert.Truef(t, errors.As(err, &failure) && failure.Code == "interrupted",
-				"the interrupted stream ends with %v", err)
-			messages := heard(w.model.Requests()[1])
-			assert.Truef(t, len(messages) == 3 && strings.HasPrefix(messages[1], "assistant: "+kept) &&
-				strings.HasSuffix(messages[1], "\n[interrupted]") && messages[2] == "user: tea, rather",
-				"the model heard %q, want the partial answer %q", messages, kept)
-			pgtest.Equal(t, w.pool, "cancelled completed", `select string_agg(status, ' ' order by created_at) from agent_executions`)
-		})
-	}
-}
-
-// A locked turn is cancelled when the locking transaction ends. The next message keeps the text that it had streamed.
-func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
-	t.Parallel()
-	g, reply := gated()
-	w := newWorld(t, reply, modeltest.Text("Then tea."))
-	p := w.process(t, func(c *chat.Chat) { c.DoubleTexting = chat.Interrupt })
-	stream, err := p.client(inThread("i")...).CreateChatCompletionStream(t.Context(), says("coffee"))
-	require.NoError(t, err)
-	testkit.Receive(t, g.asked)
-	send(t, g.pieces, "Coffee is")
-	for text := ""; text == ""; {
-		chunk, err := stream.Recv()
-		require.NoError(t, err)
-		text = chunk.Choices[0].Delta.Content
-	}
-	tx, err := w.pool.Begin(t.Context())
-	require.NoError(t, err)
-	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	_, err = tx.Exec(t.Context(), `select from agent_executions for no key update`)
-	require.NoError(t, err)
-	answer := make(chan string, 1)
-	go func() { answer <- p.answerTo(t, "i", "tea, rather") }()
-	pgtest.Until(t, w.pool, 1, `select count(*) from agent_messages where interrupted and content like 'Coffee is%'`)
-	require.NoError(t, tx.Rollback(t.Context()))
-	assert.Equal(t, "Then tea.", testkit.Receive(t, answer))
-	assert.Equal(t, "cancelled completed", pgtest.Value[string](t, w.pool,
-		`select string_agg(status, ' ' order by created_at) from agent_executions`))
-	_ = stream.Close()
-}
-
-func TestAnAnswerIsAttachedTo(t *testing.T) {
+func TestAnswerIsAttachedTo(t *testing.T) {
 	t.Parallel()
 	for name, elsewhere := range map[string]bool{"in one process": false, "in another process": true} {
 		t.Run(name, func(t *testing.T) {
@@ -337,7 +232,7 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 }
 
 // Two applications with different keys use the same name for different people.
-func TestAUserIsAnApplicationsOwn(t *testing.T) {
+func TestUserIsApplicationsOwn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."), modeltest.Text("Four."))
 	p := w.process(t)
@@ -358,7 +253,7 @@ func TestAUserIsAnApplicationsOwn(t *testing.T) {
 
 // While another transaction has the thread, its visitor gets an error that asks to send the message again, and nothing
 // is stored.
-func TestAThreadThatIsLockedIsBusy(t *testing.T) {
+func TestThreadThatIsLockedIsBusy(t *testing.T) {
 	t.Parallel()
 	for name, how := range map[string]chat.DoubleTexting{"queued": chat.Enqueue, "interrupting": chat.Interrupt} {
 		t.Run(name, func(t *testing.T) {
@@ -402,8 +297,8 @@ func converse(t *testing.T, db postgres.DB, thread string, upTo int) {
 		postgres.Strict{"thread": thread, "turns": upTo})
 }
 
-// TestALongThreadCostsTheSamePerTurn measures the size of the model's request in turn 50, 500 and 1000 of a thread.
-func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
+// TestLongThreadCostsSamePerTurn measures the size of the model's request in turn 50, 500 and 1000 of a thread.
+func TestLongThreadCostsSamePerTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
@@ -447,7 +342,7 @@ func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
 	assert.Truef(t, kept <= 3000, "a turn keeps %d bytes of earlier messages", kept)
 }
 
-func TestASummaryThatFailsHarmsNobody(t *testing.T) {
+func TestSummaryThatFailsHarmsNobody(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
@@ -463,166 +358,8 @@ func TestASummaryThatFailsHarmsNobody(t *testing.T) {
 	}
 }
 
-// announcing starts a process with the flow "announce". The flow sends its input in the thread "t" and ends.
-func announcing(t *testing.T, change ...func(*chat.Chat)) *process {
-	t.Helper()
-	w := newWorld(t)
-	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("I am the model.") })
-	p := w.process(t, append(change, func(c *chat.Chat) {
-		err := c.Engine.Register("announce", func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
-			var words string
-			if err := json.Unmarshal(raw, &words); err != nil {
-				return executions.Result{}, err
-			}
-			_, err := threads.Send(ctx, threads.Outgoing{ThreadID: "t", Content: words})
-			return executions.Result{}, err
-		})
-		require.NoError(t, err)
-	})...)
-	_, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"})
-	require.NoError(t, err)
-	return p
-}
-
-// announce has a flow send messages in the thread, without a message of the visitor.
-func (p *process) announce(t *testing.T, words ...string) {
-	t.Helper()
-	for _, w := range words {
-		x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{
-			Flow: "announce", Surface: trace.Flow,
-			ThreadID: "t", Input: w,
-		})
-		require.NoError(t, err)
-		p.reaches(t, x.ID, executions.Completed)
-	}
-}
-
-func TestTheNextAnswerBeginsWithWhatFlowsSaid(t *testing.T) {
-	t.Parallel()
-	p := announcing(t)
-	p.answerTo(t, "t", "hello")
-	p.announce(t, "Your order is approved.", "It leaves today.")
-	seen := p.model.Requests()
-	const want = "Your order is approved.\n\nIt leaves today.\n\nI am the model."
-	body, headers := `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`,
-		append(inThread("t"), "Idempotency-Key", "k")
-	for range 2 { // the second is replayed
-		_, got := p.post(t, body, headers...)
-		var answer openai.ChatCompletionResponse
-		err := json.Unmarshal([]byte(got), &answer)
-		assert.Truef(t, err == nil && answer.Choices[0].Message.Content == want, "answer: %s, %v", got, err)
-	}
-	all := p.model.Requests()
-	require.Equal(t, len(seen)+1, len(all), len(all)-len(seen))
-	var history []string
-	for _, m := range all[len(all)-1].Messages[1:] {
-		history = append(history, m.Content)
-	}
-	h := strings.Join(history, "|")
-	assert.Equal(t, 1, strings.Count(h, "It leaves today."), "the model was shown", h)
-	assert.Equal(t, "I am the model.", p.answerTo(t, "t", "and now?"))
-	lines := []string{
-		"hello", "I am the model.", "Your order is approved.", "It leaves today.", "any news?", "I am the model.",
-		"and now?", "I am the model.",
-	}
-	assert.NoDiff(t, lines, p.all(t, "t"))
-}
-
-func TestAStreamBeginsWithWhatFlowsSaid(t *testing.T) {
-	t.Parallel()
-	p := announcing(t)
-	p.answerTo(t, "t", "hello")
-	p.announce(t, "Approved.")
-	g, reply := gated()
-	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return reply })
-	request := says("any news?")
-	request.MaxCompletionTokens = 3 // bounds the model's text
-	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), request)
-	require.NoError(t, err)
-	got := ""
-	for got != "Approved." { // before the model's first word
-		chunk, err := stream.Recv()
-		require.NoError(t, err, "after", got)
-		got += chunk.Choices[0].Delta.Content
-	}
-	send(t, g.pieces, "Yes, it is.")
-	close(g.pieces)
-	rest, err := streamed(t, stream)
-	assert.Truef(t, err == nil && rest == "\n\nYes, it is.", "then: %q, %v", rest, err)
-}
-
-func TestTwoTurnsAtOnceShowAFlowsWordsOnce(t *testing.T) {
-	t.Parallel()
-	p := announcing(t)
-	p.answerTo(t, "t", "hello")
-	p.announce(t, "Approved.")
-	answers := make(chan string, 2)
-	for _, words := range []string{"one", "two"} {
-		go func() { answers <- p.answerTo(t, "t", words) }()
-	}
-	got := testkit.Receive(t, answers) + "|" + testkit.Receive(t, answers)
-	assert.Equal(t, 1, strings.Count(got, "Approved."), "the answers", got)
-}
-
-func TestAResponseBeginsWithWhatFlowsSaid(t *testing.T) {
-	t.Parallel()
-	p := announcing(t)
-	p.answerTo(t, "t", "hello")
-	p.announce(t, "Approved.")
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+"/v1/responses",
-		strings.NewReader(`{"model":"nora","input":"any news?"}`))
-	require.NoError(t, err)
-	r.Header.Set("Authorization", "Bearer site")
-	_, body := do(t, r, inThread("t"))
-	assert.Truef(t, strings.Contains(body, `Approved.\n\nI am the model.`), "response: %s", body)
-}
-
-func TestAFlowsWordsWaitForAnAnswerInWords(t *testing.T) {
-	t.Parallel()
-	p := announcing(t)
-	p.answerTo(t, "t", "hello")
-	p.announce(t, "Approved.")
-	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text(`{"ok":true}`) })
-	body := `{"model":"nora","messages":[{"role":"user","content":"as JSON"}],"response_format":{"type":"json_object"}}`
-	_, got := p.post(t, body, inThread("t")...)
-	var answer openai.ChatCompletionResponse
-	err := json.Unmarshal([]byte(got), &answer)
-	assert.Truef(t, err == nil && answer.Choices[0].Message.Content == `{"ok":true}`, "answer in a form: %s, %v", got, err)
-	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
-	assert.Equal(t, "Approved.\n\nYes.", p.answerTo(t, "t", "in words"))
-}
-
-// A failed turn has no answer. The next answer has the flow's messages.
-func TestAFailedTurnLeavesAFlowsWordsToTheNext(t *testing.T) {
-	t.Parallel()
-	p := announcing(t)
-	p.answerTo(t, "t", "hello")
-	p.announce(t, "Approved.")
-	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
-		return modeltest.Status(http.StatusBadRequest, 0)
-	})
-	r, body := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`, inThread("t")...)
-	require.Truef(t, r.StatusCode != http.StatusOK, "the turn did not fail: %s", body)
-	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
-	assert.Equal(t, "Approved.\n\nYes.", p.answerTo(t, "t", "any news?"))
-}
-
-func TestAnAnswerOfAFlowBeginsWithWhatWasSaidSinceTheModels(t *testing.T) {
-	t.Parallel()
-	p := conversing(t, func(_ context.Context, say func(string), hear func() string) {
-		say("Send me your name.")
-		say("Hello, " + hear() + ".")
-	})
-	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("I am the model.") })
-	_, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"})
-	require.NoError(t, err)
-	p.answerTo(t, "t", "hello")
-	p.talks(t)
-	assert.Equal(t, "Send me your name.\n\nHello, Ada.", p.answerTo(t, "t", "Ada"))
-}
-
 // A turn in the process of its request uses the skills that the request read.
-func TestASkillDisabledBetweenRequestAndTurnIsNotCalled(t *testing.T) {
+func TestSkillDisabledBetweenRequestAndTurnIsNotCalled(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("opening", `{}`), modeltest.Text("I cannot tell."))
 	pgtest.Exec(t, w.pool, `
@@ -667,7 +404,7 @@ func (n *transactionCount) end(conn *pgx.Conn) {
 	}
 }
 
-func TestAFirstTurnMakesFewTransactions(t *testing.T) {
+func TestFirstTurnMakesFewTransactions(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })

@@ -17,38 +17,53 @@ type span struct {
 }
 
 // queueUnseen queues the search for the messages of flows since the last answer. It runs under the lock of lockThread,
-// so one turn shows them. A failed, cancelled or refused turn has shown nothing. A formatted answer shows none, and a
-// running relay shows its own; known is false then, and when the thread has no earlier message.
+// so one turn shows them. One answer shows at most relayBatch of them; the next answer shows the rest. A formatted
+// answer shows none. A running relay shows its own: known is false then, and when the thread has no earlier message.
 func (c *Chat) queueUnseen(b *pgx.Batch, a *UserMessage, s *span, known *bool) {
 	if a.nameGenerated && a.Join == "" {
 		return
 	}
 	b.Queue(`
-		with asked as (
-		  select m.seq, m.execution_id from agent_messages m
-		   where m.thread_id = @thread and m.role = 'user' and m.seq is not null order by m.seq desc limit @turns),
-		shown as (
-		  select a.seq as own, coalesce(e.flow = @relay and e.completed_at is null, false) as relaying,
-		         case when e.flow = @relay and e.status = 'completed' then nullif((e.result ->> 'seq')::bigint, 0)
-		              when e.flow = @flow and (e.completed_at is null and not @interrupt or e.status = 'completed'
-		                   and not coalesce((e.result ->> 'refused')::boolean or (e.result ->> 'formatError')::boolean,
-		                                    false))
-		                then coalesce((e.input #>> '{unseen,through}')::bigint, (e.result ->> 'seq')::bigint)
-		              when e.flow = any(@own) and e.completed_at is not null or e.flow = @flow
-		                then (e.input #>> '{unseen,after}')::bigint end as through
-		    from asked a left join agent_executions e on e.id = a.execution_id),
+		with asked as (                                      -- the latest messages of the visitor
+		  select m.seq, m.execution_id
+		    from agent_messages m
+		   where m.thread_id = @thread and m.role = 'user' and m.seq is not null
+		   order by m.seq desc
+		   limit @turns),
+		shown as (                                           -- the last place that the answer to each has shown
+		  select a.seq as own,
+		         coalesce(e.flow = @relay and e.completed_at is null, false) as relaying,
+		         case
+		           when e.flow = @relay and e.status = 'completed'
+		             then nullif((e.result ->> 'seq')::bigint, 0)
+		           -- An active turn will show its span, unless this message interrupts it.
+		           when e.flow = @flow and (e.completed_at is null and not @interrupt
+		                                    or e.status = 'completed'
+		                                       and not coalesce((e.result ->> 'refused')::boolean
+		                                                        or (e.result ->> 'formatError')::boolean, false))
+		             then coalesce((e.input #>> '{unseen,through}')::bigint, (e.result ->> 'seq')::bigint)
+		           -- A failed, cancelled, interrupted or refused turn has shown nothing.
+		           when e.flow = any(@own) and e.completed_at is not null or e.flow = @flow
+		             then (e.input #>> '{unseen,after}')::bigint
+		         end as through
+		    from asked a
+		    left join agent_executions e on e.id = a.execution_id),
 		since as (
-		  select greatest(coalesce(max(coalesce(s.through, s.own)), 0), @seen::bigint) as seq, count(*) > 0 as known,
+		  select greatest(coalesce(max(coalesce(s.through, s.own)), 0), @seen::bigint) as seq,
+		         count(*) > 0 as known,
 		         coalesce(bool_or(s.relaying), false) as relaying
 		    from shown s)
 		select s.seq, s.known, s.relaying, coalesce((
 		         select max(w.seq) from (
-		           select m.seq from agent_messages m
+		           select m.seq
+		             from agent_messages m
 		            where m.thread_id = @thread and m.seq > s.seq and m.role = 'assistant' and m.channel = 'chat'
-		              and case when m.execution_id is null then s.seq > 0
-		                       else exists (select from agent_executions e where e.id = m.execution_id
-		                         and e.flow <> all(@own)) end
-		            order by m.seq limit @most) w), s.seq)
+		              and case
+		                    when m.execution_id is null then s.seq > 0 -- not the greeting or an imported history
+		                    else exists (select from agent_executions e where e.id = m.execution_id and e.flow <> all(@own))
+		                  end
+		            order by m.seq
+		            limit @most) w), s.seq)
 		  from since s`, postgres.Strict{
 		"thread": a.thread, "turns": unseenTurnLimit, "relay": RelayFlow, "flow": Flow, "own": ownFlows(), "seen": a.Seen,
 		"interrupt": c.DoubleTexting == Interrupt, "most": relayBatch,
@@ -72,10 +87,15 @@ func (c *Chat) flowText(ctx context.Context, db postgres.DB, in input) (string, 
 		return "", nil
 	}
 	rows, err := db.Query(ctx, `
-		select m.content from agent_messages m
-		 where m.thread_id = @thread and m.seq > @after and m.seq <= @through and m.role = 'assistant' and m.channel = 'chat'
-		   and case when m.execution_id is null then @after::bigint > 0
-		            else exists (select from agent_executions e where e.id = m.execution_id and e.flow <> all(@own)) end
+		select m.content
+		  from agent_messages m
+		 where m.thread_id = @thread
+		   and m.seq > @after and m.seq <= @through
+		   and m.role = 'assistant' and m.channel = 'chat'
+		   and case
+		         when m.execution_id is null then @after::bigint > 0
+		         else exists (select from agent_executions e where e.id = m.execution_id and e.flow <> all(@own))
+		       end
 		 order by m.seq`, postgres.Strict{
 		"thread": in.Thread, "after": in.Unseen.After, "through": in.Unseen.Through, "own": ownFlows(),
 	})

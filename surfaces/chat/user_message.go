@@ -42,9 +42,9 @@ type UserMessage struct {
 	response      *responseEcho     // of a request to /v1/responses
 	form          *reason.Form      // the format of the answer; nil for text
 	formParam     string            // the parameter that names the format
-	unseen        *span             // the flows' messages that the answer shows first
+	unseen        *span             // the flows' messages that the answer shows first; nil before insert
 	requiredLast  string            // the execution that must be the thread's last; "": any
-	retry         *retry            // recognises a retry; nil when the request is none
+	retry         *retry            // recognises an equal earlier request; nil: the message has none
 	hold          *admission.Hold   // admits the turn; nil for a message without HTTP
 }
 

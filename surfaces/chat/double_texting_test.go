@@ -1,0 +1,121 @@
+package chat_test
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+)
+
+func TestDoubleTextingRejected(t *testing.T) {
+	t.Parallel()
+	g, reply := gated()
+	w := newWorld(t, reply, modeltest.Text("Second."))
+	p := w.process(t, func(c *chat.Chat) { c.DoubleTexting = chat.Reject })
+	var group errgroup.Group
+	group.Go(func() error {
+		_, err := p.client(inThread("d")...).CreateChatCompletion(t.Context(), says("one"))
+		return err
+	})
+	testkit.Receive(t, g.asked)
+	r, body := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"two"}]}`, inThread("d")...)
+	got := failureOf(t, body)
+	assert.Truef(t, r.StatusCode == http.StatusConflict && got.Code == "thread_busy" &&
+		r.Header.Get("X-Should-Retry") == "false", "answer %d %s", r.StatusCode, body)
+	send(t, g.pieces, "First.")
+	close(g.pieces)
+	require.NoError(t, group.Wait())
+	// No turn is in progress after the answer.
+	assert.Equal(t, "Second.", p.answerTo(t, "d", "three"))
+	want := []string{"user: one", "assistant: First.", "user: three", "assistant: Second."}
+	assert.NoDiff(t, want, w.transcript(t, "d"))
+}
+
+func TestDoubleTextingInterrupts(t *testing.T) {
+	t.Parallel()
+	for name, elsewhere := range map[string]bool{"in one process": false, "by another process": true} {
+		t.Run(name, func(t *testing.T) {
+			g, reply := gated()
+			w := newWorld(t, reply, modeltest.Text("Then tea."))
+			interrupt := func(c *chat.Chat) { c.DoubleTexting = chat.Interrupt }
+			p := w.process(t, interrupt)
+			other := p
+			if elsewhere {
+				other = w.process(t, interrupt)
+			}
+			stream, err := p.client(inThread("i")...).CreateChatCompletionStream(t.Context(), says("coffee"))
+			require.NoError(t, err)
+			testkit.Receive(t, g.asked)
+			send(t, g.pieces, "Coffee is")
+			for text := ""; text == ""; {
+				chunk, err := stream.Recv()
+				require.NoError(t, err)
+				text = chunk.Choices[0].Delta.Content
+			}
+			kept := "Coffee is"
+			if elsewhere { // the text in another process may be a second old
+				send(t, g.pieces, " a drink")
+				pgtest.Eventually(t, func() bool {
+					select {
+					case g.pieces <- ".":
+					case <-time.After(100 * time.Millisecond):
+					}
+					return pgtest.Value[int](t, w.pool, `select count(*) from agent_message_drafts`) == 1
+				}, "the text so far is stored")
+				kept = pgtest.Value[string](t, w.pool, `select content from agent_message_drafts`)
+			}
+			assert.Equal(t, "Then tea.", other.answerTo(t, "i", "tea, rather"))
+			_, err = streamed(t, stream)
+			var failure *openai.APIError
+			assert.Truef(t, errors.As(err, &failure) && failure.Code == "interrupted",
+				"the interrupted stream ends with %v", err)
+			messages := heard(w.model.Requests()[1])
+			assert.Truef(t, len(messages) == 3 && strings.HasPrefix(messages[1], "assistant: "+kept) &&
+				strings.HasSuffix(messages[1], "\n[interrupted]") && messages[2] == "user: tea, rather",
+				"the model heard %q, want the partial answer %q", messages, kept)
+			pgtest.Equal(t, w.pool, "cancelled completed", `select string_agg(status, ' ' order by created_at) from agent_executions`)
+		})
+	}
+}
+
+// A locked turn is cancelled when the locking transaction ends. The next message keeps the text that it had streamed.
+func TestInterruptingKeepsWhatLockedTurnHasSaid(t *testing.T) {
+	t.Parallel()
+	g, reply := gated()
+	w := newWorld(t, reply, modeltest.Text("Then tea."))
+	p := w.process(t, func(c *chat.Chat) { c.DoubleTexting = chat.Interrupt })
+	stream, err := p.client(inThread("i")...).CreateChatCompletionStream(t.Context(), says("coffee"))
+	require.NoError(t, err)
+	testkit.Receive(t, g.asked)
+	send(t, g.pieces, "Coffee is")
+	for text := ""; text == ""; {
+		chunk, err := stream.Recv()
+		require.NoError(t, err)
+		text = chunk.Choices[0].Delta.Content
+	}
+	tx, err := w.pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	_, err = tx.Exec(t.Context(), `select from agent_executions for no key update`)
+	require.NoError(t, err)
+	answer := make(chan string, 1)
+	go func() { answer <- p.answerTo(t, "i", "tea, rather") }()
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_messages where interrupted and content like 'Coffee is%'`)
+	require.NoError(t, tx.Rollback(t.Context()))
+	assert.Equal(t, "Then tea.", testkit.Receive(t, answer))
+	assert.Equal(t, "cancelled completed", pgtest.Value[string](t, w.pool,
+		`select string_agg(status, ' ' order by created_at) from agent_executions`))
+	_ = stream.Close()
+}
