@@ -49,7 +49,7 @@ func (s *eventStream) sendEvent(e Event) {
 	if data == nil {
 		data = struct{}{}
 	}
-	if err := encoder.Encode(data); err != nil { // all data is valid JSON, so this does not happen
+	if err := encoder.Encode(data); err != nil { // only invalid JSON in a RawMessage fails, and newToolCall makes it valid
 		text.Reset()
 		fmt.Fprintf(&text, "%q\n", err.Error())
 	}

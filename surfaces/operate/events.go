@@ -59,7 +59,7 @@ type Done struct {
 	SessionID   string         `json:"session_id"`
 	Ended       string         `json:"ended"`
 	Text        string         `json:"text"`
-	Until       time.Time      `json:"until,omitzero"` // when the limit that ended it begins anew
+	Until       time.Time      `json:"until,omitzero"` // when the limit that ended the turn resets
 	Usage       activity.Usage `json:"usage"`
 	CostUSD     float64        `json:"cost_usd"`
 }
@@ -99,8 +99,8 @@ func newApproval(a approvals.Approval) Approval {
 	return Approval{ID: a.ID, Skill: a.SkillName, Arguments: a.Arguments, ExpiresAt: a.ExpiresAt.UTC()}
 }
 
-// listener receives the events of a turn. It outlives a park: each run of the execution in this process reports here,
-// and the runs in others are read from the database.
+// listener receives the events of a turn, across all runs of its execution. Runs in this process report here. The
+// events of runs in other processes come from the database.
 type listener struct {
 	session       *Session
 	emit          func(Event)                // one at a time
@@ -117,6 +117,7 @@ type listener struct {
 	stopFuncs       []func(error)
 }
 
+// send emits an event once: an approval, or a call that its approval denied, may come from both sources.
 func (l *listener) send(e Event) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

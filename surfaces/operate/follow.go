@@ -98,8 +98,8 @@ func (o *Operate) checkMessage(message string) error {
 	return nil
 }
 
-// insertTurn inserts message and turn in one transaction, claimed by this process. It ignores an interrupt, which
-// would leave an unknown row.
+// insertTurn inserts message and turn in one transaction, claimed by this process. It ignores the end of ctx: a commit
+// without a confirmation would leave a turn that nobody follows.
 func (s *Session) insertTurn(ctx context.Context, message, key string) (claimed executions.Execution, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
 	defer cancel()
@@ -298,6 +298,7 @@ func (s *Session) follow(
 }
 
 // sendRemoteEvents sends the events of a turn's runs in other processes. Their answer comes with the end of the turn.
+// It reads the newest activity.MaxLimit activities: older ones of a longer turn are not sent if no poll has seen them.
 func (o *Operate) sendRemoteEvents(ctx context.Context, x executions.Execution, l *listener) error {
 	if l.isLocalClaim(x.Claim) {
 		return nil
@@ -333,7 +334,8 @@ func (o *Operate) sendRemoteEvents(ctx context.Context, x executions.Execution, 
 	return nil
 }
 
-// sendRow sends the news of an activity of another process. A text without calls is the answer, which follows.
+// sendRow sends an activity of another process if its status has changed. A text of the model without calls is the
+// answer, which followTurn sends.
 func (l *listener) sendRow(row activity.Row) {
 	before, known := l.statuses[row.ID]
 	l.statuses[row.ID] = row.Status
@@ -370,7 +372,8 @@ func (o *Operate) readExecution(ctx context.Context, id string) (executions.Exec
 	}
 }
 
-// advance does what this process can do for the turn, and returns the pause before the next poll.
+// advance claims a ready turn or child, or lends the lane to the process that resumed the turn. It returns the pause
+// before the next poll.
 func (s *Session) advance(ctx context.Context, x executions.Execution) (time.Duration, error) {
 	runCtx := context.WithoutCancel(ctx)
 	kind, key := postgres.Deref(x.WaitingFor), postgres.Deref(x.WaitingKey)

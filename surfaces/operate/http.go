@@ -42,7 +42,7 @@ type Answer struct {
 	Approvals []Approval `json:"approvals"`
 }
 
-// Add collects an event.
+// Add collects the end of a tool call, or an approval. Other events do not belong to the answer.
 func (a *Answer) Add(e Event) {
 	switch data := e.Data.(type) {
 	case ToolCall:
@@ -54,7 +54,8 @@ func (a *Answer) Add(e Event) {
 	}
 }
 
-// errAnswered detaches a request whose client already has its response.
+// errAnswered is the cause that ends a JSON request at its first pending approval: the response is final then, and the
+// turn continues to wait.
 var errAnswered = errors.New("the request was answered")
 
 // Handler serves POST /v1/operate: server-sent events, or one document for Accept: application/json. It does not
@@ -95,7 +96,8 @@ func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error)
 		return body, problem.New(http.StatusUnsupportedMediaType, "send the body as application/json, not %.60q",
 			r.Header.Get("Content-Type"))
 	}
-	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, int64(6*o.MaxMessage)+4096)) // a byte is at most \u0000
+	// JSON may encode each byte of the message with six, such as \u0000. The other fields have 4096 bytes.
+	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, int64(6*o.MaxMessage)+4096))
 	if err == nil {
 		err = decode(raw, &body)
 	}
@@ -216,8 +218,8 @@ func (o *Operate) respondStream(w http.ResponseWriter, r *http.Request, s *Sessi
 	}
 }
 
-// keyHeader makes a request run once. Package api rejects a repeated request until the first process is dead. The
-// turn continues meanwhile, so its execution carries a key of its own.
+// keyHeader makes a request run once. Package api rejects a repeated request only while the first process lives. Its
+// turn may outlive that process, so the execution of the turn has a dedupe key of its own.
 const keyHeader = "Idempotency-Key"
 
 // turnKey derives the dedupe key of a turn; empty without an Idempotency-Key.

@@ -83,7 +83,7 @@ func TestEventsOverHTTP(t *testing.T) {
 }
 
 // A client told that the database is unreachable would look for the cause in the wrong place.
-func TestALockedTableIsCalledLocked(t *testing.T) {
+func TestLockedTableIsCalledLocked(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t)
 	p := w.process(t, false)

@@ -39,7 +39,7 @@ func TestAdvanceOfLeftTurn(t *testing.T) {
 }
 
 // Two executions of external workers may wait for each other.
-func TestWaitsInACircleAreNoApproval(t *testing.T) {
+func TestWaitsInCircleAreNoApproval(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	engine, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})

@@ -103,7 +103,7 @@ func (s *Session) releaseLane(ctx context.Context) error {
 	err := lease.Release(ctx)
 	cancel(context.Canceled)
 	if errors.Is(err, lanes.ErrLost) {
-		return nil // nothing to give back
+		return nil // another holder has the lane already
 	}
 	return err
 }

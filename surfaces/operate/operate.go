@@ -17,8 +17,8 @@
 //     waiting.
 //   - A session has one agent: the default agent, or the agent that the session named first (package agents).
 //   - A second admin gets the holder's name, and can queue for the lane or watch (Watch).
-//   - Events contain no secrets of tool calls. Events show the arguments of a pending approval exactly, because the
-//     admin approves those arguments.
+//   - Events redact arguments and results of tool calls (package redact), and show at most 16 KiB of each. Events show
+//     the arguments of a pending approval exactly, because the admin approves those arguments.
 package operate
 
 import (
@@ -60,7 +60,7 @@ type Options struct {
 	Keeper *lanes.Keeper
 	Loop   *reason.Loop
 	Logger *slog.Logger // nil for none
-	Agent  string       // who acts where the Loop knows no agents; default "agent"
+	Agent  string       // the acting agent if the Loop knows no agents; default "agent"
 	// Tools extend the skills, for example by delegation.
 	Tools []reason.Tool
 	// Idle is how long a session holds the lane after its last turn; default 5 minutes.

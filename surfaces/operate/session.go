@@ -30,11 +30,11 @@ const slotPollInterval = 5 * time.Millisecond
 type Session struct {
 	o    *Operate
 	id   string
-	slot chan struct{} // has a token while a turn is taken or the lane is being freed
-	wake chan struct{} // has room for one; a token starts the next poll at once
+	slot chan struct{} // full while a turn runs or the lane is released
+	wake chan struct{} // has room for one value, which starts the next poll at once
 
 	mu             sync.Mutex
-	agent          string // named by the admin; empty: the thread's, or the default one
+	agent          string // named by the admin; empty: the agent of the thread, or the default agent
 	keepLane       bool   // hold the lane between turns
 	lease          *lanes.Lease
 	cancelLease    context.CancelCauseFunc // of the lease's context

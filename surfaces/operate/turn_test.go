@@ -376,7 +376,7 @@ func TestLongSessionIsSummarized(t *testing.T) {
 	assert.Truef(t, through >= 20, "the summary reaches to %d", through)
 }
 
-func TestASessionHasOneAgent(t *testing.T) {
+func TestSessionHasOneAgent(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
 	p := w.process(t, true)

@@ -96,7 +96,7 @@ func (w *watcher) poll(ctx context.Context) error {
 			return err
 		}
 		if len(turns) == 0 {
-			w.openTraces[id] = false // what was done under it is no turn
+			w.openTraces[id] = false // its activities belong to no turn
 		}
 		for _, x := range turns {
 			if err := w.reportTurn(ctx, x, first); err != nil {
@@ -127,7 +127,7 @@ func (w *watcher) activeTraces(ctx context.Context) ([]string, error) {
 			ids = append(ids, row.TraceID)
 		}
 	}
-	slices.Sort(ids) // by the time they were made
+	slices.Sort(ids) // a trace id begins with its time
 	return ids, nil
 }
 
@@ -154,8 +154,8 @@ func (w *watcher) reportTurn(ctx context.Context, x executions.Execution, first 
 	return nil
 }
 
-// reportActivities reports a turn's new activities. It reads them after the turn's row, so an ended turn has all of
-// them.
+// reportActivities reports a turn's new activities. It reads them after the turn's row, so an ended turn has no later
+// ones. It reads the newest activity.MaxLimit: older ones that no poll has seen are not reported.
 func (w *watcher) reportActivities(ctx context.Context, x executions.Execution) error {
 	rows, _, err := activity.Recent(ctx, w.o.Pool, activity.Filter{
 		TraceID: x.TraceID, Kinds: []activity.Kind{activity.KindCall, activity.KindModel}, Limit: activity.MaxLimit,
