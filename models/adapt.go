@@ -35,7 +35,8 @@ func adaptHistory(messages []Message, d dialect, known ModelInfo) []Message {
 }
 
 // foldSystem returns a history with one system message, at the front. It appends a later system text to the preceding
-// tool result, or to a user message.
+// message, or makes it a user message after an answer of the model. Consecutive user messages become one, because these
+// servers demand alternating roles.
 func foldSystem(messages []Message) []Message {
 	var out []Message
 	for _, m := range messages {
@@ -82,7 +83,7 @@ func needsFolding(messages []Message) bool {
 	return false
 }
 
-// withoutImages replaces images with words.
+// withoutImages replaces each image with the text imageLeftOut.
 func withoutImages(messages []Message) []Message {
 	out := slices.Clone(messages)
 	for i, m := range out {

@@ -20,16 +20,16 @@ type answer struct {
 
 // assembler assembles an answer in one protocol.
 type assembler interface {
-	add(raw []byte) (text string, err error)
-	rest() string
-	ended(saidDone bool) bool
-	empty() bool
-	size() int
-	beyond(maxTokens int) bool
-	cutAt(why FinishReason)
-	misses(more bool)
-	known() (u Usage, cut bool)
-	answer(req Request, origin string) answer
+	add(raw []byte) (text string, err error)  // adds a chunk and returns its text
+	flush() string                            // returns the text that was held back
+	complete(sawDone bool) bool               // reports whether the server has completed the answer
+	empty() bool                              // reports whether the answer has no content
+	size() int                                // bytes of content
+	overLimit(maxTokens int) bool             // reports whether the answer clearly exceeds its limit
+	truncate(reason FinishReason)             // ends the answer here
+	setUsagePending(pending bool)             // pending: the server may have had more to send, such as usage
+	usageSoFar() (used Usage, pending bool)   // the reported usage
+	answer(req Request, origin string) answer // returns the assembled answer
 }
 
 // assembly assembles an answer of chat completions. Its zero value is ready.
@@ -37,14 +37,14 @@ type assembly struct {
 	text      strings.Builder
 	reasoning strings.Builder
 	refusal   strings.Builder
-	calls     calls
+	calls     callAssembler
 	thinker   reasoningSplitter
 	thoughtAs string // the field that held the reasoning
 	opaque    opaqueFields
 	finish    FinishReason
 	model     string
 	usage     Usage
-	cut       bool // the server may have had more to send, such as usage
+	pending   bool // the server may have had more to send, such as usage
 }
 
 // add handles a chunk and returns its text. The error is an *Error if the server sent one.
@@ -117,30 +117,23 @@ func (a *assembly) count(u *wireUsage) {
 	}
 }
 
-// ended reports whether the server completed the answer.
-func (a *assembly) ended(saidDone bool) bool { return a.finish != "" || saidDone }
+func (a *assembly) complete(sawDone bool) bool { return a.finish != "" || sawDone }
 
-// rest returns the held text.
-func (a *assembly) rest() string {
+func (a *assembly) flush() string {
 	text, thought := a.thinker.end()
 	a.text.WriteString(text)
 	a.reasoning.WriteString(thought)
 	return text
 }
 
-// cutAt ends a truncated answer.
-func (a *assembly) cutAt(why FinishReason) { a.finish, a.cut = why, true }
+func (a *assembly) truncate(reason FinishReason) { a.finish, a.pending = reason, true }
 
-// misses records that the server may have had more to send.
-func (a *assembly) misses(more bool) { a.cut = more }
+func (a *assembly) setUsagePending(pending bool) { a.pending = pending }
 
-// known returns the usage, and whether it may be incomplete.
-func (a *assembly) known() (u Usage, cut bool) { return a.usage, a.cut }
+func (a *assembly) usageSoFar() (used Usage, pending bool) { return a.usage, a.pending }
 
-// empty reports whether the answer has no content.
 func (a *assembly) empty() bool { return a.text.Len()+a.refusal.Len()+len(a.calls.list) == 0 }
 
-// size returns the bytes of content.
 func (a *assembly) size() int {
 	n := a.text.Len() + a.reasoning.Len() + a.refusal.Len()
 	for _, call := range a.calls.list {
@@ -149,9 +142,10 @@ func (a *assembly) size() int {
 	return n
 }
 
-// beyond reports whether an answer clearly exceeds its limit: a token is about four bytes, and rarely more than eight.
-func (a *assembly) beyond(maxTokens int) bool { return exceedsLimit(a.size(), a.usage, maxTokens) }
+func (a *assembly) overLimit(maxTokens int) bool { return exceedsLimit(a.size(), a.usage, maxTokens) }
 
+// exceedsLimit reports whether an answer clearly exceeds its limit. A token is about four bytes, and rarely more than
+// eight. A server may count a few tokens differently.
 func exceedsLimit(size int, u Usage, maxTokens int) bool {
 	return maxTokens > 0 && (size > 8*maxTokens+512 || u.CompletionTokens > maxTokens+maxTokens/10+16)
 }
@@ -159,7 +153,7 @@ func exceedsLimit(size int, u Usage, maxTokens int) bool {
 // answer returns the assembled answer. It derives missing ids from the request.
 func (a *assembly) answer(req Request, origin string) answer {
 	finish := a.finish
-	called := a.calls.finished(req, origin, finish == FinishLength)
+	called := a.calls.finish(req, origin, finish == FinishLength)
 	if len(called) > 0 && finish != FinishLength && finish != FinishContentFilter {
 		finish = FinishToolCalls
 	}
@@ -189,7 +183,7 @@ type chunk struct {
 type part struct {
 	Content contentText `json:"content"`
 	Refusal string      `json:"refusal"`
-	Calls   []fragment  `json:"tool_calls"`
+	Calls   []callDelta `json:"tool_calls"`
 
 	reasoning   string
 	reasoningAs string // the field that held it

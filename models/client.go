@@ -5,8 +5,8 @@
 //
 // Guarantees:
 //
-//   - A response is complete: the server sent a finish reason or [DONE]. A stream without either is an error. No code
-//     acts on a partial response, so the client can repeat the whole request under the same Idempotency-Key.
+//   - A response is complete. A stream that ends without a finish reason or [DONE] is an error. Complete returns no
+//     partial response, so the client can repeat the whole request under the same Idempotency-Key.
 //   - Output is bounded. If it clearly exceeds [Request.MaxTokens], the client ends the response with the finish reason
 //     length, and drops a tool call whose arguments have not begun.
 //   - The client retries only transient failures: 429, 5xx, broken connections, and transient errors inside a stream.
@@ -20,7 +20,7 @@
 //     an attempt that it received, unless it rejected the attempt or reported usage. The client notifies the caller
 //     before the next attempt ([Request.BeforeRetry]) or at the end ([Response.Unknown]). A rejected attempt has status
 //     4xx (except 408), 501, 503 or 529.
-//   - Errors are *[Error] or wrap the context's error. No error and no log line contains the key.
+//   - Errors are *[Error] or wrap the context's error. Errors and log lines do not contain the key.
 //
 // Servers differ. If a server rejects a feature (stream_options, max_tokens, a second system message, the protocol),
 // the client drops or replaces it, one feature per rejection. The client remembers the rejected features of a model.
@@ -43,14 +43,14 @@ type Client struct {
 	mu       sync.Mutex
 	dialects map[string]dialect // rejected features, by model
 	density  float64            // see Density
-	reports  bool               // the server has reported usage
+	reports  bool               // the server has reported usage before
 }
 
 // Model returns the default model.
 func (c *Client) Model() string { return c.config.Model }
 
-// Priced reports whether the price table has the default model. A budget in
-// money has no effect on models without a price.
+// Priced reports whether the price table has the default model. A budget in money has no effect on models without a
+// price.
 func (c *Client) Priced() bool { return c.PricedModel(c.config.Model) }
 
 // PricedModel reports whether the price table has a model.

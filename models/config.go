@@ -31,13 +31,18 @@ type Config struct {
 	ReasoningEffort string
 	// API is the protocol; [APIAuto] when empty.
 	API API
-	// Headers and Query go into each request. The client treats their values as secrets.
+	// Headers and Query go into each request. The client redacts their values from errors, from four characters on.
 	Headers map[string]string
 	Query   url.Values
-	// Settings are the names of the caller's settings in errors of [New].
+	// Settings are the names of the caller's settings in errors.
 	Settings Settings
 	// Extra holds members to merge into the body of each request. A null removes a member.
 	Extra map[string]json.RawMessage
+}
+
+// suspectBaseURL adds the setting that explains an error of a server with another protocol.
+func (c Config) suspectBaseURL(err error) error {
+	return fmt.Errorf("%w: is %s the base URL of a server with OpenAI's protocol?", err, c.Settings.BaseURL)
 }
 
 // Settings are the names of the settings for a [Config]. Zero fields take the names of the chat model's settings.

@@ -22,11 +22,11 @@ func (c *Client) Embed(ctx context.Context, texts []string) ([][]float32, error)
 	}
 	attemptCtx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	link := newLink(c.config, "", string(body), cancel)
-	defer link.close()
-	_, err = c.openAIClient(link).CreateEmbeddings(attemptCtx, request)
-	if err == nil && link.failure == nil {
-		vectors, err := readEmbeddings(link.document, len(texts))
+	trip := newRoundTrip(c.config, "", string(body), cancel)
+	defer trip.close()
+	_, err = c.openAIClient(trip).CreateEmbeddings(attemptCtx, request)
+	if err == nil && trip.failure == nil {
+		vectors, err := readEmbeddings(trip.document, len(texts))
 		if err != nil {
 			return nil, (&Error{Message: err.Error(), cause: err}).scrubbed(c.config.secrets())
 		}
@@ -35,7 +35,7 @@ func (c *Client) Embed(ctx context.Context, texts []string) ([][]float32, error)
 	if ctx.Err() != nil {
 		return nil, contextError(ctx)
 	}
-	failure := link.explain(attemptCtx, err)
+	failure := trip.toError(attemptCtx, err)
 	if failure.operatorAdvice() != "" {
 		failure.Advice = "check AGENT_EMBEDDING_MODEL, AGENT_EMBEDDING_BASE_URL and AGENT_EMBEDDING_KEY"
 	}
@@ -56,10 +56,10 @@ func readEmbeddings(document []byte, texts int) ([][]float32, error) {
 	vectors := make([][]float32, texts)
 	for _, e := range answer.Data {
 		if e.Index < 0 || e.Index >= texts {
-			return nil, fmt.Errorf("the server sent an embedding of text %d, of %d texts", e.Index, texts)
+			return nil, fmt.Errorf("the server sent an embedding for index %d, of %d texts", e.Index, texts)
 		}
 		if vectors[e.Index] != nil || len(e.Embedding) == 0 {
-			return nil, fmt.Errorf("the server sent no embedding, or two, of text %d", e.Index)
+			return nil, fmt.Errorf("the server sent an empty or a second embedding for index %d", e.Index)
 		}
 		vectors[e.Index] = e.Embedding
 	}

@@ -67,7 +67,7 @@ func (e *Error) operatorAdvice() string {
 	return ""
 }
 
-// scrubbed redacts the key and texts that look like a key.
+// scrubbed redacts the secrets of the configuration and texts that look like a key.
 func (e *Error) scrubbed(secrets []string) *Error {
 	clean := *e
 	clean.Message = scrub(e.Message, secrets)
@@ -97,7 +97,7 @@ var looksSecret = regexp.MustCompile(`(?i)\b(?:sk|pk|key|gsk|xai)-[\w*.-]{6,}|\b
 
 func scrub(text string, secrets []string) string {
 	for _, key := range secrets {
-		if len(key) >= 4 {
+		if len(key) >= 4 { // a shorter value is a common part of other words
 			text = strings.ReplaceAll(text, key, "[secret]")
 		}
 	}
@@ -123,7 +123,7 @@ func streamError(chunk []byte) *Error {
 	if status, err := strconv.Atoi(e.Code); err == nil && status >= 400 && status < 600 {
 		e.Status = status
 	}
-	e.Message = cmp.Or(e.Message, "the server reported an error without words")
+	e.Message = cmp.Or(e.Message, "the server reported an error without a message")
 	switch e.Code {
 	case codeNoQuota, "invalid_request_error", "context_length_exceeded", "content_filter", "authentication_error",
 		"permission_error", "not_found_error", "model_not_found":

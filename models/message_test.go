@@ -143,6 +143,23 @@ func TestWrongNumberOfEmbeddingsIsError(t *testing.T) {
 	}
 }
 
+// The base URL of embeddings is another setting than that of the chat model.
+func TestWebPageErrorNamesSettingOfBaseURL(t *testing.T) {
+	t.Parallel()
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Write([]byte(`<html>`))
+	}))
+	defer server.Close()
+	client, err := models.New(models.Config{
+		BaseURL: server.URL, Model: "small", Settings: models.Settings{BaseURL: "AGENT_EMBEDDING_BASE_URL"},
+	})
+	require.NoError(t, err)
+	_, err = client.Embed(t.Context(), []string{"a"})
+	require.Error(t, err)
+	assert.Contains(t, err.Error(), "AGENT_EMBEDDING_BASE_URL")
+	assert.Truef(t, !strings.Contains(err.Error(), "OPENAI_BASE_URL"), "got %v", err)
+}
+
 func TestPriceOfLongestMatchingName(t *testing.T) {
 	t.Parallel()
 	prices := models.Prices{

@@ -154,7 +154,7 @@ func covers(name, model string) bool {
 	return ok && (rest == "" || isVersion(rest))
 }
 
-// isVersion reports whether a suffix is a date or a number of at least three digits.
+// isVersion reports whether a suffix, with its separator, is "latest", a date, or a number of at least three digits.
 func isVersion(rest string) bool {
 	if rest[0] != '-' && rest[0] != '@' {
 		return false

@@ -15,8 +15,8 @@ type Quote struct {
 }
 
 // Quote estimates a request's worst case without a tokenizer. It counts one token for two letters or blanks, one for
-// every other byte, and eight for each message and tool. Tokenizers rarely exceed that; ordinary prompts use about
-// half. A model without a price costs nothing. The same rule estimates missing usage.
+// every other byte, eight for each message and tool, and 1500 for each image. Tokenizers rarely exceed that; ordinary
+// prompts use about half. A model without a price costs nothing. The same rule estimates missing usage.
 func (c *Client) Quote(req Request) Quote {
 	req.Model = cmp.Or(req.Model, c.config.Model)
 	q := Quote{PromptTokens: mostTokensOf(req), AnswerTokens: req.MaxTokens}
@@ -39,14 +39,15 @@ const (
 	// ThinkingMaxTokens replaces DefaultMaxTokens for models whose hidden reasoning counts as output.
 	ThinkingMaxTokens = 16_384
 
-	bytesPerToken     = 4 // of English prose; other languages and code have fewer
-	longestWord       = 24
-	tokensPerMessage  = 4 // overhead of the chat format
-	reservePerMessage = 8
-	imageTokens       = 1500
+	bytesPerToken     = 4    // of English prose; other languages and code have fewer
+	longestWord       = 24   // letters; a longer run is base64 or the like, with a token per letter
+	tokensPerMessage  = 4    // overhead of the chat format
+	reservePerMessage = 8    // the same, in a worst case
+	imageTokens       = 1500 // of an image at high detail
 )
 
-// EstimateTokens estimates messages as a prompt: a token for four bytes, and four for each message.
+// EstimateTokens estimates messages as a prompt: a token for four bytes, four for each message, and 1500 for each
+// image.
 func EstimateTokens(messages []Message) int {
 	return estimatePrompt(Request{Messages: messages})
 }

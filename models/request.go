@@ -41,7 +41,8 @@ type Response struct {
 	Duration     time.Duration // including retries and waits
 	Attempts     int           // requests sent, including rejected dialects
 	// Unknown means that the server may bill the last attempt at an unknown amount. The attempt reached the server, which
-	// neither refused it nor reported usage. Usage is then an estimate, or empty beside an error.
+	// neither refused it nor reported usage. Usage is then an estimate, or empty beside an error. For a whole answer of a
+	// server that has never reported usage, Unknown is false: the estimate counts as its usage.
 	Unknown bool
 	// Sent is the request of the last attempt, see [Client.Prepared].
 	Sent Request

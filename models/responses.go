@@ -292,7 +292,7 @@ func (r *response) end(state responseObject) error {
 		}
 	case "failed", "cancelled":
 		if isNull(state.Error) {
-			return &Error{Message: "the server gave the answer up without words", Retryable: true}
+			return &Error{Message: "the server ended the answer as failed without an error", Retryable: true}
 		}
 		return streamError(fmt.Appendf(nil, `{"error":%s}`, state.Error))
 	default:
@@ -311,12 +311,12 @@ func (r *response) end(state responseObject) error {
 	return nil
 }
 
-// ended reports whether the server completed the answer. The end marker of chat completions does not count.
-func (r *response) ended(bool) bool { return r.over }
+// complete reports whether the server completed the answer. The end marker of chat completions does not count.
+func (r *response) complete(bool) bool { return r.over }
 
 func (r *response) empty() bool { return r.assembly.empty() && len(r.items) == 0 }
 
-func (r *response) beyond(maxTokens int) bool {
+func (r *response) overLimit(maxTokens int) bool {
 	return exceedsLimit(r.size()+r.argumentBytes, r.usage, maxTokens)
 }
 
@@ -354,22 +354,22 @@ func (r *response) answer(req Request, origin string) answer {
 		Reasoning: cmp.Or(reasoning, r.reasoning.String()),
 	}
 	cut := r.finish == FinishLength || r.finish == FinishContentFilter
-	nameless := false // a call lacks an id, so its result could not name the call
+	missingID := false // a call lacks an id, so its result could not name the call
 	for _, item := range r.items {
 		if item.Type != "function_call" {
 			continue
 		}
-		nameless = nameless || item.CallID == ""
-		var f fragment
+		missingID = missingID || item.CallID == ""
+		var f callDelta
 		f.ID, f.Function.Name, f.Function.Arguments = cmp.Or(item.CallID, item.ID), item.Name, arguments(item.Arguments)
 		r.calls.add(f)
 	}
-	m.ToolCalls = r.calls.finished(req, origin, r.finish == FinishLength)
+	m.ToolCalls = r.calls.finish(req, origin, r.finish == FinishLength)
 	finish := r.finish
 	if len(m.ToolCalls) > 0 && !cut {
 		finish = FinishToolCalls
 	}
-	if len(r.items) > 0 && !cut && !nameless { // the client cannot send a truncated item back
+	if len(r.items) > 0 && !cut && !missingID { // the client cannot send a truncated item back
 		m.Opaque = &Opaque{Origin: origin, Digest: m.digest()}
 		for _, item := range r.items {
 			m.Opaque.Items = append(m.Opaque.Items, item.raw)

@@ -94,8 +94,8 @@ func (r *run) try(ctx context.Context, api API, d dialect) (answer, *Error) {
 	if deadline, bounded := ctx.Deadline(); bounded && r.req.Fallback {
 		config.IdleTimeout = min(config.IdleTimeout, time.Until(deadline)/2)
 	}
-	link := newLink(config, r.req.IdempotencyKey, body, cancel)
-	defer link.close()
+	trip := newRoundTrip(config, r.req.IdempotencyKey, body, cancel)
+	defer trip.close()
 
 	var parts assembler = &assembly{}
 	if api == APIResponses {
@@ -105,18 +105,18 @@ func (r *run) try(ctx context.Context, api API, d dialect) (answer, *Error) {
 	if d.has(noStream) {
 		exchange = r.exchangeDocument
 	}
-	err = exchange(ctx, link, api, parts)
-	if err == nil && !parts.ended(false) && parts.empty() {
-		err = errNoAnswer
+	err = exchange(ctx, trip, api, parts)
+	if err == nil && !parts.complete(false) && parts.empty() {
+		err = config.suspectBaseURL(errNoAnswer)
 	}
 	if err != nil {
-		r.unknown = link.mayBeBilled(err)
-		return answer{}, link.explain(ctx, err)
+		r.unknown = trip.mayBeBilled(err)
+		return answer{}, trip.toError(ctx, err)
 	}
-	r.show(parts.rest())
-	used, cut := parts.known()
-	reports := r.client.reportsUsage(used != (Usage{}))
-	r.unknown = used == (Usage{}) && (reports || cut)
+	r.show(parts.flush())
+	used, pending := parts.usageSoFar()
+	reports := r.client.reportsUsage(used != (Usage{})) // without reports, the estimate is the usage
+	r.unknown = used == (Usage{}) && (reports || pending)
 	return parts.answer(r.req, r.client.origin(r.req.Model)), nil
 }
 
@@ -127,16 +127,16 @@ type receiver interface {
 }
 
 // open sends the request for a stream.
-func (r *run) open(ctx context.Context, link *link, api API) (receiver, error) {
+func (r *run) open(ctx context.Context, trip *roundTrip, api API) (receiver, error) {
 	if api == APIResponses {
-		return r.client.openAIClient(link).CreateResponseStream(ctx, openai.CreateResponseRequest{})
+		return r.client.openAIClient(trip).CreateResponseStream(ctx, openai.CreateResponseRequest{})
 	}
-	return r.client.openAIClient(link).CreateChatCompletionStream(ctx, openai.ChatCompletionRequest{})
+	return r.client.openAIClient(trip).CreateChatCompletionStream(ctx, openai.ChatCompletionRequest{})
 }
 
 // exchangeStream receives the answer in chunks.
-func (r *run) exchangeStream(ctx context.Context, link *link, api API, parts assembler) error {
-	stream, err := r.open(ctx, link, api)
+func (r *run) exchangeStream(ctx context.Context, trip *roundTrip, api API, parts assembler) error {
+	stream, err := r.open(ctx, trip, api)
 	if err != nil {
 		return err
 	}
@@ -149,15 +149,15 @@ func (r *run) exchangeStream(ctx context.Context, link *link, api API, parts ass
 		} else {
 			err = r.addChunk(parts, chunk)
 		}
-		switch complete := parts.ended(link.sawDone()); {
+		switch complete := parts.complete(trip.sawDone()); {
 		case err != nil && complete: // an error after the end loses only the usage
-			parts.misses(!link.sawDone() && !ended)
+			parts.setUsagePending(!trip.sawDone() && !ended)
 			return nil
 		case err != nil:
 			return err
 		case complete && api == APIResponses: // nothing follows, and some servers keep the connection open
 			return nil
-		case !complete && parts.beyond(r.req.MaxTokens):
+		case !complete && parts.overLimit(r.req.MaxTokens):
 			r.client.config.Logger.WarnContext(
 				ctx,
 				"model ignored its limit, answer cut",
@@ -165,24 +165,24 @@ func (r *run) exchangeStream(ctx context.Context, link *link, api API, parts ass
 				slog.Int("max_tokens", r.req.MaxTokens),
 				slog.Int("bytes", parts.size()),
 			)
-			parts.cutAt(FinishLength)
+			parts.truncate(FinishLength)
 			return nil
 		}
 	}
 }
 
 // exchangeDocument receives the answer as one document, from servers without streams.
-func (r *run) exchangeDocument(ctx context.Context, link *link, api API, parts assembler) error {
+func (r *run) exchangeDocument(ctx context.Context, trip *roundTrip, api API, parts assembler) error {
 	var err error
 	if api == APIResponses {
-		_, err = r.client.openAIClient(link).CreateResponse(ctx, openai.CreateResponseRequest{})
+		_, err = r.client.openAIClient(trip).CreateResponse(ctx, openai.CreateResponseRequest{})
 	} else {
-		_, err = r.client.openAIClient(link).CreateChatCompletion(ctx, openai.ChatCompletionRequest{})
+		_, err = r.client.openAIClient(trip).CreateChatCompletion(ctx, openai.ChatCompletionRequest{})
 	}
 	if err != nil {
 		return err
 	}
-	return r.addChunk(parts, link.document)
+	return r.addChunk(parts, trip.document)
 }
 
 // addChunk adds a chunk to the answer and passes its text to the viewer.

@@ -12,23 +12,24 @@ import (
 	"strings"
 )
 
-// calls assembles tool calls from fragments. Its zero value is ready.
-type calls struct {
-	list []*collected
+// callAssembler assembles tool calls from their deltas. Its zero value is ready.
+type callAssembler struct {
+	list []*partialCall
 }
 
-type collected struct {
+// partialCall is a call whose deltas are still arriving.
+type partialCall struct {
 	index     int // -1 if the server sends none
 	id, name  string
 	arguments strings.Builder
 	opaque    opaqueFields
 }
 
-// add continues the call of a fragment, or starts one.
-func (c *calls) add(f fragment) {
-	call := c.continued(f)
+// add adds a delta to its call, or starts a call.
+func (c *callAssembler) add(f callDelta) {
+	call := c.callOf(f)
 	if call == nil {
-		call = &collected{index: -1, id: f.ID, name: f.Function.Name}
+		call = &partialCall{index: -1, id: f.ID, name: f.Function.Name}
 		if f.Index != nil {
 			call.index = *f.Index
 		}
@@ -43,13 +44,13 @@ func (c *calls) add(f fragment) {
 	}
 }
 
-// continued returns the call that f continues; nil if f starts a call. The index decides; without an index, the id
-// decides. Without both, a name starts a call, and any other fragment belongs to the last call.
-func (c *calls) continued(f fragment) *collected {
+// callOf returns the call that f continues; nil if f starts a call. The index decides; without an index, the id
+// decides. Without both, a name starts a call, and any other callDelta belongs to the last call.
+func (c *callAssembler) callOf(f callDelta) *partialCall {
 	for _, call := range slices.Backward(c.list) {
 		switch {
 		case f.Index != nil && call.index == *f.Index:
-			if call.another(f) {
+			if call.startsNew(f) {
 				return nil
 			}
 			return call
@@ -63,9 +64,9 @@ func (c *calls) continued(f fragment) *collected {
 	return nil
 }
 
-// another reports whether f starts a new call under the same index. Servers that send whole calls may give each the
-// index 0. Others repeat the name in every fragment.
-func (call *collected) another(f fragment) bool {
+// startsNew reports whether f starts a new call under the same index. Servers that send whole calls may give each the
+// index 0. Others repeat the name in every callDelta.
+func (call *partialCall) startsNew(f callDelta) bool {
 	if f.Function.Name == "" || call.name == "" {
 		return false
 	}
@@ -75,13 +76,13 @@ func (call *collected) another(f fragment) bool {
 	return f.Function.Name != call.name || json.Valid([]byte(call.arguments.String()))
 }
 
-// finished returns the calls by index, or in their order without an index. Every call has a unique id. A hash of the
-// request and the position replaces a missing or repeated id, so equal answers have equal ids. finished drops a call
+// finish returns the calls by index, or in their order without an index. Every call has a unique id. A hash of the
+// request and the position replaces a missing or repeated id, so equal answers have equal ids. finish drops a call
 // without arguments from a truncated answer, because the cut lost them.
-func (c *calls) finished(req Request, origin string, cut bool) []ToolCall {
+func (c *callAssembler) finish(req Request, origin string, cut bool) []ToolCall {
 	var out []ToolCall
 	seen := map[string]bool{}
-	slices.SortStableFunc(c.list, func(a, b *collected) int { return cmp.Compare(a.index, b.index) })
+	slices.SortStableFunc(c.list, func(a, b *partialCall) int { return cmp.Compare(a.index, b.index) })
 	for place, call := range c.list {
 		if call.arguments.Len() == 0 && (cut || call.name == "") {
 			continue
@@ -116,8 +117,8 @@ func derivedID(req Request, place int, name string) string {
 	return "call_" + hex.EncodeToString(hash.Sum(nil))[:24]
 }
 
-// fragment is a tool call or a part of one.
-type fragment struct {
+// callDelta is a part of a tool call, or a whole call.
+type callDelta struct {
 	Index    *int   `json:"index"`
 	ID       string `json:"id"`
 	Function struct {
@@ -128,8 +129,8 @@ type fragment struct {
 	opaque map[string]json.RawMessage
 }
 
-func (f *fragment) UnmarshalJSON(raw []byte) error {
-	type plain fragment
+func (f *callDelta) UnmarshalJSON(raw []byte) error {
+	type plain callDelta
 	if err := json.Unmarshal(raw, (*plain)(f)); err != nil {
 		return err
 	}

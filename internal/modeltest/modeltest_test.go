@@ -67,7 +67,7 @@ func TestRepliesAreInOrder(t *testing.T) {
 		"requests = %+v", received)
 }
 
-func TestExhaustedScriptFailsTheTest(t *testing.T) {
+func TestExhaustedScriptFailsTest(t *testing.T) {
 	w := &recordingTB{TB: t}
 	server := modeltest.New(w)
 	status, _, body := post(t.Context(), t, server.URL(), `{"messages":[{"role":"user","content":"and now?"}]}`)
@@ -77,7 +77,7 @@ func TestExhaustedScriptFailsTheTest(t *testing.T) {
 	assert.Equal(t, 1, len(w.errors), w.errors)
 }
 
-func TestUndecodableRequestFailsTheTest(t *testing.T) {
+func TestUndecodableRequestFailsTest(t *testing.T) {
 	w := &recordingTB{TB: t}
 	server := modeltest.New(w)
 	status, _, _ := post(t.Context(), t, server.URL(), `{"messages":`)
@@ -97,7 +97,7 @@ func TestHandle(t *testing.T) {
 	}
 }
 
-func TestHangingReplyEndsWithTheTest(t *testing.T) {
+func TestHangingReplyEndsWithTest(t *testing.T) {
 	w := &recordingTB{TB: t}
 	server := modeltest.New(w, modeltest.Hang())
 	result := make(chan error, 1)

@@ -2,6 +2,7 @@ package modeltest
 
 import (
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"strconv"
 	"strings"
@@ -23,8 +24,8 @@ func badRequest(message string) (Reply, bool) {
 	return Refusal(http.StatusBadRequest, "invalid_request_error", "", message, 0), true
 }
 
-// with starts a server with a provider's rule.
-func with(tb testing.TB, rule func(Request) (Reply, bool), replies []Reply) *Server {
+// newServer starts a server with a provider's rule.
+func newServer(tb testing.TB, rule func(Request) (Reply, bool), replies []Reply) *Server {
 	tb.Helper()
 	s := New(tb, replies...)
 	s.refuse = rule
@@ -35,7 +36,7 @@ func with(tb testing.TB, rule func(Request) (Reply, bool), replies []Reply) *Ser
 // requests, undeclared strict schemas, and reasoning without its following item.
 func OpenAI(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
-	return with(tb, func(r Request) (Reply, bool) {
+	return newServer(tb, func(r Request) (Reply, bool) {
 		if r.Path == "/v1/chat/completions" {
 			if len(r.Tools) > 0 && r.ReasoningEffort != "none" && (strings.HasPrefix(r.Model, "gpt-5.6") ||
 				strings.HasPrefix(r.Model, "gpt-6")) {
@@ -77,7 +78,7 @@ func stateless(r Request) (Reply, bool) {
 // NoResponses has no route /v1/responses, like older servers.
 func NoResponses(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
-	return with(tb, func(r Request) (Reply, bool) {
+	return newServer(tb, func(r Request) (Reply, bool) {
 		return Raw(http.StatusNotFound, "text/plain", "404 page not found"), r.Path == "/v1/responses"
 	}, replies)
 }
@@ -96,7 +97,7 @@ func systemFirst(r Request, status int, message string) (Reply, bool) {
 // reasoning in the member reasoning.
 func QwenVLLM(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
-	s := with(tb, func(r Request) (Reply, bool) {
+	s := newServer(tb, func(r Request) (Reply, bool) {
 		return systemFirst(r, http.StatusBadRequest, "System message must be at the beginning.")
 	}, replies)
 	s.addMembers = func(_ call, r Reply) Reply { return r.with(`"reasoning": "Let me see."`, "") }
@@ -106,7 +107,7 @@ func QwenVLLM(tb testing.TB, replies ...Reply) *Server {
 // LlamaCpp is llama.cpp with a Qwen template: it refuses with status 500, and sends thoughts as a block in the text.
 func LlamaCpp(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
-	s := with(tb, func(r Request) (Reply, bool) {
+	s := newServer(tb, func(r Request) (Reply, bool) {
 		return systemFirst(r, http.StatusInternalServerError,
 			"Jinja Exception: System message must be at the beginning. (template)")
 	}, replies)
@@ -122,7 +123,7 @@ func LlamaCpp(tb testing.TB, replies ...Reply) *Server {
 // Mistral refuses the roles system and user after a tool's result.
 func Mistral(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
-	return with(tb, func(r Request) (Reply, bool) {
+	return newServer(tb, func(r Request) (Reply, bool) {
 		for i, m := range r.Messages {
 			if i > 0 && r.Messages[i-1].Role == openai.ChatMessageRoleTool &&
 				(m.Role == openai.ChatMessageRoleSystem || m.Role == openai.ChatMessageRoleUser) {
@@ -137,7 +138,7 @@ func Mistral(tb testing.TB, replies ...Reply) *Server {
 // ReasoningWanted refuses calls in the history without reasoning_content, empty or not, like Kimi and DeepSeek.
 func ReasoningWanted(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
-	return with(tb, func(r Request) (Reply, bool) {
+	return newServer(tb, func(r Request) (Reply, bool) {
 		var body struct {
 			Messages []map[string]json.RawMessage `json:"messages"`
 		}
@@ -156,7 +157,7 @@ func ReasoningWanted(tb testing.TB, replies ...Reply) *Server {
 // Gemini signs each first call and refuses a history without the signature, with an error in a list.
 func Gemini(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
-	s := with(tb, func(r Request) (Reply, bool) {
+	s := newServer(tb, func(r Request) (Reply, bool) {
 		var body struct {
 			Messages []struct {
 				Calls []map[string]json.RawMessage `json:"tool_calls"`
@@ -192,7 +193,7 @@ func geminiError(message string) (Reply, bool) {
 // OpenRouter sends reasoning_details in pieces and requires them whole.
 func OpenRouter(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
-	s := with(tb, func(r Request) (Reply, bool) {
+	s := newServer(tb, func(r Request) (Reply, bool) {
 		var body struct {
 			Messages []map[string]json.RawMessage `json:"messages"`
 		}
@@ -225,7 +226,7 @@ func OpenRouter(tb testing.TB, replies ...Reply) *Server {
 // AzureClassic requires the header api-key and ?api-version, and starts each stream with a chunk without choices.
 func AzureClassic(tb testing.TB, replies ...Reply) *Server {
 	tb.Helper()
-	s := with(tb, func(r Request) (Reply, bool) {
+	s := newServer(tb, func(r Request) (Reply, bool) {
 		if r.Header.Get("api-key") == "" || r.Header.Get("Authorization") != "" {
 			return Refusal(http.StatusUnauthorized, "invalid_request_error", "401", "Access denied", 0), true
 		}
@@ -254,10 +255,8 @@ func (r Reply) streamWithMembers(c call, a chatwire.Answer) error {
 	c.w.Header().Set("Content-Type", "text/event-stream")
 	var out strings.Builder
 	chunk := func(delta, finish string) {
-		out.WriteString(
-			`data: {"id":` + jsonText(a.ID) + `,"object":"chat.completion.chunk","model":` + jsonText(a.Model) +
-				`,"choices":[{"index":0,"delta":{` + delta + `},"finish_reason":` + finish + "}]}\n\n",
-		)
+		fmt.Fprintf(&out, `data: {"id":%s,"object":"chat.completion.chunk","model":%s,`+
+			`"choices":[{"index":0,"delta":{%s},"finish_reason":%s}]}`+"\n\n", jsonText(a.ID), jsonText(a.Model), delta, finish)
 	}
 	if r.before != "" {
 		out.WriteString("data: " + r.before + "\n\n")
@@ -276,19 +275,8 @@ func (r Reply) streamWithMembers(c call, a chatwire.Answer) error {
 		if i == 0 && r.callMembers != "" {
 			members = "," + r.callMembers
 		}
-		chunk(
-			`"tool_calls":[{"index":`+strconv.Itoa(
-				i,
-			)+`,"id":`+jsonText(
-				made.ID,
-			)+`,"type":"function","function":{"name":`+
-				jsonText(
-					made.Function.Name,
-				)+`,"arguments":`+jsonText(
-				made.Function.Arguments,
-			)+`}`+members+`}]`,
-			"null",
-		)
+		chunk(fmt.Sprintf(`"tool_calls":[{"index":%d,"id":%s,"type":"function","function":{"name":%s,"arguments":%s}%s}]`,
+			i, jsonText(made.ID), jsonText(made.Function.Name), jsonText(made.Function.Arguments), members), "null")
 	}
 	chunk("", jsonText(string(a.Finish)))
 	if a.Usage != nil && c.wantsUsage() {

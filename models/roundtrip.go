@@ -18,10 +18,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// link is the connection of one attempt, between go-openai and the network. It replaces the body, because go-openai
+// roundTrip is the exchange of one attempt, between go-openai and the network. It replaces the body, because go-openai
 // lacks some fields, and sets headers. It reads refusals with all headers and filters event streams. It accepts a whole
 // document instead of a stream, and enforces the idle timeout.
-type link struct {
+type roundTrip struct {
 	config      Config
 	key         string // idempotency key
 	requestBody string // the body that replaces go-openai's
@@ -34,9 +34,9 @@ type link struct {
 	document []byte     // set if the answer is whole
 }
 
-// newLink starts the idle timer, which calls cancel.
-func newLink(config Config, idempotencyKey, body string, cancel context.CancelCauseFunc) *link {
-	l := &link{config: config, key: idempotencyKey, requestBody: body}
+// newRoundTrip starts the idle timer, which calls cancel.
+func newRoundTrip(config Config, idempotencyKey, body string, cancel context.CancelCauseFunc) *roundTrip {
+	l := &roundTrip{config: config, key: idempotencyKey, requestBody: body}
 	l.idle = time.AfterFunc(config.IdleTimeout, func() {
 		cancel(&idleError{config.IdleTimeout})
 	})
@@ -44,7 +44,7 @@ func newLink(config Config, idempotencyKey, body string, cancel context.CancelCa
 }
 
 // close stops the timer and closes the body.
-func (l *link) close() {
+func (l *roundTrip) close() {
 	l.idle.Stop()
 	if l.body != nil {
 		l.body.Close() // all needed bytes were read
@@ -52,10 +52,10 @@ func (l *link) close() {
 }
 
 // sawDone reports whether the stream's end marker arrived.
-func (l *link) sawDone() bool { return l.lines != nil && l.lines.done }
+func (l *roundTrip) sawDone() bool { return l.lines != nil && l.lines.done }
 
 // Do sends a request of go-openai.
-func (l *link) Do(req *http.Request) (*http.Response, error) {
+func (l *roundTrip) Do(req *http.Request) (*http.Response, error) {
 	l.config.apply(req)
 	if l.key != "" {
 		// The name is not canonical: for the canonical name, net/http itself would repeat the request after a broken
@@ -76,13 +76,13 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 		return nil, err
 	}
 	l.body = resp.Body
-	body := bufio.NewReader(&idleReader{body: resp.Body, link: l})
+	body := bufio.NewReader(&idleReader{body: resp.Body, trip: l})
 	if resp.StatusCode < 200 || resp.StatusCode > 299 {
 		l.readRefusal(resp, body)
 		return replaced(resp, []byte("{}")), nil
 	}
 	if first, err := firstByte(body); err == nil && first == '<' {
-		return nil, errWebPage
+		return nil, l.config.suspectBaseURL(errWebPage)
 	} else if err == nil && (first == '{' || first == '[') {
 		return l.readDocument(resp, body)
 	}
@@ -92,7 +92,7 @@ func (l *link) Do(req *http.Request) (*http.Response, error) {
 }
 
 // readRefusal stores the reason of a refusal.
-func (l *link) readRefusal(resp *http.Response, body io.Reader) {
+func (l *roundTrip) readRefusal(resp *http.Response, body io.Reader) {
 	text, err := io.ReadAll(io.LimitReader(body, maxRefusalBytes))
 	if err != nil && len(text) == 0 {
 		text = []byte(http.StatusText(resp.StatusCode)) // the status decides; the connection cut the message
@@ -105,7 +105,7 @@ const maxRefusalBytes = 64 << 10
 
 // readDocument stores an answer in one piece and passes the answer on. If go-openai requested a stream, it gets a
 // stream of one chunk.
-func (l *link) readDocument(resp *http.Response, body io.Reader) (*http.Response, error) {
+func (l *roundTrip) readDocument(resp *http.Response, body io.Reader) (*http.Response, error) {
 	text, err := io.ReadAll(io.LimitReader(body, maxAnswerBytes+1))
 	if err != nil {
 		return nil, err
@@ -128,7 +128,7 @@ func (l *link) readDocument(resp *http.Response, body io.Reader) (*http.Response
 
 // mayBeBilled reports whether a failed attempt may have used tokens: the server may have received the attempt and did
 // not refuse it. A gateway's timeout shows nothing about the model behind the gateway.
-func (l *link) mayBeBilled(err error) bool {
+func (l *roundTrip) mayBeBilled(err error) bool {
 	if l.failure == nil {
 		return l.requestSent.Load() && !errors.Is(err, errWebPage)
 	}
@@ -145,8 +145,8 @@ func (l *link) mayBeBilled(err error) bool {
 // statusOverloaded is the status of some providers instead of 503.
 const statusOverloaded = 529
 
-// explain returns the error of a failed attempt.
-func (l *link) explain(ctx context.Context, err error) *Error {
+// toError returns the error of a failed attempt.
+func (l *roundTrip) toError(ctx context.Context, err error) *Error {
 	var silent *idleError
 	var failure *Error
 	switch {
@@ -161,8 +161,8 @@ func (l *link) explain(ctx context.Context, err error) *Error {
 }
 
 var (
-	errNoAnswer = errors.New("the answer has no choices: is OPENAI_BASE_URL a chat completions endpoint?")
-	errWebPage  = errors.New("the answer is a web page: is OPENAI_BASE_URL a chat completions endpoint?")
+	errNoAnswer = errors.New("the answer has no choices")
+	errWebPage  = errors.New("the answer is a web page")
 )
 
 type idleError struct{ after time.Duration }
@@ -178,13 +178,13 @@ func (e *idleError) Error() string {
 // idleReader resets the idle timer on each read.
 type idleReader struct {
 	body io.Reader
-	link *link
+	trip *roundTrip
 }
 
 func (h *idleReader) Read(p []byte) (int, error) {
 	n, err := h.body.Read(p)
 	if n > 0 {
-		h.link.idle.Reset(h.link.config.IdleTimeout)
+		h.trip.idle.Reset(h.trip.config.IdleTimeout)
 	}
 	return n, err
 }
