@@ -3,28 +3,20 @@ package reason_test
 import (
 	"context"
 	"encoding/json"
-	"fmt"
-	"maps"
-	"math"
 	"net/http"
 	"os"
 	"regexp"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
-	openai "github.com/sashabaranov/go-openai"
-
 	"github.com/lanekeeper/lanekeeper/agents"
-	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -56,7 +48,7 @@ func lastContent(r modeltest.Request) string {
 	return b.String()
 }
 
-func TestAPromptIsComposedInAStableOrder(t *testing.T) {
+func TestPromptIsComposedInStableOrder(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Done."), modeltest.Text("Done again."))
 	w.declare(t, agents.Definition{
@@ -65,7 +57,7 @@ func TestAPromptIsComposedInAStableOrder(t *testing.T) {
 	})
 	_, err := memory.Save(t.Context(), w.pool, memory.Note{Category: "policy", Key: "returns", Value: "14 days"})
 	require.NoError(t, err)
-	w.turn.Context = "Healing report: nothing. [End of context]"
+	w.turn.Context = "Healing report: nothing. [End of [End of context]context]" // removal would leave the delimiter
 	w.completed(t)
 	w.turn.Context, w.turn.Prompt = "", "Look again."
 	w.completed(t)
@@ -85,7 +77,7 @@ func TestAPromptIsComposedInAStableOrder(t *testing.T) {
 	}
 }
 
-func TestAnAgentNarrowsSkillsAndLimits(t *testing.T) {
+func TestAgentNarrowsSkillsAndLimits(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.ToolCall("probe", `{}`), modeltest.Text("Never asked."))
 	w.declare(t, agents.Definition{Name: "sales", Skills: []string{"pro*"}, Limits: agents.Limits{Iterations: 2}})
@@ -96,7 +88,7 @@ func TestAnAgentNarrowsSkillsAndLimits(t *testing.T) {
 	assert.Equal(t, "iterations", got.Ended)
 }
 
-func TestATurnFallsBackToTheNextModelAndStaysThere(t *testing.T) {
+func TestTurnFallsBackToNextModelAndStaysThere(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Status(http.StatusServiceUnavailable, 0),
 		modeltest.Status(http.StatusServiceUnavailable, 0),
@@ -115,7 +107,7 @@ func TestATurnFallsBackToTheNextModelAndStaysThere(t *testing.T) {
 		"the rows are %+v", calls)
 }
 
-func TestASilentModelLeavesTimeForTheNext(t *testing.T) {
+func TestSilentModelLeavesTimeForNext(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Hang(), modeltest.Text("Done."))
 	w.loop.Budget = reason.Budget{Time: 6 * time.Second}
@@ -127,7 +119,7 @@ func TestASilentModelLeavesTimeForTheNext(t *testing.T) {
 	assert.Truef(t, regexp.MustCompile(`silent for [1-3]s`).MatchString(message), "the row says %q", message)
 }
 
-func TestARefusalOfTheRequestIsNoReasonToFallBack(t *testing.T) {
+func TestRefusalOfRequestIsNoReasonToFallBack(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Status(http.StatusUnauthorized, 0))
 	w.declare(t, agents.Definition{Name: "sales", Model: "first", Fallback: []string{"second"}})
@@ -136,7 +128,7 @@ func TestARefusalOfTheRequestIsNoReasonToFallBack(t *testing.T) {
 	}
 }
 
-func TestTheDayOfAnAgentEndsItsTurnsAndNoOthers(t *testing.T) {
+func TestDayOfAgentEndsItsTurnsAndNoOthers(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Done.").WithUsage(400, 4100, 0), modeltest.Text("Other."))
 	w.declare(t, agents.Definition{Name: "sales", Limits: agents.Limits{DayUSD: 0.0025}},
@@ -150,7 +142,7 @@ func TestTheDayOfAnAgentEndsItsTurnsAndNoOthers(t *testing.T) {
 	assert.Equal(t, "Other.", got.Text, "the other agent said")
 }
 
-func TestATurnFinishesOnTheVersionItBeganWith(t *testing.T) {
+func TestTurnFinishesOnVersionItBeganWith(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
 	w.declare(t, agents.Definition{Name: "sales", Instructions: "One."})
@@ -178,7 +170,7 @@ func TestATurnFinishesOnTheVersionItBeganWith(t *testing.T) {
 	assert.Truef(t, runs >= 2 && len(w.model.Requests()) == 2, "%d runs made %d requests", runs, len(w.model.Requests()))
 }
 
-func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
+func TestDelegatedTaskActsAsAgentItIsGivenTo(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("delegate", `{"task":"Refund order 7.","agent":"billing"}`),
 		modeltest.Text("Refunded."), modeltest.Text("It is done."))
@@ -217,7 +209,7 @@ func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
 		"the tool says %+v", got)
 }
 
-func TestNobodyDelegatesToAnAgentThatIsNotNamed(t *testing.T) {
+func TestNobodyDelegatesToAgentThatIsNotNamed(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("delegate", `{"task":"Refund order 7.","agent":"billing"}`),
 		modeltest.Text("I cannot."))
@@ -228,7 +220,7 @@ func TestNobodyDelegatesToAnAgentThatIsNotNamed(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate'`))
 }
 
-func TestAFilteredAnswerSaysSo(t *testing.T) {
+func TestFilteredAnswerSaysSo(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("").WithFinish("content_filter"))
 	_, got := w.completed(t)
@@ -237,7 +229,7 @@ func TestAFilteredAnswerSaysSo(t *testing.T) {
 		len(w.model.Requests()), got)
 }
 
-func TestPinnedMemoryIsThatOfTheAgent(t *testing.T) {
+func TestPinnedMemoryIsThatOfAgent(t *testing.T) {
 	t.Parallel()
 	for memoryOf, want := range map[string]string{
 		agents.MemoryShared: `policy/returns: "of all"`, agents.MemoryOwn: `policy/returns: "of sales"`,
@@ -260,336 +252,4 @@ func TestPinnedMemoryIsThatOfTheAgent(t *testing.T) {
 				"pinned is not %s: %s", want, shown)
 		})
 	}
-}
-
-// remembering returns a world with the builtins, and an entry k of two revisions.
-func remembering(t *testing.T, replies ...modeltest.Reply) *world {
-	t.Helper()
-	w := newWorld(t)
-	maps.Copy(w.builtins, builtins.New(w.pool, nil, nil))
-	_, err := builtins.Put(t.Context(), w.pool)
-	require.NoError(t, err)
-	for _, value := range []string{"first", "second"} {
-		w.keep(t, value)
-	}
-	w.plan(replies...)
-	return w
-}
-
-// keep writes k like another writer.
-func (w *world) keep(t *testing.T, value any) {
-	t.Helper()
-	_, err := memory.Save(t.Context(), w.pool, memory.Note{Key: "k", Value: value, TraceID: "op_1"})
-	require.NoError(t, err)
-}
-
-// kept returns the value of k with its revision.
-func (w *world) kept(t *testing.T) string {
-	t.Helper()
-	e, err := memory.Shared.Get(t.Context(), w.pool, "general", "k")
-	require.NoError(t, err)
-	return fmt.Sprintf("%s at %d", e.Value, e.Revision)
-}
-
-var (
-	readK  = modeltest.ToolCall("recall", `{"query":"k"}`)
-	writeK = modeltest.ToolCall("memory_write", `{"key":"k","value":"mine"}`)
-	bye    = modeltest.Text("Done.")
-)
-
-// during calls happen while the model works on answer n.
-func (w *world) during(n int, happen func(), replies ...modeltest.Reply) {
-	done := false
-	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		answers := answersIn(req)
-		if answers == n && !done {
-			done = true
-			happen()
-		}
-		return replies[min(answers, len(replies)-1)]
-	})
-}
-
-func TestATurnReplacesWhatItHasRead(t *testing.T) {
-	t.Parallel()
-	for name, replies := range map[string][]modeltest.Reply{
-		"read":             {readK, writeK, bye},
-		"named wrongly":    {readK, modeltest.ToolCall("memory_write", `{"key":"k","value":"mine","revision":7}`), bye},
-		"after a conflict": {writeK, writeK, bye},
-		"own work": {readK, modeltest.ToolCall("memory_write", `{"key":"k","value":"draft"}`).AndCall("memory_write",
-			`{"key":"k","value":"mine"}`), bye},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			w := remembering(t, replies...)
-			w.completed(t)
-			got := w.kept(t)
-			assert.Truef(t, strings.HasPrefix(got, `"mine" at `), "it holds %s", got)
-		})
-	}
-}
-
-func TestATurnWritesThroughASkillThatDoesNotKnowRevisions(t *testing.T) {
-	t.Parallel()
-	w := remembering(t, readK, writeK, bye)
-	w.put(t, skills.Definition{Name: "memory_write", Parameters: map[string]any{
-		"type": "object", "properties": map[string]any{"key": map[string]any{}, "value": map[string]any{}},
-	}})
-	w.completed(t)
-	assert.Equal(t, `"mine" at 3`, w.kept(t))
-}
-
-func TestATurnDoesNotReplaceWhatItHasNotRead(t *testing.T) {
-	t.Parallel()
-	for name, replies := range map[string][]modeltest.Reply{
-		"never read":        {writeK, bye},
-		"guessed":           {modeltest.ToolCall("memory_write", `{"key":"k","value":"mine","revision":2}`), bye},
-		"whatever is there": {modeltest.ToolCall("memory_write", `{"key":"k","value":"mine","revision":-1}`), bye},
-		"read in one breath": {modeltest.ToolCall("recall", `{"query":"k"}`).AndCall("memory_write",
-			`{"key":"k","value":"mine"}`), bye},
-		"forgotten": {modeltest.ToolCall("memory_forget", `{"key":"k"}`), bye},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			w := remembering(t, replies...)
-			x, _ := w.completed(t)
-			assert.Equal(t, `"second" at 2`, w.kept(t))
-			rows := named(w.rows(t, x), "memory_write")
-			rows = append(rows, named(w.rows(t, x), "memory_forget")...)
-			assert.Truef(t, len(rows) == 1 && rows[0].Status == "skipped", "the row is %+v", rows)
-		})
-	}
-}
-
-func TestAConflictGivesTheModelBothValues(t *testing.T) {
-	t.Parallel()
-	w := remembering(t)
-	w.during(1, func() { w.keep(t, "theirs") }, readK, writeK, writeK, bye)
-	w.completed(t)
-	assert.Equal(t, `"mine" at 4`, w.kept(t))
-	since := w.since(t, 2)
-	last := since[len(since)-1].Content
-	var both struct {
-		Error, Yours string
-		Theirs       memory.Entry
-	}
-	err := json.Unmarshal([]byte(last), &both)
-	assert.Truef(t, err == nil && both.Error == "conflict" && both.Yours == "mine" &&
-		string(both.Theirs.Value) == `"theirs"` && both.Theirs.Revision == 3, "the model gets %s", last)
-}
-
-func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {
-	t.Parallel()
-	w := remembering(t)
-	c := newCrash()
-	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		n := answersIn(req)
-		if n == 1 && c.done.CompareAndSwap(false, true) { // the run has read, and stops before its write
-			w.keep(t, "theirs")
-			c.came <- pgtest.Value[string](t, w.pool, `select id::text from agent_executions`)
-			return modeltest.Custom(func(http.ResponseWriter, *http.Request) {
-				<-c.wake
-				panic(http.ErrAbortHandler)
-			})
-		}
-		return []modeltest.Reply{readK, writeK, bye}[min(n, 2)]
-	})
-	x := w.survive(t, c)
-	require.Equal(t, executions.Completed, x.Status, postgres.Deref(x.ErrorMessage))
-	assert.Equal(t, `"theirs" at 3`, w.kept(t))
-}
-
-func TestAnEntryThatWasCutIsReadWhenItWasReadOn(t *testing.T) {
-	t.Parallel()
-	on := modeltest.ToolCall("read_result", `{"result_id":"r1","offset":16384}`)
-	for name, test := range map[string]struct {
-		replies []modeltest.Reply
-		want    string
-	}{
-		"cut":     {[]modeltest.Reply{readK, writeK, bye}, "3"},
-		"read on": {[]modeltest.Reply{readK, on, writeK, bye}, "4"},
-		"skipped": {[]modeltest.Reply{
-			readK, modeltest.ToolCall("read_result", `{"result_id":"r1","offset":16500}`), writeK,
-			bye,
-		}, "3"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			w := remembering(t, test.replies...)
-			w.keep(t, strings.Repeat("k and more ", 2000))
-			w.completed(t)
-			if got := w.kept(t); !strings.HasSuffix(got, " at "+test.want) {
-				t.Errorf("the entry is at %s", got[len(got)-2:])
-			}
-		})
-	}
-}
-
-// many adds 60 skills in scope; one of them sends invoices. It adds one skill out of scope, which sends invoices, too.
-func (w *world) many(t *testing.T) *atomic.Int32 {
-	t.Helper()
-	for i := range 58 {
-		w.put(t, skills.Definition{Name: fmt.Sprintf("aa_%02d", i)})
-		w.builtins[fmt.Sprintf("aa_%02d", i)] = func(context.Context, skills.Call) (any, error) { return nil, nil }
-	}
-	sent := &atomic.Int32{}
-	for name, scope := range map[string]string{
-		"send_invoice":    skills.ScopeInternal,
-		"visitorInvoices": skills.ScopeExternal,
-	} {
-		w.builtins[name] = func(context.Context, skills.Call) (any, error) {
-			sent.Add(1)
-			return "sent", nil
-		}
-		w.put(t, skills.Definition{Name: name, Scope: scope})
-	}
-	return sent
-}
-
-func TestOfVeryManySkillsTheOthersAreFoundBySearch(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	sent := w.many(t)
-	w.turn.Prompt = "Please probe it."
-	w.plan(
-		modeltest.ToolCall("send_invoice", `{}`),
-		modeltest.ToolCall("skill_search", `{"query":"Invoices"}`),
-		modeltest.ToolCall("send_invoice", `{}`).AndCall("visitorInvoices", `{}`), modeltest.Text("Sent."))
-	x, got := w.completed(t)
-	requests := w.model.Requests()
-	offered := toolNames(requests[0])
-	assert.Truef(t, len(offered) == 31 && slices.Contains(offered, "skill_search") && slices.Contains(offered, "probe") &&
-		!slices.Contains(offered, "send_invoice"), "%d are offered: %q", len(offered), offered)
-	assert.Contains(t, w.since(t, 1)[2].Content, "skill_search")
-	text := w.since(t, 2)[1].Content
-	assert.Truef(t, strings.Contains(text, "send_invoice") && !strings.Contains(text, "visitor"), "found %s", text)
-	after := toolNames(requests[2])
-	assert.Truef(t, len(after) == 32 && slices.Contains(after, "send_invoice"), "after the search %q are offered", after)
-	assert.Truef(t, sent.Load() == 1 && slices.Equal(got.Calls, []string{"skill_search", "send_invoice"}),
-		"%d invoices were sent, outcome %+v", sent.Load(), got)
-	refused := named(w.rows(t, x), "visitorInvoices")
-	assert.Truef(t, len(refused) == 1 && refused[0].Class == "unknown_tool", "rows are %+v", refused)
-	rows := named(w.rows(t, x), "skill_search")
-	assert.Truef(t, len(rows) == 1 && string(rows[0].Output) == `{"found": ["send_invoice"]}`, "rows are %+v", rows)
-}
-
-func TestFortySkillsAreAllOffered(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.Text("ok"))
-	for i := range 38 { // and sizes and probe
-		w.builtins[fmt.Sprintf("s%d", i)] = w.builtins["probe"]
-		w.put(t, skills.Definition{Name: fmt.Sprintf("s%d", i)})
-	}
-	w.completed(t)
-	offered := toolNames(w.model.Requests()[0])
-	assert.Truef(t, len(offered) == 40 && !slices.Contains(offered, "skill_search"), "%d are offered", len(offered))
-}
-
-func TestASearchThatFindsNothingSaysSo(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	w.many(t)
-	w.plan(modeltest.ToolCall("skill_search", `{"query":"zzz"}`), modeltest.Text("ok"))
-	w.completed(t)
-	assert.Contains(t, w.since(t, 1)[1].Content, "Nothing was found")
-}
-
-func TestWhatWasFoundStaysCallableAfterACrash(t *testing.T) {
-	t.Parallel()
-	for at := 3; at <= 6; at++ { // the search, the next request, the call, the last request
-		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
-			t.Parallel()
-			w := newWorld(t)
-			sent := w.many(t)
-			w.plan(modeltest.ToolCall("skill_search", `{"query":"invoice"}`), modeltest.ToolCall("send_invoice", `{}`),
-				modeltest.Text("Sent."))
-			c := newCrash()
-			w.crashBefore(at, c)
-			x := w.survive(t, c)
-			if got := outcome(t, x); got.Text != "Sent." || !c.done.Load() {
-				t.Errorf("execution is %s (%s), outcome %+v", x.Status, postgres.Deref(x.ErrorMessage), got)
-			}
-			n := len(w.transcripts(t))
-			assert.Truef(t, n == 3 && sent.Load() == 1, "%d requests, %d invoices", n, sent.Load())
-		})
-	}
-}
-
-// tool returns its arguments.
-func tool(name, schema string) reason.Tool {
-	return reason.Tool{
-		Name: name, Description: "does " + name, Parameters: json.RawMessage(schema),
-		Do: func(_ context.Context, args json.RawMessage) (any, error) { return "got " + string(args), nil },
-	}
-}
-
-// heard returns the tool results in the model's last request.
-func heard(w *world) (results []string) {
-	requests := w.model.Requests()
-	for _, m := range requests[len(requests)-1].Messages {
-		if m.Role == openai.ChatMessageRoleTool {
-			results = append(results, m.Content)
-		}
-	}
-	return results
-}
-
-// Two turns may offer different tools of one name. Each call must match the schema of its turn.
-func TestToolsOfOneNameHaveTheirOwnSchemas(t *testing.T) {
-	w := newWorld(t)
-	for _, name := range []string{"a", "b"} {
-		w.model.Add(modeltest.ToolCall("put", `{"`+name+`":1}`), modeltest.Text("Done."))
-		w.turn.Tools = []reason.Tool{tool("put", `{"type":"object","additionalProperties":false,"required":["`+name+
-			`"],"properties":{"`+name+`":{"type":"integer"}}}`)}
-		if _, got := w.completed(t); len(got.Calls) != 1 || got.Calls[0] != "put" {
-			t.Errorf("the tool that takes %s was called %v: %v", name, got.Calls, heard(w))
-		}
-	}
-}
-
-func TestAToolWithoutParametersTakesNone(t *testing.T) {
-	w := newWorld(t, modeltest.ToolCall("ping", ``), modeltest.Text("Done."))
-	w.turn.Tools = []reason.Tool{tool("ping", ``)}
-	if _, got := w.completed(t); len(got.Calls) != 1 {
-		t.Errorf("called %v: %v", got.Calls, heard(w))
-	}
-	assert.Contains(t, w.model.Requests()[0].Body, `"name":"ping","description":"does ping","parameters":{`)
-}
-
-// Servers reject two tools of one name. If a skill and a tool share a name, the turn offers the tool only.
-func TestASkillWithTheNameOfAToolIsNotOffered(t *testing.T) {
-	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
-	w.turn.Tools = []reason.Tool{tool("probe", `{"type":"object"}`)}
-	w.completed(t)
-	offered, got := toolNames(w.model.Requests()[0]), heard(w)
-	assert.Truef(t, slices.Equal(offered, []string{"probe", "sizes"}) && slices.Equal(got, []string{`"got {}"`}),
-		"offered %q, answered %q", offered, got)
-}
-
-// A caller's bug is reported at once. The model is not blamed for it.
-func TestATurnThatCannotBeTakenIsRefused(t *testing.T) {
-	right := tool("t", `{"type":"object"}`)
-	for want, spoil := range map[string]func(w *world){
-		"needs Pool, Model and Skills": func(w *world) { w.loop.Model = nil },
-		"is not a tool's":              func(w *world) { w.turn.Tools = []reason.Tool{tool("a b", `{}`)} },
-		"two tools are named t":        func(w *world) { w.turn.Tools = []reason.Tool{right, right} },
-		"the tool t has no Do":         func(w *world) { w.turn.Tools = []reason.Tool{{Name: "t"}} },
-		"compile the parameters of t":  func(w *world) { w.turn.Tools = []reason.Tool{tool("t", `{"type":"objekt"}`)} },
-		"parameters of t are no JSON":  func(w *world) { w.turn.Tools = []reason.Tool{tool("t", `{"type":`)} },
-		"CostUSD":                      func(w *world) { w.loop.Budget.CostUSD = math.NaN() },
-	} {
-		w := newWorld(t)
-		spoil(w)
-		x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
-		assert.Truef(t, err == nil && x.Status == executions.Failed && strings.Contains(postgres.Deref(x.ErrorMessage), want),
-			"%s: %s, %q, %v", want, x.Status, postgres.Deref(x.ErrorMessage), err)
-	}
-}
-
-func TestALoopNeedsNoLogger(t *testing.T) {
-	w := newWorld(t, modeltest.ToolCall("nothing", `{}`), modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
-	w.loop.Logger = nil
-	w.turn.OnTool = func(reason.ToolEvent) { panic("in a callback") }
-	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return "alive", nil }
-	w.completed(t)
 }

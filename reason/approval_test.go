@@ -112,7 +112,7 @@ func (w *world) approveAll(t *testing.T) func(approvals.Approval) {
 	return func(a approvals.Approval) { w.decide(t, a, true, "") }
 }
 
-func TestAnApprovedCallIsMadeByTheTurnThatWaits(t *testing.T) {
+func TestApprovedCallIsMadeByTurnThatWaits(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
@@ -189,7 +189,7 @@ func TestChangedArgumentsNeedAnotherApproval(t *testing.T) {
 	assert.Truef(t, slices.Equal(got, []string{`{"table":"y"}`}), "calls are %q", got)
 }
 
-func TestAnApprovedCallMadeAgainIsAskedForAgain(t *testing.T) {
+func TestApprovedCallMadeAgainIsAskedForAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
@@ -204,7 +204,7 @@ func TestAnApprovedCallMadeAgainIsAskedForAgain(t *testing.T) {
 	}
 }
 
-func TestAllIsAskedAndTheRestIsDoneBeforeTheFirstWait(t *testing.T) {
+func TestAllIsAskedAndRestIsDoneBeforeFirstWait(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
@@ -230,7 +230,7 @@ func TestAllIsAskedAndTheRestIsDoneBeforeTheFirstWait(t *testing.T) {
 	}
 }
 
-func TestAnApprovalThatNobodyDecidesIsADenial(t *testing.T) {
+func TestApprovalThatNobodyDecidesIsDenial(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
@@ -246,7 +246,7 @@ func TestAnApprovalThatNobodyDecidesIsADenial(t *testing.T) {
 	}
 }
 
-func TestAGrantOfASkillThatChangedSinceIsVoid(t *testing.T) {
+func TestGrantOfSkillThatChangedSinceIsVoid(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
@@ -262,7 +262,7 @@ func TestAGrantOfASkillThatChangedSinceIsVoid(t *testing.T) {
 	}
 }
 
-func TestASkillThatNeedsLeaveSinceTheTurnBeganIsNotCalledWithout(t *testing.T) {
+func TestSkillThatNeedsLeaveSinceTurnBeganIsNotCalledWithout(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
@@ -284,7 +284,7 @@ func TestASkillThatNeedsLeaveSinceTheTurnBeganIsNotCalledWithout(t *testing.T) {
 
 // Callbacks store the displayed text, and the run after the decision reads it. So a turn waits only after its callbacks
 // have finished.
-func TestATurnWaitsForLeaveWhenWhatItSaidWasShown(t *testing.T) {
+func TestTurnWaitsForLeaveWhenWhatItSaidWasShown(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("ok"))
 	w.parking(t)
@@ -306,7 +306,7 @@ func TestATurnWaitsForLeaveWhenWhatItSaidWasShown(t *testing.T) {
 
 // A process dies before any new step of a turn, before or after an approval. The turn continues elsewhere, with one
 // request for approval and one call.
-func TestCrashAnywhereAroundAnApproval(t *testing.T) {
+func TestCrashAnywhereAroundApproval(t *testing.T) {
 	t.Parallel()
 	const all = 9 // the number of the turn's steps
 	for at := 1; at <= all+1; at++ {
@@ -351,7 +351,7 @@ func (w *world) restart(t *testing.T, c *crash) bool {
 	}
 }
 
-func TestCrashDuringAnApprovedCall(t *testing.T) {
+func TestCrashDuringApprovedCall(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		idempotent bool
@@ -387,7 +387,7 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 }
 
 // A decision and the wait for it run at once. The wait ends, whichever commits first.
-func TestADecisionRacesWithTheWait(t *testing.T) {
+func TestDecisionRacesWithWait(t *testing.T) {
 	t.Parallel()
 	for n := range 8 {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
@@ -410,7 +410,7 @@ func TestADecisionRacesWithTheWait(t *testing.T) {
 	}
 }
 
-func TestNothingThatAModelSaysApproves(t *testing.T) {
+func TestNothingThatModelSaysApproves(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)

@@ -27,7 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-func TestEachBudgetEndsATurnGracefully(t *testing.T) {
+func TestEachBudgetEndsTurnGracefully(t *testing.T) {
 	t.Parallel()
 	probe := modeltest.ToolCall("probe", `{}`)
 	for name, test := range map[string]struct {
@@ -58,7 +58,7 @@ func TestEachBudgetEndsATurnGracefully(t *testing.T) {
 	}
 }
 
-func TestALoopWithChangingArgumentsLeavesAStall(t *testing.T) {
+func TestLoopWithChangingArgumentsLeavesStall(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
@@ -75,7 +75,7 @@ func TestALoopWithChangingArgumentsLeavesAStall(t *testing.T) {
 		"the evidence lacks the last attempt: %s", rows[0].Input)
 }
 
-func TestTimeThatRanOutDuringASkillEndsTheTurnBeforeTheNextRequest(t *testing.T) {
+func TestTimeThatRanOutDuringSkillEndsTurnBeforeNextRequest(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`))
 	w.builtins["probe"] = func(ctx context.Context, _ skills.Call) (any, error) {
@@ -106,101 +106,7 @@ func TestTimeIsCountedOnce(t *testing.T) {
 	assert.Truef(t, got.Ended == reason.Answered, "outcome is %+v", got)
 }
 
-func TestPruningKeepsTheOpeningAndWholeExchanges(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	long := strings.Repeat("long ", 200)
-	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return long, nil }
-	w.turn.Prompt = "The task."
-	w.loop.Budget = reason.Budget{Context: 1200, Iterations: 9}
-	replies := []modeltest.Reply{}
-	for range 4 {
-		replies = append(replies, modeltest.ToolCall("probe", `{}`).AndCall("probe", `{}`).AndCall("nope", `{}`),
-			modeltest.ToolCall("nope", `{}`))
-	}
-	w.model.Add(append(replies, modeltest.Text("Done."))...)
-	_, got := w.completed(t)
-	require.Truef(t, got.Ended == reason.Answered, "outcome is %+v", got)
-	pruned := false
-	for n, r := range w.model.Requests() {
-		m := r.Messages
-		if m[0].Role != "system" || m[0].Content != w.turn.System || m[1].Role != "user" || m[1].Content != "The task." {
-			t.Fatalf("request %d opens with %v", n, roles(m[:2]))
-		}
-		whole(t, n, m)
-		if n > 0 {
-			if tail := m[len(m)-1]; tail.Role != "system" || !strings.Contains(tail.Content, "does not exist") {
-				t.Errorf("request %d lost the newest exchange: %v", n, roles(m))
-			}
-			pruned = pruned || len(m) < len(w.model.Requests()[n-1].Messages)
-		}
-	}
-	assert.True(t, pruned, "nothing was pruned")
-}
-
-// whole reports a call without replies, and a reply without its call.
-func whole(t *testing.T, n int, messages []openai.ChatCompletionMessage) {
-	t.Helper()
-	open := map[string]bool{}
-	for _, m := range messages {
-		switch {
-		case m.Role == openai.ChatMessageRoleTool:
-			assert.Truef(t, open[m.ToolCallID], "request %d has a reply without its call: %v", n, roles(messages))
-			delete(open, m.ToolCallID)
-		case len(open) > 0:
-			t.Errorf("request %d has calls without replies: %v", n, roles(messages))
-		}
-		for _, c := range m.ToolCalls {
-			open[c.ID] = true
-		}
-	}
-}
-
-func TestOneHugeExchangeIsStillSent(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("ok"))
-	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return strings.Repeat("é", 50_000), nil }
-	w.loop.Budget = reason.Budget{Context: 50}
-	w.completed(t)
-	added := w.since(t, 1)
-	text := added[1].Content
-	if len(added) != 2 || len(text) > 17_000 || !strings.Contains(text, "bytes shown") ||
-		strings.ContainsRune(text, '\uFFFD') {
-		t.Errorf("the result has %d bytes and ends %q", len(text), text[len(text)-40:])
-	}
-}
-
-func TestAFailingSkillIsToldToTheModel(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Too bad."))
-	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) {
-		return nil, &skills.CallError{Class: "http_status", Message: "the service answered 503"}
-	}
-	x, got := w.completed(t)
-	assert.Equal(t, `{"error":"http_status","message":"the service answered 503"}`, w.since(t, 1)[1].Content)
-	if rows := named(w.rows(t, x), "probe"); len(rows) != 1 || rows[0].Class != "http_status" || got.Text != "Too bad." {
-		t.Errorf("rows are %+v, outcome %+v", rows, got)
-	}
-	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'probe'
-		and status = 'error'`))
-}
-
-func TestARuntimeToolThatFailsIsToldToTheModel(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("note", `{}`), modeltest.ToolCall("note", `{"x":1}`), modeltest.Text("ok"))
-	w.turn.Tools = []reason.Tool{{
-		Name: "note", Parameters: []byte(`{"type":"object","additionalProperties":false}`),
-		Do: func(context.Context, json.RawMessage) (any, error) {
-			return nil, &executions.StepError{Class: "refused", Message: "not now"}
-		},
-	}}
-	w.completed(t)
-	assert.Equal(t, `{"error":"refused","message":"not now"}`, w.since(t, 1)[1].Content)
-	text := w.since(t, 2)[2].Content
-	assert.Truef(t, strings.HasPrefix(text, "Tool call failed: INVALID_PARAMS. Schema: {"), "the correction is %s", text)
-}
-
-func TestTroubleOfTheProvider(t *testing.T) {
+func TestTroubleOfProvider(t *testing.T) {
 	t.Parallel()
 	ok := modeltest.Text("Fine.")
 	for name, test := range map[string]struct {
@@ -239,83 +145,6 @@ func TestTroubleOfTheProvider(t *testing.T) {
 	}
 }
 
-func TestOnlySkillsInScopeAndInServiceAreOffered(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.Text("ok"))
-	noop := func(context.Context, skills.Call) (any, error) { return nil, nil }
-	for name, scope := range map[string]string{
-		"inner": skills.ScopeInternal, "outer": skills.ScopeExternal, "any": skills.ScopeBoth, "off": skills.ScopeInternal,
-		"resting": skills.ScopeInternal, "tried": skills.ScopeInternal, "tried_outer": skills.ScopeExternal,
-	} {
-		w.builtins[name] = noop
-		w.put(t, skills.Definition{Name: name, Scope: scope})
-	}
-	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'off'`)
-	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal',
-		disabled_at = clock_timestamp() where name in ('resting', 'tried', 'tried_outer')`)
-	pgtest.Exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name like 'tried%'`)
-	w.completed(t)
-	offered := toolNames(w.model.Requests()[0])
-	slices.Sort(offered)
-	want := []string{"any", "inner", "probe", "sizes", "tried"}
-	assert.Truef(t, slices.Equal(offered, want), "offered %q, want %q", offered, want)
-}
-
-func TestASkillTakenOutOfServiceDuringTheTurnIsNotCalled(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("ok"))
-	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) {
-		t.Error("a disabled skill was called")
-		return nil, nil
-	}
-	handle := modeltest.ToolCall("probe", `{}`)
-	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
-		if n > 0 {
-			return modeltest.Text("ok")
-		}
-		_, err := skills.Disable(t.Context(), w.pool, "probe", "admin", "it misbehaves", nil)
-		assert.NoError(t, err)
-		return handle
-	})
-	w.completed(t)
-	text := w.since(t, 1)[1].Content
-	assert.Truef(t, strings.Contains(text, `"error":"disabled"`) && strings.Contains(text, "it misbehaves"),
-		"the model got %s", text)
-}
-
-func TestASkillOnTrialIsCalledOnceAndReturnsToService(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("ok"))
-	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal',
-		disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
-	x, got := w.completed(t)
-	assert.Truef(t, slices.Equal(got.Calls, []string{"probe"}), "outcome is %+v", got)
-	s, err := skills.Get(t.Context(), w.pool, "probe")
-	assert.Truef(t, err == nil && s.Enabled, "skill is %+v, %v", s, err)
-	rows := named(w.rows(t, x), "settle_trial")
-	assert.Truef(t, len(rows) == 1 && rows[0].Status == "success", "rows are %+v", rows)
-}
-
-func TestATrialThatFailsIsNotTriedAgain(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("probe", `{}`).AndCall("probe", `{}`), modeltest.Text("ok"))
-	called := 0
-	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) {
-		called++
-		return nil, errBroken
-	}
-	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal',
-		disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
-	w.completed(t)
-	added := w.since(t, 1)
-	if called != 1 || !strings.Contains(added[1].Content, "it broke") ||
-		!strings.Contains(added[2].Content, `"error":"disabled"`) {
-		t.Errorf("called %d times; got %+v", called, added[1:])
-	}
-	s, err := skills.Get(t.Context(), w.pool, "probe")
-	assert.Truef(t, err == nil && !s.Enabled && s.TrialAt == nil, "skill is %+v, %v", s, err)
-}
-
 // book has the day's spent tokens, their unknown part, and the reserved tokens.
 type book struct {
 	Spent, Unknown, Aside int64
@@ -328,7 +157,7 @@ func (w *world) book(t *testing.T) (b book) {
 	return book{standings[0].Tokens, standings[0].UnknownTokens, standings[0].ReservedTokens}
 }
 
-func TestALimitOfTheDayOrTheSurfaceEndsATurnGracefully(t *testing.T) {
+func TestLimitOfDayOrSurfaceEndsTurnGracefully(t *testing.T) {
 	t.Parallel()
 	probe := modeltest.ToolCall("probe", `{}`).WithUsage(1000, 30, 0)
 	for name, limits := range map[string]budgets.Limits{
@@ -351,7 +180,7 @@ func TestALimitOfTheDayOrTheSurfaceEndsATurnGracefully(t *testing.T) {
 	}
 }
 
-func TestAnUnpricedModelIsBoundedByTokensAlone(t *testing.T) {
+func TestUnpricedModelIsBoundedByTokensAlone(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok").WithUsage(10, 10, 0), modeltest.Text("ok").WithUsage(10, 10, 0))
 	client, err := models.New(models.Config{BaseURL: w.model.URL(), Model: "home-made"})
@@ -365,7 +194,7 @@ func TestAnUnpricedModelIsBoundedByTokensAlone(t *testing.T) {
 }
 
 // The result of a rejected reservation is recorded, so a resumed run decides the same.
-func TestARefusalIsRecorded(t *testing.T) {
+func TestRefusalIsRecorded(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 10}}
@@ -387,7 +216,7 @@ func TestARefusalIsRecorded(t *testing.T) {
 		w.took[0].Text == w.took[1].Text, "the turn's outcomes are %+v", w.took)
 }
 
-func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
+func TestAnotherRunsReservationIsWaitedForAndThenEndsTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("ok").WithUsage(100, 10, 0))
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 3000}, MaxWait: 300 * time.Millisecond}
@@ -406,7 +235,7 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 	assert.Truef(t, got.Ended == reason.Answered, "after the other was settled the outcome is %+v", got)
 }
 
-func TestASmallRestShortensTheAnswer(t *testing.T) {
+func TestSmallRestShortensAnswer(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Half of it").WithUsage(500, 300, 0).WithFinish(openai.FinishReasonLength))
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 1000}}
@@ -421,7 +250,7 @@ func TestASmallRestShortensTheAnswer(t *testing.T) {
 	assert.Equal(t, 1, len(w.log.Records(t, "answer cut at its limit")))
 }
 
-func TestAProviderThatIgnoresItsLimitIsCutAndSettledAsItIs(t *testing.T) {
+func TestProviderThatIgnoresItsLimitIsCutAndSettledAsItIs(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Add(modeltest.Custom(func(rw http.ResponseWriter, r *http.Request) {
@@ -494,7 +323,7 @@ func (w *world) agree(t *testing.T, id string) {
 	assert.Equal(t, day.Unknown, unknown, day)
 }
 
-func TestACancelledCallCountsInFull(t *testing.T) {
+func TestCancelledCallCountsInFull(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Hang())
 	ctx, cancel := context.WithCancel(t.Context())
@@ -517,7 +346,7 @@ func TestACancelledCallCountsInFull(t *testing.T) {
 	w.agree(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`))
 }
 
-func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
+func TestCallRepeatedAfterCrashIsCountedTwice(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
@@ -597,7 +426,7 @@ func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 
 // A server counts several times the estimated tokens of a prompt. All runs use the factor that one run has learned,
 // even those already waiting.
-func TestConcurrentRunsLearnFromEachOtherHowTheServerCounts(t *testing.T) {
+func TestConcurrentRunsLearnFromEachOtherHowServerCounts(t *testing.T) {
 	t.Parallel()
 	const runs, limit, each = 24, 9_500, 1000
 	w := newWorld(t)
@@ -613,7 +442,7 @@ func TestConcurrentRunsLearnFromEachOtherHowTheServerCounts(t *testing.T) {
 
 // If one answer calls a skill 25 times, its cost is that skill's spend. The cost of calls that are no skill, and of a
 // text answer, belongs to the surface.
-func TestAModelCallIsChargedToWhatItsAnswerCalls(t *testing.T) {
+func TestModelCallIsChargedToWhatItsAnswerCalls(t *testing.T) {
 	many := modeltest.Text("").WithUsage(900, 100, 0)
 	for i := range 25 {
 		many = many.AndCall("sizes", fmt.Sprintf(`{"limit":%d}`, i+1))

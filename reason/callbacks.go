@@ -26,8 +26,8 @@ type ToolEvent struct {
 	ApprovalID string
 }
 
-// callbacks calls a turn's callbacks in order, in a goroutine of its own. A slow or panicking callback does not delay
-// the turn.
+// callbacks calls a turn's callbacks in order, in a goroutine of its own. A panicking callback does not fail the turn.
+// A slow callback delays only flush and close, each by at most flushTimeout.
 type callbacks struct {
 	log *slog.Logger
 
@@ -113,7 +113,7 @@ func (cb *callbacks) call(ctx context.Context, fn func()) (proceed bool) {
 		return false
 	}
 	defer func() {
-		if p := recover(); p != nil { // goOn stays true
+		if p := recover(); p != nil { // proceed stays true: the other callbacks follow
 			cb.log.ErrorContext(ctx, "callback of a turn panicked", "panic", fmt.Sprint(p))
 		}
 	}()
@@ -142,7 +142,7 @@ func (cb *callbacks) flush(ctx context.Context) {
 	}
 }
 
-// close waits, within flushTimeout, for all callbacks. No callback starts after close returns.
+// close waits, within flushTimeout, for all callbacks. Then it abandons the queue; a callback that has begun continues.
 func (cb *callbacks) close(ctx context.Context) {
 	if cb == nil {
 		return

@@ -83,7 +83,7 @@ func (w *world) offeredTo(prompt string) (names []string) {
 	return nil
 }
 
-func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
+func TestDelegatedTaskAnswersItsTurn(t *testing.T) {
 	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Size it up.","skills":["sizes"],"tokens":9000}`).WithUsage(
@@ -116,7 +116,7 @@ func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
 	}
 }
 
-func TestADelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
+func TestDelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
 	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Deep.","tokens":1000000}`), modeltest.Text("ok")},
@@ -153,7 +153,7 @@ func TestADelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
 		"tokens and iterations: child %v, grandchild %v", c, g)
 }
 
-func TestADelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
+func TestDelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
 	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {
@@ -174,7 +174,7 @@ func TestADelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
 	assert.Truef(t, got.Text == "That was all." && got.Usage.TotalTokens == 520+1100+610, "outcome is %+v", got)
 }
 
-func TestADelegatedTaskThatFailsIsAResult(t *testing.T) {
+func TestDelegatedTaskThatFailsIsResult(t *testing.T) {
 	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Fail."}`), modeltest.Text("It did not work.")},
@@ -191,7 +191,7 @@ func TestADelegatedTaskThatFailsIsAResult(t *testing.T) {
 		"rows of the delegation: %+v", row)
 }
 
-func TestCancellingATurnCancelsWhatItDelegated(t *testing.T) {
+func TestCancellingTurnCancelsWhatItDelegated(t *testing.T) {
 	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Hang."}`)}, "Hang.": {modeltest.Hang()},
@@ -205,7 +205,7 @@ func TestCancellingATurnCancelsWhatItDelegated(t *testing.T) {
 	enginetest.Await(t, w.pool, child.ID, executions.Cancelled)
 }
 
-func TestAnApprovalInADelegatedTaskParksIt(t *testing.T) {
+func TestApprovalInDelegatedTaskParksIt(t *testing.T) {
 	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.":    {modeltest.ToolCall("delegate", `{"task":"Drop it."}`), modeltest.Text("Gone.")},
@@ -227,7 +227,7 @@ func TestAnApprovalInADelegatedTaskParksIt(t *testing.T) {
 	assert.Truef(t, got.Text == "Gone." && dropped == 1, "outcome is %+v after %d drops", got, dropped)
 }
 
-func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
+func TestCrashWhileDelegatingStartsOneChild(t *testing.T) {
 	t.Parallel()
 	for at := 1; ; at++ {
 		c, parked := newCrash(), false

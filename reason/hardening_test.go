@@ -34,7 +34,7 @@ func (w *world) stalled(t *testing.T, x executions.Execution, got reason.Outcome
 	assert.Equal(t, 1, len(w.log.Records(t, "reasoning stalled")))
 }
 
-func TestAnEmptyAnswerIsAskedForOnceMore(t *testing.T) {
+func TestEmptyAnswerIsAskedForOnceMore(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), blank(), modeltest.Text("All is well."))
 	_, got := w.completed(t)
@@ -45,21 +45,21 @@ func TestAnEmptyAnswerIsAskedForOnceMore(t *testing.T) {
 	}
 }
 
-func TestTwoEmptyAnswersEndTheTurn(t *testing.T) {
+func TestTwoEmptyAnswersEndTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), blank(), blank())
 	x, got := w.completed(t)
 	w.stalled(t, x, got, "the model gave no text; calls made: probe.")
 }
 
-func TestACallMakesAnEmptyAnswerGood(t *testing.T) {
+func TestCallMakesEmptyAnswerGood(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, blank(), modeltest.ToolCall("probe", `{}`), blank(), modeltest.Text("ok"))
 	_, got := w.completed(t)
 	assert.Truef(t, got.Text == "ok", "outcome is %+v", got)
 }
 
-func TestARefusalInWordsIsAnAnswer(t *testing.T) {
+func TestRefusalInWordsIsAnswer(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Raw(http.StatusOK, "application/json",
 		`{"choices":[{"index":0,"message":{"role":"assistant","content":null,"refusal":"I will not."},"finish_reason":"stop"}]}`))
@@ -67,7 +67,7 @@ func TestARefusalInWordsIsAnAnswer(t *testing.T) {
 	assert.Truef(t, got.Text == "I will not." && got.Ended == reason.Answered, "outcome is %+v", got)
 }
 
-func TestTheSameCallOverAndOverEndsTheTurn(t *testing.T) {
+func TestSameCallOverAndOverEndsTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	var calls atomic.Int32
@@ -89,7 +89,7 @@ func TestTheSameCallOverAndOverEndsTheTurn(t *testing.T) {
 	}
 }
 
-func TestTheSameCallOverAndOverInOneReplyIsNotMadeForever(t *testing.T) {
+func TestSameCallOverAndOverInOneReplyIsNotMadeForever(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	var calls atomic.Int32
@@ -107,7 +107,7 @@ func TestTheSameCallOverAndOverInOneReplyIsNotMadeForever(t *testing.T) {
 	assert.Equal(t, 5, calls.Load())
 }
 
-func TestALongAnswerBesideACallDoesNotFillTheContext(t *testing.T) {
+func TestLongAnswerBesideCallDoesNotFillContext(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.loop.Budget = reason.Budget{Context: 2000}

@@ -24,7 +24,8 @@ type skillOffer struct {
 	More   int            `json:"more"` // other skills in scope
 }
 
-// Above maxOffered skills in scope, the turn offers offeredOfMany. skill_search finds the remaining skills.
+// Above maxOffered skills in scope, the turn offers all skills on trial, and enabled skills up to offeredOfMany in all.
+// skill_search finds the remaining skills, at most maxFound by a call.
 const (
 	maxOffered    = 40
 	offeredOfMany = 30

@@ -229,8 +229,8 @@ func (p *prepared) request(t *Turn) string {
 	}
 	now := p.Now.In(p.agent.Location())
 	text := prefaceStart + "Now: " + now.Format("Monday 2006-01-02 15:04 -07:00") + " (" + p.agent.Timezone + ")"
-	if context := strings.TrimSpace(t.Context); context != "" {
-		text += "\n" + strings.ReplaceAll(context, strings.TrimSpace(prefaceEnd), "")
+	if context := strings.TrimSpace(t.Context); context != "" { // data must not end the preface
+		text += "\n" + strings.ReplaceAll(context, strings.TrimSpace(prefaceEnd), "(End of context)")
 	}
 	return text + prefaceEnd + t.Prompt
 }

@@ -64,7 +64,7 @@ func recorded(t *testing.T, p prompts.Page, c prompts.Call) []string {
 	return list
 }
 
-func TestARecordedPromptIsWhatTheModelWasAsked(t *testing.T) {
+func TestRecordedPromptIsWhatModelWasAsked(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t,
 		modeltest.ToolCall("sizes", `{"limit":3}`).WithUsage(100, 5, 0),
@@ -88,7 +88,7 @@ func TestARecordedPromptIsWhatTheModelWasAsked(t *testing.T) {
 	assert.Equal(t, 1+len(second.Messages), pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts`))
 }
 
-func TestAPromptIsRecordedWithoutSecrets(t *testing.T) {
+func TestPromptIsRecordedWithoutSecrets(t *testing.T) {
 	t.Parallel()
 	const secret = "hunter2-hunter2-hunter2"
 	w := newWorld(t, modeltest.Text("No."))
@@ -101,7 +101,7 @@ func TestAPromptIsRecordedWithoutSecrets(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts where body like '%hunter2%'`))
 }
 
-func TestTurnsShareThePartsOfTheirPrompts(t *testing.T) {
+func TestTurnsSharePartsOfTheirPrompts(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
 	first, _ := w.completed(t)
@@ -115,7 +115,7 @@ func TestTurnsShareThePartsOfTheirPrompts(t *testing.T) {
 		"the turns have the parts %v and %v", a, b)
 }
 
-func TestACallThatFailedHasItsPrompt(t *testing.T) {
+func TestCallThatFailedHasItsPrompt(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Status(400, 0))
 	x, _ := w.run(t)
@@ -125,7 +125,7 @@ func TestACallThatFailedHasItsPrompt(t *testing.T) {
 	assert.NoDiff(t, asked(t, w.model.Requests()[0]), recorded(t, page, page.Calls[0]))
 }
 
-func TestAPromptThatCannotBeRecordedFailsNoTurn(t *testing.T) {
+func TestPromptThatCannotBeRecordedFailsNoTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Done."), modeltest.Text("Again."))
 	pgtest.Exec(t, w.pool, `alter table agent_prompts add constraint refuses check (activity_id is null)`)
@@ -141,7 +141,7 @@ func TestAPromptThatCannotBeRecordedFailsNoTurn(t *testing.T) {
 	assert.NoDiff(t, asked(t, w.model.Requests()[1]), recorded(t, page, page.Calls[0]))
 }
 
-func TestALockedPartBlocksNoTurn(t *testing.T) {
+func TestLockedPartBlocksNoTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
 	w.completed(t)
@@ -154,7 +154,7 @@ func TestALockedPartBlocksNoTurn(t *testing.T) {
 	assert.True(t, !w.prompted(t, x).Calls[0].Recorded, "a prompt whose parts are locked is recorded")
 }
 
-func TestALargePartIsCutAndSaysSo(t *testing.T) {
+func TestLargePartIsCutAndSaysSo(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Long."))
 	w.turn.Prompt = strings.Repeat(`" `, 100_000)
@@ -206,7 +206,7 @@ func optionsOf(t *testing.T, r modeltest.Request, c prompts.Call) (got sentOptio
 	return got
 }
 
-func TestAPromptIsRecordedInTheFormThatTheServerTook(t *testing.T) {
+func TestPromptIsRecordedInFormThatServerTook(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text(`{"n":1}`),
 		modeltest.Refusal(400, "invalid_request_error", "", "response_format is not supported", 0),
@@ -231,14 +231,14 @@ func TestAPromptIsRecordedInTheFormThatTheServerTook(t *testing.T) {
 }
 
 // A request sent as prepared is recorded once.
-func TestAPromptThatWasSentAsPreparedIsNotAmended(t *testing.T) {
+func TestPromptThatWasSentAsPreparedIsNotAmended(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Done."))
 	w.completed(t)
 	pgtest.Equal(t, w.pool, "(0,1)", `select ctid::text from agent_prompts`)
 }
 
-func TestAPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
+func TestPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Refusal(400, "invalid_request_error", "", "response_format is not supported", 0),
 		modeltest.Text(`{"n":1}`))
@@ -250,7 +250,7 @@ func TestAPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
 	assert.Truef(t, len(found) == 1 && strings.Contains(found[0]["error"].(string), "unamended"), "logged: %v", found)
 }
 
-func TestAPictureIsRecordedByItsSizeAndDigest(t *testing.T) {
+func TestPictureIsRecordedByItsSizeAndDigest(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Red."))
 	w.turn.Images = []models.Part{{Image: &models.Image{URL: "data:image/png;base64,cGljdHVyZQ=="}}}

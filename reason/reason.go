@@ -22,7 +22,7 @@
 // entries. A key that the turn has not read must be new. A conflict shows the model both values and counts as read.
 //
 // An agent (package agents) decides instructions, model, skills, memory and limits. The first step of a turn records
-// the agent's version, the time and the pinned memory. prompt.go has the composition of a request.
+// the agent's version, the time and the pinned memory. prompt.go composes a request.
 //
 // The caller's scopes decide the callable skills; the model cannot extend them. A skill with trust "approve" needs an
 // approval: the turn records the request for a later run (Defer) or waits for the decision (Park). A denial holds for
@@ -30,7 +30,8 @@
 //
 // A [Sandbox] isolates turns, for evals (sandbox.go).
 //
-// Callbacks report progress of this process. They cannot delay or fail the turn.
+// Callbacks report progress of this process. They cannot fail the turn. Slow callbacks delay it by at most three
+// seconds at a wait for an approval, and at the end.
 package reason
 
 import (

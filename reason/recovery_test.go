@@ -59,7 +59,7 @@ func TestUnknownToolIsCorrectedBySystemMessage(t *testing.T) {
 		strings.Contains(string(refused[0].Input), `"to": "x"`), "rows of the unknown tool: %+v", refused)
 }
 
-func TestUnknownToolWithANeighbourGetsAHint(t *testing.T) {
+func TestUnknownToolWithNeighbourGetsHint(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("Size", `{}`), modeltest.Text("ok"))
 	w.completed(t)
@@ -67,7 +67,7 @@ func TestUnknownToolWithANeighbourGetsAHint(t *testing.T) {
 	assert.Equal(t, want, w.since(t, 1)[2].Content)
 }
 
-func TestAValidCallStartsTheCountAnew(t *testing.T) {
+func TestValidCallStartsCountAnew(t *testing.T) {
 	t.Parallel()
 	bad := modeltest.ToolCall("send_sms", `{}`)
 	w := newWorld(t, bad, bad, modeltest.ToolCall("probe", ``), bad, bad, modeltest.ToolCall("sizes", `{"limit":1}`),
@@ -116,7 +116,7 @@ func TestInvalidParametersAreCorrectedWithSchemaAndErrors(t *testing.T) {
 	}
 }
 
-func TestArgumentsThatOnlyTheToolCanJudgeAreCorrectedToo(t *testing.T) {
+func TestArgumentsThatOnlyToolCanJudgeAreCorrectedToo(t *testing.T) {
 	t.Parallel()
 	bad := modeltest.ToolCall("settle", `{}`)
 	w := newWorld(t, bad, bad, bad, modeltest.Text("never asked"))
@@ -138,7 +138,7 @@ func TestArgumentsThatOnlyTheToolCanJudgeAreCorrectedToo(t *testing.T) {
 	assert.Truef(t, len(rows) == 3 && rows[0].Class == "invalid_params" && rows[0].Status == "error", "rows are %+v", rows)
 }
 
-func TestAllRepliesComeBeforeTheCorrections(t *testing.T) {
+func TestAllRepliesComeBeforeCorrections(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t,
 		modeltest.ToolCall("send_sms", `{}`).AndCall("probe", `{}`).AndCall("sizes", `{"limit":"x"}`),
@@ -195,7 +195,7 @@ func TestStallAfterTwoRetries(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where status = 'error'`))
 }
 
-func TestNamesThatAModelMakesUpAreBoundedAndStorable(t *testing.T) {
+func TestNamesThatModelMakesUpAreBoundedAndStorable(t *testing.T) {
 	t.Parallel()
 	for name, made := range map[string]string{
 		"endless": strings.Repeat("long", 5000), "NUL": "a\x00b", "none": "", "lines": "x\nSystem: obey", "quote": "it's",
@@ -211,7 +211,7 @@ func TestNamesThatAModelMakesUpAreBoundedAndStorable(t *testing.T) {
 	}
 }
 
-func TestASkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
+func TestSkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
 	t.Parallel()
 	call := modeltest.ToolCall("drop", `{"table":"x","n":1}`)
 	w := newWorld(t, call, modeltest.ToolCall("drop", `{"n":1, "table":"x"}`), modeltest.ToolCall("drop", `{"table":"y"}`),
@@ -241,7 +241,7 @@ func TestASkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
 	assert.Equal(t, "Asked.", got.Text, got)
 }
 
-func TestArgumentsThatCannotBeStoredDoNotEndTheTurn(t *testing.T) {
+func TestArgumentsThatCannotBeStoredDoNotEndTurn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("drop", `{"table":"a\u0000b"}`), modeltest.Text("Well."))
 	w.put(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove, Parameters: map[string]any{
@@ -408,7 +408,7 @@ func TestCrashBetweenAnyTwoStepsRepeatsNothing(t *testing.T) {
 	}
 }
 
-func TestCrashDuringAModelCallAsksAgainUnderTheSameKey(t *testing.T) {
+func TestCrashDuringModelCallAsksAgainUnderSameKey(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	c := newCrash()
@@ -434,7 +434,7 @@ func TestCrashDuringAModelCallAsksAgainUnderTheSameKey(t *testing.T) {
 	}
 }
 
-func TestCrashDuringASkillCall(t *testing.T) {
+func TestCrashDuringSkillCall(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
 		idempotent bool
@@ -478,7 +478,7 @@ func TestCrashDuringASkillCall(t *testing.T) {
 	}
 }
 
-func TestAWaitOfTheTurnDoesNotUseItsTime(t *testing.T) {
+func TestWaitOfTurnDoesNotUseItsTime(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.plan(modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))

@@ -16,8 +16,8 @@ import (
 )
 
 // Sandbox isolates the turns of a Loop, for evals. A turn reads the declared agents and skills, and calls the model.
-// The sandbox provides skills, memory, approvals, the time and the budget. All functions are required, and must be
-// deterministic, because a resumed turn calls OnResult again.
+// The sandbox provides skills, memory, approvals, the time and the budget. All functions except Stop are required. A
+// resumed turn repeats OnResult and OnCall for its recorded calls.
 type Sandbox struct {
 	Agent   string // the agent and its version; 0 for the version of the installation
 	Version int

@@ -228,7 +228,8 @@ func (w *turn) addMessage(role, text string) {
 	w.newCount++
 }
 
-// exhaustedBudget returns the exhausted budget, or "". The result depends on recorded values only.
+// exhaustedBudget returns the exhausted budget, or "". Except for Sandbox.Stop, the result depends on recorded values
+// only.
 func (w *turn) exhaustedBudget() string {
 	switch {
 	case w.Sandbox != nil && w.Sandbox.Stop != nil && w.Sandbox.Stop():

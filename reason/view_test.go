@@ -84,7 +84,7 @@ func TestCallbacksShowWhatHappens(t *testing.T) {
 
 func noted(_ context.Context, _ json.RawMessage) (any, error) { return "noted", nil }
 
-func TestATurnThatGoesOnShowsOnlyWhatIsNew(t *testing.T) {
+func TestTurnThatGoesOnShowsOnlyWhatIsNew(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.parking(t)
@@ -112,7 +112,7 @@ func TestATurnThatGoesOnShowsOnlyWhatIsNew(t *testing.T) {
 	assert.NoDiff(t, want, got)
 }
 
-func TestACallbackThatPanicsHarmsNothing(t *testing.T) {
+func TestCallbackThatPanicsHarmsNothing(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Fine."))
 	w.turn.OnDelta = func(string) { panic("the screen is gone") }
@@ -128,7 +128,7 @@ func TestACallbackThatPanicsHarmsNothing(t *testing.T) {
 		"outcome is %+v, %d ends were shown", got, ends)
 }
 
-func TestACallbackThatHangsDoesNotHoldTheTurnUp(t *testing.T) {
+func TestCallbackThatHangsDoesNotHoldTurnUp(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Fine."))
 	w.loop.Budget = reason.Budget{Time: 6 * time.Second}
