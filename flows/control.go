@@ -22,7 +22,10 @@ func (m *flowRun) chooseBranch(r preparedAction, effect *executions.Effect) (act
 		}
 		holds, err := r.exprs["condition"].boolValue(vars)
 		effect.Output = map[string]any{"condition": holds}
-		branch := map[bool]string{true: "then", false: "else"}[holds]
+		branch := "else"
+		if holds {
+			branch = "then"
+		}
 		return actionResult{Branch: branch}, prefixError("condition", err)
 	case "switch":
 		branch, err := m.chooseCase(r)
@@ -65,19 +68,19 @@ func (m *flowRun) chooseCase(r preparedAction) (string, error) {
 }
 
 // runChosen runs the actions that an action chose.
-func (m *flowRun) runChosen(ctx context.Context, r preparedAction, got actionResult) (*endResult, error) {
+func (m *flowRun) runChosen(ctx context.Context, r preparedAction, choice actionResult) (*endResult, error) {
 	inner := executions.Scope(ctx, r.key)
 	switch r.Type {
 	case "if":
-		return m.runActions(executions.Scope(inner, got.Branch), r.nested[got.Branch])
+		return m.runActions(executions.Scope(inner, choice.Branch), r.nested[choice.Branch])
 	case "switch":
 		actions := r.nested["default"]
 		for i, c := range r.cases {
-			if got.Branch == fmt.Sprintf("case %d", i+1) {
+			if choice.Branch == fmt.Sprintf("case %d", i+1) {
 				actions = c.actions
 			}
 		}
-		return m.runActions(executions.Scope(inner, got.Branch), actions)
+		return m.runActions(executions.Scope(inner, choice.Branch), actions)
 	case "for_each":
 		return m.forEach(inner, r)
 	case "while":
@@ -86,7 +89,7 @@ func (m *flowRun) runChosen(ctx context.Context, r preparedAction, got actionRes
 	return nil, nil
 }
 
-// Bounds of loops.
+// Bounds of loops: the items of for_each, the largest max of while, and its default.
 const (
 	maxItems          = 10_000
 	maxIterations     = 10_000

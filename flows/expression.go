@@ -162,8 +162,8 @@ func (e *expression) value(vars map[string]any) (any, error) {
 	}
 	machine := vm.VM{MemoryBudget: maxAllocations}
 	result, err := machine.Run(e.program, vars)
-	if at, ok := errors.AsType[*file.Error](err); ok {
-		err = fmt.Errorf("%s (line %d, column %d)", at.Message, at.Line, at.Column+1)
+	if position, ok := errors.AsType[*file.Error](err); ok {
+		err = fmt.Errorf("%s (line %d, column %d)", position.Message, position.Line, position.Column+1)
 	}
 	if err == nil {
 		result, err = normalize(result)

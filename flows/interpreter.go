@@ -106,7 +106,7 @@ func (in *Interpreter) chooseVersion(ctx context.Context, name string, input jso
 	})
 }
 
-// maxCompiled bounds the cache of compiled versions.
+// maxCompiled bounds the cache of compiled versions. A full cache is emptied.
 const maxCompiled = 256
 
 // loadVersion returns one compiled version. It caches versions, because they are immutable.

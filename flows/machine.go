@@ -120,7 +120,7 @@ type actionResult struct {
 	Seen    []memory.Sight `json:"seen,omitempty"` // memory that the action read
 }
 
-// UnmarshalJSON keeps integers exact, however large.
+// UnmarshalJSON decodes Set with whole numbers as int, where encoding/json would make them float64.
 func (r *actionResult) UnmarshalJSON(raw []byte) error {
 	type plain actionResult
 	record := struct {

@@ -161,21 +161,21 @@ func (r *variableRef) String() string { return strings.Join(r.path, ".") }
 
 // value resolves the path. The default replaces null, too.
 func (r *variableRef) value(vars map[string]any) (any, error) {
-	var at any = vars
+	var current any = vars
 	for i, key := range r.path {
-		next, found := lookUp(at, key)
+		next, found := lookUp(current, key)
 		switch {
 		case !found && r.hasDefault:
 			return r.defaultValue, nil
 		case !found:
 			return nil, r.missing(vars, i)
 		}
-		at = next
+		current = next
 	}
-	if at == nil && r.hasDefault {
+	if current == nil && r.hasDefault {
 		return r.defaultValue, nil
 	}
-	return at, nil
+	return current, nil
 }
 
 func (r *variableRef) missing(vars map[string]any, depth int) error {
@@ -183,8 +183,8 @@ func (r *variableRef) missing(vars map[string]any, depth int) error {
 	if near := nearest.To(r.path[0], slices.Sorted(maps.Keys(vars))); depth == 0 && near != "" {
 		hint = fmt.Sprintf(", did you mean %q?", near)
 	}
-	return classErrorf(classTemplate, "variable %q is not known%s; set it before, or give it a default: {{%s ?? \"…\"}}", r,
-		hint, r)
+	return classErrorf(classTemplate,
+		"variable %q is not known%s; set it before, or give it a default: {{%s ?? \"…\"}}", r, hint, r)
 }
 
 // lookUp returns the value of a map's key, or the item at a list's index.

@@ -13,8 +13,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
-// normalize returns a value in the form that the database returns: integers are int, other numbers float64. Every
-// variable is normalized when it is set, so the first run and a replay compute the same values.
+// normalize returns a value in the form that the database returns: whole numbers up to 2^62 are int, others float64,
+// and a number beyond float64 is its text. Every variable is normalized when it is set, so the first run and a replay
+// compute the same values.
 func normalize(value any) (any, error) {
 	raw, err := json.Marshal(value)
 	if err != nil {
@@ -40,7 +41,7 @@ func normalizeTree(value any) any {
 	case json.Number:
 		return normalizeNumber(v)
 	case string:
-		return strings.ReplaceAll(v, "\x00", "\uFFFD") // the records store it this way
+		return strings.ReplaceAll(v, "\x00", "\uFFFD") // jsonb cannot store NUL; the records replace it the same way
 	case []any:
 		for i, item := range v {
 			v[i] = normalizeTree(item)
@@ -53,6 +54,7 @@ func normalizeTree(value any) any {
 	return value
 }
 
+// normalizeNumber returns an int if the number is whole and fits. jsonb may have rewritten 1e3 as 1000.
 func normalizeNumber(n json.Number) any {
 	if whole, err := strconv.Atoi(string(n)); err == nil {
 		return whole

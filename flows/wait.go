@@ -117,12 +117,12 @@ func (m *flowRun) waitForResponse(ctx context.Context, r preparedAction) (action
 	if m.thread == "" {
 		return actionResult{}, noThread()
 	}
-	got, err := m.await(ctx, r, executions.Response(m.thread, r.timeout))
+	received, err := m.await(ctx, r, executions.Response(m.thread, r.timeout))
 	if err != nil {
 		return actionResult{}, err
 	}
-	got.data = asObject(got.data)["content"]
-	return got.actionResult(r)
+	received.data = asObject(received.data)["content"]
+	return received.actionResult(r)
 }
 
 // NoThread is the error of a flow that needs a thread, in an execution without one.
@@ -135,13 +135,13 @@ func (m *flowRun) waitForEvent(ctx context.Context, r preparedAction) (actionRes
 	if key == "" {
 		return actionResult{}, classErrorf(classTemplate, "key: is empty")
 	}
-	got, err := m.await(ctx, r, executions.Event(key, r.timeout))
+	received, err := m.await(ctx, r, executions.Event(key, r.timeout))
 	if err != nil {
 		return actionResult{}, err
 	}
-	result, err := got.actionResult(r)
+	result, err := received.actionResult(r)
 	if err == nil {
-		result.Set["eventData"] = got.data
+		result.Set["eventData"] = received.data
 	}
 	return result, err
 }
@@ -232,7 +232,8 @@ func (m *flowRun) openThread(ctx context.Context, r preparedAction) (actionResul
 	if text, has := r.args["expires"]; has {
 		var err error
 		if lifetime, err = parseDuration(formatText(text)); err != nil || lifetime <= 0 || lifetime > threads.MaxTokenLife {
-			return actionResult{}, classErrorf("thread", "expires: %q is not a duration of more than 0 and at most 30d", formatText(text))
+			return actionResult{}, classErrorf("thread", "expires: %q is not a duration of more than 0 and at most 30d",
+				formatText(text))
 		}
 	}
 	token, err := executions.StepTx(ctx, "invite", func(ctx context.Context, tx pgx.Tx) (threads.Token, error) {
@@ -268,16 +269,16 @@ func (m *flowRun) request(ctx context.Context, r preparedAction) (actionResult, 
 	if err != nil {
 		return actionResult{}, err
 	}
-	got, err := m.await(ctx, r, wait)
+	received, err := m.await(ctx, r, wait)
 	if err != nil {
 		return actionResult{}, err
 	}
-	result, err := got.actionResult(r)
+	result, err := received.actionResult(r)
 	if err != nil {
 		return actionResult{}, err
 	}
 	result.Set["requestId"] = id
-	if r.Waits == requests.Signature && !got.timedOut && result.Set["signedAt"] == nil { // the event has no time
+	if r.Waits == requests.Signature && !received.timedOut && result.Set["signedAt"] == nil { // the event has no time
 		now, err := executions.Now(ctx)
 		if err != nil {
 			return actionResult{}, err

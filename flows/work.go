@@ -62,8 +62,8 @@ func (m *flowRun) skill(ctx context.Context, r preparedAction) (actionResult, er
 	}
 	raw, err := m.in.Loop.InvokeSeen(ctx, step, skill, args, m.seen, call)
 	if approvals.IsUsed(err) {
-		return actionResult{}, classErrorf("denied", "skill %s: the approval has expired, or the skill has changed since it was given",
-			skill.Name)
+		return actionResult{}, classErrorf("denied",
+			"skill %s: the approval has expired, or the skill has changed since it was given", skill.Name)
 	}
 	if err != nil {
 		return actionResult{}, err
@@ -238,12 +238,12 @@ func (m *flowRun) join(
 ) (actionResult, error) {
 	result := waitResult{}
 	for try := 0; child.TimedOut && !child.Status.Ended(); try++ {
-		retry, late, err := m.handleTimeout(ctx, r, try)
+		retry, timeout, err := m.handleTimeout(ctx, r, try)
 		if err != nil {
 			return actionResult{}, err
 		}
 		if !retry {
-			result = late
+			result = timeout
 			break
 		}
 		if child, err = m.waitAgain(ctx, r, child.ExecutionID); err != nil {
@@ -290,8 +290,7 @@ func (m *flowRun) waitAgain(ctx context.Context, r preparedAction, id string) (e
 		}
 		child := executions.ChildResult{
 			ExecutionID: id, Status: x.Status, Success: x.Status == executions.Completed, Summary: x.ResultSummary,
-			Result:    x.Result,
-			Variables: x.Variables, TimedOut: out.TimedOut,
+			Result: x.Result, Variables: x.Variables, TimedOut: out.TimedOut,
 		}
 		if x.ErrorMessage != nil {
 			child.Error = *x.ErrorMessage
