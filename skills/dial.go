@@ -16,7 +16,7 @@ import (
 
 const (
 	dialTimeout    = 10 * time.Second
-	redialEvery    = 50 * time.Millisecond
+	redialInterval = 50 * time.Millisecond // while no file descriptor is free
 	maxHeaderBytes = 64 << 10
 	maxRedirects   = 5
 )
@@ -95,7 +95,7 @@ func (g *guard) dial(ctx context.Context, network, address string) (net.Conn, er
 // retryDial dials again while the process or the machine has no free file descriptor. That is no failure of the
 // service, and the client has sent nothing. When ctx ends, retryDial returns the last error.
 func retryDial(ctx context.Context, dial func() (net.Conn, error)) (net.Conn, error) {
-	ticker := time.NewTicker(redialEvery)
+	ticker := time.NewTicker(redialInterval)
 	defer ticker.Stop()
 	for {
 		conn, err := dial()

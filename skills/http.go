@@ -176,11 +176,17 @@ func decodeResponse(contentType string, body []byte, redactText func(string) str
 	return redactText(strings.ToValidUTF8(string(body), "\uFFFD")), nil
 }
 
+// minRedactedSecret is the length of the shortest secret to redact, in bytes. A shorter value of a header, such as a
+// version, is part of many words.
+const minRedactedSecret = 4
+
 // redactSecrets returns a function that redacts the secrets in a text.
 func redactSecrets(secrets []string) func(string) string {
 	pairs := make([]string, 0, 2*len(secrets))
 	for _, secret := range secrets {
-		pairs = append(pairs, secret, "[secret]")
+		if len(secret) >= minRedactedSecret {
+			pairs = append(pairs, secret, "[secret]")
+		}
 	}
 	return strings.NewReplacer(pairs...).Replace
 }

@@ -22,7 +22,7 @@ import (
 const testSecret = "s3cr3t-value"
 
 func env(name string) string {
-	return map[string]string{"TOKEN": testSecret, "EVIL": "a\r\nX-Evil: 1"}[name]
+	return map[string]string{"TOKEN": testSecret, "EVIL": "a\r\nX-Evil: 1", "VERSION": "2"}[name]
 }
 
 func startServer(t *testing.T, h http.HandlerFunc) *httptest.Server {
@@ -176,6 +176,20 @@ func TestHTTPInvalidSecrets(t *testing.T) {
 		assert.Truef(t, errorClass(err) == wanted && strings.Contains(err.Error(), want), "%s: %v", reference, err)
 	}
 	assert.True(t, !called, "the service was called without its secret")
+}
+
+// A header may hold a short setting, which the redaction of secrets must not search in a result.
+func TestHTTPKeepsShortHeaderValues(t *testing.T) {
+	t.Parallel()
+	server := startServer(t, func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.WriteString(w, `{"version":"`+r.Header.Get("X-Version")+`","total":"12.20"}`)
+	})
+	got, err := invokeHTTP(t, skills.Definition{
+		Handler: "http:" + server.URL,
+		Config:  map[string]any{"headers": map[string]any{"X-Version": "${env:VERSION}"}},
+	}, "")
+	require.NoError(t, err)
+	assert.Equal(t, `{"total":"12.20","version":"2"}`, string(got))
 }
 
 func TestHTTPTimeoutClosesRequest(t *testing.T) {

@@ -1,8 +1,9 @@
 // Package skills owns the agent's skills: the table agent_skills, and the registry that validates and makes a call.
 //
 // A skill is a row: a name, a JSON Schema of its parameters, and a handler. A workspace file or the binary declares it
-// ([Definition]). A declaration never changes the skill's state (enabled, on trial). The revision grows if and only if
-// the behaviour of a call changes. So an approval for a revision permits no other behaviour.
+// ([Definition]). A declaration never changes the skill's state (enabled, on trial). The revision grows when the
+// definition, handler, config, scope, trust, idempotence or timeout changes, and an approval holds for one revision.
+// The revision does not cover what a call reaches: code of a builtin, environment variables, other programs.
 //
 // The registry guarantees for every handler:
 //
@@ -17,13 +18,13 @@
 // extended protocol, which rejects a second statement. So no argument can change the query.
 //
 // http: connects only to public addresses by default. It checks the address at the dial, after name resolution, so DNS
-// rebinding does not pass. A header names a secret as ${env:NAME}. The handler reads the secret at the call and redacts
-// it from answers and errors.
+// rebinding does not pass. A header names a secret as ${env:NAME}. The handler reads the secret at the call, and redacts
+// it from answers and errors if it has four bytes or more.
 //
 // mcp: calls a tool of another program, through package mcp ([RemoteCall]).
 //
-// flow: starts an execution of a flow with the arguments as its input. All repetitions of a call share one execution,
-// so the skill is idempotent. With wait the skill returns the outcome, or at its timeout a running status.
+// flow: starts an execution of a flow with the arguments as its input. Calls with one idempotency key share the
+// execution, so the skill is idempotent. With wait the skill returns the outcome, or at its timeout a running status.
 package skills
 
 import (
@@ -80,7 +81,7 @@ type Skill struct {
 	EnabledAt      time.Time       `json:"enabled_at"` // earlier failures do not count
 	TrialAt        *time.Time      `json:"trial_at"`   // when self-heal offered a trial; nil for none
 	Evidence       json.RawMessage `json:"evidence"`
-	Revision       int             `json:"revision"`       // grows when the behaviour of a call changes
+	Revision       int             `json:"revision"`       // grows when the declaration changes
 	StateRevision  int             `json:"state_revision"` // grows when the behaviour or the state changes
 	Source         string          `json:"source"`
 	CreatedAt      time.Time       `json:"created_at"`

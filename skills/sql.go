@@ -22,14 +22,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
+// Bounds of a result. Further rows are dropped, and the result is marked truncated.
 const (
 	defaultRows = 100
 	maxRows     = 1000
-
-	maxRowsSize = maxResultBytes - 1024 // bytes of all rows
-
-	rollbackTimeout = 5 * time.Second
+	maxRowsSize = maxResultBytes - 1024 // bytes of all rows; the rest is for the object around them
 )
+
+// rollbackTimeout bounds the end of a transaction after its context has ended.
+const rollbackTimeout = 5 * time.Second
+
+// queryCanceled is the SQLSTATE of a statement that statement_timeout, or an administrator, cancelled.
+const queryCanceled = "57014"
 
 // sqlHandler runs one query: select, with, values or table. PostgreSQL encodes its rows as JSON.
 type sqlHandler struct {
@@ -115,7 +119,7 @@ func (h sqlHandler) call(ctx context.Context, r *Registry, c Call, args map[stri
 	// A read has no effect, so the skill repeats it after a restart of the database.
 	result, err := executions.RetryTransient(ctx, func(ctx context.Context) (sqlResult, error) {
 		result, err := h.readOnly(ctx, db, timeout, query, values)
-		if postgres.IsCode(err, "57014") {
+		if postgres.IsCode(err, queryCanceled) {
 			err = classifySQLError(timeout, err) // the skill's own timeout is not transient
 		}
 		return result, err
@@ -269,7 +273,7 @@ func classifySQLError(limit fmt.Stringer, err error) error {
 		return err
 	case !ok:
 		return newCallError(ClassNetwork, "query the database: %s", err)
-	case postgres.IsCode(err, "57014"):
+	case postgres.IsCode(err, queryCanceled):
 		return newCallError(ClassTimeout, "the query did not end within %s", limit)
 	}
 	message := fmt.Sprintf("%s (SQLSTATE %s)", pgErr.Message, pgErr.Code)
@@ -293,7 +297,8 @@ func firstWord(query string) (first string, at int) {
 const singleQueryOnly = "only one read-only query is possible: select, with, values or table; " +
 	"to write to a named database, declare config.writes"
 
-// checkVerb rejects a statement of a kind that a skill may not run.
+// checkVerb rejects a statement of a kind that a skill may not run, by its first word. It explains mistakes; the
+// read-only transaction and the role protect the data.
 func (h sqlHandler) checkVerb() error {
 	first, _ := firstWord(h.query)
 	read := []string{"select", "with", "values", "table"}

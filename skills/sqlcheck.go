@@ -60,7 +60,7 @@ func CheckSQL(ctx context.Context, tx pgx.Tx, d Definition, role string) error {
 	return c.check(ctx)
 }
 
-// sqlCheck checks one query. offset is its position in the field.
+// sqlCheck checks one query. offset is its position in bytes within the field; -1 if it is not found there.
 type sqlCheck struct {
 	handler  sqlHandler
 	tx       pgx.Tx

@@ -68,7 +68,7 @@ func (h sqlHandler) runEffect(
 				result, err = h.runOnce(ctx, db, entry, timeout, args)
 			}
 		}
-		if postgres.IsCode(err, "57014") {
+		if postgres.IsCode(err, queryCanceled) {
 			err = classifySQLError(timeout, err) // the skill's own timeout is not transient
 		}
 		return result, err

@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Put stores the declaration d and reports whether it changed anything. The revision grows if the behaviour of a call
+// Put stores the declaration d and reports whether it changed anything. The revision grows unless only the source
 // changes. The state (enabled, disabled, evidence) stays. A declaration of the binary never replaces another source, so
 // a workspace may override a builtin. For an invalid definition, Put returns the error of [Validate].
 func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
@@ -61,8 +61,9 @@ func Delete(ctx context.Context, db postgres.DB, source string, names ...string)
 }
 
 // columns are the columns of a [Skill].
-const columns = `id, name, description, tool_definition, handler, config, scope, trust, four_eyes, idempotent, timeout_ms,
-	enabled, disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, state_revision, source, created_at, updated_at`
+const columns = `id, name, description, tool_definition, handler, config, scope, trust, four_eyes, idempotent,
+	timeout_ms, enabled, disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision,
+	state_revision, source, created_at, updated_at`
 
 // Get returns one skill, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Skill, error) {
@@ -117,8 +118,10 @@ func QueueCallable(b *pgx.Batch, scopes []string, into *[]Skill) {
 	b.Queue(`
 		select `+columns+` from agent_skills
 		 where (scope = 'both' or scope = any(@scopes::text[]))
-		   and (enabled or trial_at is not null
-		     and (evidence #>> '{trial,until}')::timestamptz > clock_timestamp() is not true)
+		   and (enabled
+		        or trial_at is not null
+		           -- no other call has the trial now
+		           and (evidence #>> '{trial,until}')::timestamptz > clock_timestamp() is not true)
 		 order by name`, pgx.StrictNamedArgs{"scopes": scopes}).Query(func(rows pgx.Rows) (err error) {
 		*into, err = postgres.Collect(rows, nil, "list callable skills", pgx.RowToStructByName[Skill])
 		return err
