@@ -21,8 +21,9 @@
 //   - Private addresses need the operator's permission. A child process gets PATH, HOME, LANG and the declared
 //     variables.
 //
-// The client opens one connection per server, on first use, and again after a failure. It never sends a call twice.
-// A call to an unreachable server fails with class unavailable.
+// The client opens one connection per server, on first use, and again after a failure. It sends a call again only if
+// the server rejected the first because it did not know the session. A call to an unreachable server fails with class
+// unavailable.
 //
 // # Offered skills
 //
@@ -74,7 +75,7 @@ const (
 	connectTimeout     = 90 * time.Second // npx may download a package first
 	slowConnectNotice  = 2 * time.Second  // after this time, the log reports the wait for a server
 	minConnect         = 5 * time.Second  // applies over HTTP, if timeout_ms is shorter
-	maxConcurrentSyncs = 4                // a silent server delays at most a quarter of the syncs
+	maxConcurrentSyncs = 4                // a silent server blocks one of them
 	listTimeout        = 30 * time.Second
 	maxConnectionAge   = 10 * time.Minute // an older HTTP connection, with its list of tools, is replaced
 	syncInterval       = 15 * time.Minute

@@ -27,16 +27,17 @@ const (
 	defaultVersion  = "dev"
 )
 
-// Server offers skills over MCP. All fields but Version and Logger are required. It is safe for concurrent use.
+// Server offers skills over MCP. Agents, Version and Logger may be empty; the other fields are required. It is safe for
+// concurrent use.
 type Server struct {
 	Pool   *pgxpool.Pool
 	Engine *executions.Engine
 	Skills *skills.Registry
 	// Invoke calls a skill as a durable step; it is the method of reason.Loop.
 	Invoke func(ctx context.Context, step string, s skills.Skill, args json.RawMessage,
-		callTool executions.Call) (json.RawMessage, error)
+		call executions.Call) (json.RawMessage, error)
 	Agent   string
-	Agents  *agents.Directory // the default agent makes the calls; nil: Agent
+	Agents  *agents.Directory // its default agent makes the calls; nil: Agent does
 	Version string
 	Logger  *slog.Logger
 }
@@ -52,7 +53,8 @@ func (s *Server) Handler() http.Handler {
 		return server
 	}, &sdk.StreamableHTTPOptions{
 		Stateless: true, PropagateRequestCancellation: true, MaxRequestBodyBytes: maxRequestBody,
-		// The token keeps other sites out, because browsers never send it automatically. A local proxy may forward any host.
+		// The SDK's protection rejects foreign Host headers on loopback, which a local proxy may forward. The admin token
+		// keeps other sites out: browsers never send it automatically.
 		DisableLocalhostProtection: true,
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -147,21 +149,21 @@ func (s *Server) agentName(ctx context.Context) (string, error) {
 	return agent.Name, err
 }
 
-// refresh applies the current offers to a server. known has the revisions that the server offers now; refresh returns
-// the new revisions.
-func (s *Server) refresh(ctx context.Context, server *sdk.Server, revisions map[string]int) (map[string]int, error) {
+// refresh applies the current offers to a server. before has the revisions that the server offers; refresh returns the
+// new revisions.
+func (s *Server) refresh(ctx context.Context, server *sdk.Server, before map[string]int) (map[string]int, error) {
 	offered, err := s.offeredSkills(ctx)
 	if err != nil {
-		return revisions, err
+		return before, err
 	}
 	current := make(map[string]int, len(offered))
 	for _, skill := range offered {
-		revision, ok := revisions[skill.Name]
+		revision, ok := before[skill.Name]
 		if ok && revision == skill.Revision || s.addTool(ctx, server, skill) {
 			current[skill.Name] = skill.Revision
 		}
 	}
-	for name := range revisions {
+	for name := range before {
 		if _, exists := current[name]; !exists {
 			server.RemoveTools(name)
 		}
@@ -195,6 +197,3 @@ func (s *Server) log() *slog.Logger {
 	}
 	return s.Logger
 }
-
-// Flow is the flow of an external call.
-const Flow = "mcp.call"

@@ -38,8 +38,8 @@ type Remote struct {
 	UpdatedAt   time.Time      `json:"updated_at"`
 }
 
-const remoteColumns = `id::text, name, transport, url, command, headers, env, scope, trust, auto, include, exclude, idempotent,
-	timeout_ms, revision, source, attempted_at, synced_at, sync_error, about, created_at, updated_at`
+const remoteColumns = `id::text, name, transport, url, command, headers, env, scope, trust, auto, include, exclude,
+	idempotent, timeout_ms, revision, source, attempted_at, synced_at, sync_error, about, created_at, updated_at`
 
 // Put stores the declaration d and reports whether it changed anything. Mounted tools get the new scope, trust and
 // timeout at once. For an invalid definition, Put returns the error of [Validate].
@@ -62,10 +62,9 @@ func Put(ctx context.Context, db postgres.Beginner, d Definition) (changed bool,
 func (d Definition) write(ctx context.Context, tx pgx.Tx) (bool, error) {
 	return postgres.Upsert(ctx, tx, "write the declaration", "agent_mcp_servers", "name", postgres.Strict{
 		"name": d.Name, "transport": d.transport(), "url": d.URL, "command": nonNilList(d.Command),
-		"headers": nonNilMap(d.Headers),
-		"env":     nonNilMap(d.Env), "scope": d.scope(), "trust": d.trust(), "auto": nonNilList(d.Auto),
-		"include": nonNilList(d.Include),
-		"exclude": nonNilList(d.Exclude), "idempotent": nonNilList(d.Idempotent), "timeout_ms": d.timeout().Milliseconds(),
+		"headers": nonNilMap(d.Headers), "env": nonNilMap(d.Env), "scope": d.scope(), "trust": d.trust(),
+		"auto": nonNilList(d.Auto), "include": nonNilList(d.Include), "exclude": nonNilList(d.Exclude),
+		"idempotent": nonNilList(d.Idempotent), "timeout_ms": d.timeout().Milliseconds(),
 		"source": postgres.SourceWorkspace,
 	}, "revision = t.revision + 1", "attempted_at = null")
 }
@@ -83,10 +82,12 @@ func nonNilMap(m map[string]any) map[string]any {
 func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		with gone as (
-		  delete from agent_mcp_servers where source = @source and name <> all(@keep::text[]) returning name
-		)
+		  delete from agent_mcp_servers where source = @source and name <> all(@keep::text[]) returning name)
 		select g.name, coalesce(array_agg(t.skill_name) filter (where t.skill_name is not null), '{}')
-		  from gone g left join agent_mcp_tools t on t.server = g.name group by g.name order by g.name`,
+		  from gone g
+		  left join agent_mcp_tools t on t.server = g.name
+		 group by g.name
+		 order by g.name`,
 		postgres.Strict{"source": postgres.SourceWorkspace, "keep": nonNilList(keep)})
 	type removed struct {
 		Name   string
@@ -113,7 +114,7 @@ func Get(ctx context.Context, db postgres.DB, name string) (Remote, error) {
 		`select `+remoteColumns+` from agent_mcp_servers where name = @name`, postgres.Strict{"name": name})
 }
 
-// List reads all servers, by name.
+// List reads the servers, by name, at most 1000.
 func List(ctx context.Context, db postgres.DB) ([]Remote, error) {
 	return postgres.Rows[Remote](ctx, db, "list MCP servers",
 		`select `+remoteColumns+` from agent_mcp_servers order by name limit 1000`)

@@ -17,6 +17,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
+// Flow is the flow of an external call.
+const Flow = "mcp.call"
+
 // Register registers the flow with the engine, so any process can resume a call after a crash or an approval.
 func (s *Server) Register() error {
 	s.Engine.Unforkable(Flow, "a call answers one client; call the tool again")

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
+// toolResult converts the state of a call's execution to the result for the client.
 func toolResult(execution executions.Execution) *sdk.CallToolResult {
 	var result *sdk.CallToolResult
 	switch {
@@ -54,8 +55,8 @@ func successResult(value json.RawMessage) *sdk.CallToolResult {
 // pendingResult returns a result for a call that awaits approval. The result is an error, so a caller does not mistake
 // the call for done.
 func pendingResult(approval string) *sdk.CallToolResult {
-	result := failureResult(fmt.Sprintf("Nothing was done yet: the call awaits approval %s. Once an admin has approved it, "+
-		"call again with the same arguments.", approval))
+	result := failureResult(fmt.Sprintf("Nothing was done yet: the call awaits approval %s. "+
+		"Once an admin has approved it, call again with the same arguments.", approval))
 	result.StructuredContent = map[string]string{"status": "pending_approval", "approval_id": approval}
 	return result
 }
