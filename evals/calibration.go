@@ -187,12 +187,12 @@ func ReadJudgeLabels(ctx context.Context, db postgres.DB, s Suite, rubric string
 
 // unanimous returns one label for each answer, without answers whose labels differ.
 func unanimous(all []JudgeLabel) (kept []JudgeLabel) {
-	simulate, disagreed := map[string]bool{}, map[string]bool{}
+	verdictOf, disagreed := map[string]bool{}, map[string]bool{}
 	for _, l := range all {
-		pass, known := simulate[l.Answer]
+		pass, known := verdictOf[l.Answer]
 		switch {
 		case !known:
-			simulate[l.Answer], kept = l.Pass, append(kept, l)
+			verdictOf[l.Answer], kept = l.Pass, append(kept, l)
 		case pass != l.Pass:
 			disagreed[l.Answer] = true
 		}
@@ -229,15 +229,15 @@ func ReadCalibration(ctx context.Context, db postgres.DB, s Subject, j JudgeRule
 	if err != nil {
 		return Calibration{}, nil, err
 	}
-	simulate := map[string]bool{}
+	verdictOf := map[string]bool{}
 	for _, v := range stored {
-		simulate[v.Answer] = v.Pass
+		verdictOf[v.Answer] = v.Pass
 	}
 	var verdicts []VerdictPair
 	var missing []JudgeLabel
 	for _, l := range labels {
 		_, answer := JudgeKey(model, j, l.Answer)
-		if pass, judged := simulate[answer]; judged {
+		if pass, judged := verdictOf[answer]; judged {
 			verdicts = append(verdicts, VerdictPair{Label: l.Pass, Judge: pass})
 		} else {
 			missing = append(missing, l)

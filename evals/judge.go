@@ -195,13 +195,14 @@ func (c Called) count(o Observed) (n int) {
 	return n
 }
 
+// notCalled also rejects a call that was requested and not made: the model must not even request it.
 func notCalled(skills []string, o Observed) (reasons []string) {
-	for _, c := range o.Calls {
-		if slices.Contains(skills, c.Skill) {
-			reasons = append(reasons, fmt.Sprintf("%s was called", c.Skill))
+	for _, skill := range skills {
+		if slices.ContainsFunc(o.Calls, func(c Call) bool { return c.Skill == skill }) {
+			reasons = append(reasons, fmt.Sprintf("%s was called", skill))
 		}
 	}
-	return slices.Compact(reasons)
+	return reasons
 }
 
 func inOrder(skills []string, o Observed) []string {

@@ -263,11 +263,15 @@ func Summaries(ctx context.Context, db postgres.DB, runs []Run) ([]Report, error
 		ids[i] = r.ID
 	}
 	rows, err := db.Query(ctx, `
-		select run_id::text, case_name, count(*) filter (where verdict = 'pass'),
-		       count(*) filter (where verdict <> 'undecided'), count(*) filter (where verdict is null or verdict = 'undecided'),
+		select run_id::text, case_name,
+		       count(*) filter (where verdict = 'pass'),
+		       count(*) filter (where verdict <> 'undecided'),
+		       count(*) filter (where verdict is null or verdict = 'undecided'),
 		       sum(cost_usd)::float8, sum(tokens)::bigint
-		  from agent_eval_trials where run_id = any (@ids::uuid[])
-		 group by run_id, case_name order by run_id, min(position), case_name`, postgres.Strict{"ids": ids})
+		  from agent_eval_trials
+		 where run_id = any (@ids::uuid[])
+		 group by run_id, case_name
+		 order by run_id, min(position), case_name`, postgres.Strict{"ids": ids})
 	type row struct {
 		Run, Case                 string
 		Passed, Trials, Undecided int

@@ -136,8 +136,8 @@ func (t *turnReader) readOpening(call prompts.Call, messages []models.Message, m
 		var now string
 		now, t.turn.Context, _ = strings.Cut(strings.TrimSuffix(strings.TrimPrefix(preface, prefaceStart), "\n"), "\n")
 		now, _, _ = strings.Cut(now, " (")
-		if at, err := time.Parse("Now: Monday 2006-01-02 15:04 -07:00", now); err == nil {
-			t.turn.Now = at
+		if parsed, err := time.Parse("Now: Monday 2006-01-02 15:04 -07:00", now); err == nil {
+			t.turn.Now = parsed
 		}
 	}
 	if t.turn.Prompt == "" {

@@ -36,8 +36,8 @@ func newEnvironment(c evals.Case, recorded *evals.Recorded, start time.Time) *en
 		recorded: recorded, stubs: c.Skills, approvals: c.Approvals, now: start, memory: map[string]memory.Entry{},
 		answered: map[string]int{},
 	}
-	if at, err := time.Parse(time.RFC3339, c.Now); err == nil {
-		b.now = at
+	if caseTime, err := time.Parse(time.RFC3339, c.Now); err == nil {
+		b.now = caseTime
 	}
 	for name, value := range c.Memory {
 		category, key, _ := strings.Cut(name, "/")

@@ -8,8 +8,8 @@
 // A trial of a recorded turn gets the recorded results (counterfactual.go). The first call that is not recorded ends
 // the trial.
 //
-// Each model call reserves its maximum cost in the budget of the run, so concurrent trials cannot exceed the budget. If
-// the budget is used up, a trial is undecided.
+// Each model call reserves its estimated worst case in the budget of the run ([models.Client.Quote]), across concurrent
+// trials. If the budget is used up, a trial is undecided.
 //
 // A trial survives its process, like every execution: answered model calls are not repeated. Another process continues
 // a run with [Runner.Work].
@@ -45,7 +45,8 @@ import (
 const Flow = "eval"
 
 // ErrOtherSetup reports a run that only processes with another setup can play.
-var ErrOtherSetup = errors.New("the run began with another model server, key, price or limit; go on with the same settings")
+var ErrOtherSetup = errors.New(
+	"the run began with another model server, key, price or limit; go on with the same settings")
 
 // Surface has the rules and the scopes of the skills of a surface.
 type Surface struct {
@@ -53,7 +54,7 @@ type Surface struct {
 	Scopes []string
 }
 
-// Runner plays trials. All fields are required. It is safe for concurrent use.
+// Runner plays trials. All fields but Setup are required. It is safe for concurrent use.
 type Runner struct {
 	Pool     *pgxpool.Pool
 	Engine   *executions.Engine
@@ -64,7 +65,7 @@ type Runner struct {
 	Logger   *slog.Logger
 	Surfaces map[string]Surface // by name
 	Version  string             // of this program
-	Setup    string             // identifies the settings of the model calls; may be empty
+	Setup    string             // identifies the settings of the model calls
 }
 
 // flow is the flow of the trials that this process plays.
