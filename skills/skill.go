@@ -18,8 +18,8 @@
 // extended protocol, which rejects a second statement. So no argument can change the query.
 //
 // http: connects only to public addresses by default. It checks the address at the dial, after name resolution, so DNS
-// rebinding does not pass. A header names a secret as ${env:NAME}. The handler reads the secret at the call, and redacts
-// it from answers and errors if it has four bytes or more.
+// rebinding does not pass. A header names a secret as ${env:NAME}. The handler reads the secret at the call, and
+// redacts it from answers and errors if it has four bytes or more.
 //
 // mcp: calls a tool of another program, through package mcp ([RemoteCall]).
 //
