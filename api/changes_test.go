@@ -1,16 +1,11 @@
 package api_test
 
 import (
-	"context"
-	"encoding/json"
-	"fmt"
 	"net/http"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -229,49 +224,6 @@ func (a *agent) sessionOf(name string) string {
 		principals.SessionParams{Principal: name, Method: principals.WithLink})
 	require.NoError(a.t, err)
 	return pgtest.Value[string](a.t, a.pool, `select id::text from agent_sessions`)
-}
-
-// objective declares an objective.
-func (a *agent) objective(name string) string {
-	a.t.Helper()
-	d := objectives.Definition{Name: name, Goal: "be done", Steps: []string{"one", "two"}}
-	_, err := objectives.Put(a.t.Context(), a.pool, d, objectives.SourceAdmin)
-	require.NoError(a.t, err)
-	return name
-}
-
-// automation declares an automation.
-func (a *agent) automation(name string) string {
-	a.t.Helper()
-	d := automations.Definition{Name: name, Cron: "0 3 * * *", Prompt: "look around"}
-	_, err := automations.Put(a.t.Context(), a.pool, d)
-	require.NoError(a.t, err)
-	return name
-}
-
-// approval makes a call of the skill drop that needs approval. With park, the execution waits for it.
-func (a *agent) approval(args string, park bool) (got approvals.Approval) {
-	a.t.Helper()
-	d := skills.Definition{Name: "drop", Description: "drops a table", Handler: "builtin:drop", Trust: skills.TrustApprove}
-	_, err := skills.Put(a.t.Context(), a.pool, d, skills.SourceWorkspace)
-	require.NoError(a.t, err)
-	skill, err := skills.Get(a.t.Context(), a.pool, "drop")
-	require.NoError(a.t, err)
-	flow := fmt.Sprintf("ask_%d", askCount.Add(1))
-	err = a.engine.Register(flow, func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-		var err error
-		got, err = approvals.Ask(ctx, approvals.Request{
-			Skill: skill.Name, SkillID: skill.ID, Revision: skill.Revision, Args: json.RawMessage(args), Park: park,
-		})
-		if err == nil && park {
-			_, err = executions.Wait(ctx, "approval", executions.Approval(got.ID, time.Hour))
-		}
-		return executions.Result{}, err
-	})
-	require.NoError(a.t, err)
-	_, err = a.engine.RunSync(context.WithoutCancel(a.t.Context()), executions.Spec{Flow: flow, Surface: trace.Flow})
-	require.NoError(a.t, err)
-	return got
 }
 
 func TestProposedObjectiveDecision(t *testing.T) {

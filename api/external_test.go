@@ -107,14 +107,19 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 	x := a.startExternal(`,"input":{"n":1,"token":"kept-whole-for-the-worker"},"thread_id":"t-1","progress_seconds":600`)
 	path := "/v1/executions/" + x.ID
 	lock := a.lock(x.ID, "worker 1", 30)
-	assert.Truef(t, lock.Execution.Status == "running" && lock.Checkpoint == nil && len(lock.Checkpoints) == 0 &&
-		strings.Contains(string(lock.Execution.Input), "kept-whole") && time.Until(lock.ExpiresAt) <= 31*time.Second &&
-		lock.Execution.Progress == 600 && lock.Execution.OnLost == "fail", "lock is %+v", lock)
-	again := a.lock(x.ID, "worker 1", 60)
-	assert.Truef(t, again.LockID == lock.LockID && again.ExpiresAt.After(lock.ExpiresAt), "again %+v", again)
+	assert.Equal(t, "running", lock.Execution.Status)
+	assert.Equal(t, 600, lock.Execution.Progress)
+	assert.Equal(t, "fail", lock.Execution.OnLost)
+	assert.Contains(t, string(lock.Execution.Input), "kept-whole")
+	assert.Truef(t, lock.Checkpoint == nil && len(lock.Checkpoints) == 0, "checkpoints of a new execution: %+v", lock)
+	assert.Truef(t, time.Until(lock.ExpiresAt) <= 31*time.Second, "the lock expires at %s", lock.ExpiresAt)
+	renewed := a.lock(x.ID, "worker 1", 60)
+	assert.Equal(t, lock.LockID, renewed.LockID)
+	assert.Truef(t, renewed.ExpiresAt.After(lock.ExpiresAt), "%s, then %s", lock.ExpiresAt, renewed.ExpiresAt)
 	held := a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "worker 1 holds it until")
-	assert.Truef(t, held.Holder == "worker 1" && held.TraceID == x.TraceID && strings.HasSuffix(held.Type, "lock-held"),
-		"held: %+v", held)
+	assert.Equal(t, "worker 1", held.Holder)
+	assert.Equal(t, x.TraceID, held.TraceID)
+	assert.Truef(t, strings.HasSuffix(held.Type, "lock-held"), "type %s", held.Type)
 	var step struct{ ID, Step string }
 	a.checkResponse(a.recordStep(x.ID, lock.LockID, "one", `{"a":[1,2]}`), "POST", path+"/checkpoints", 201, &step)
 	a.checkResponse(a.recordStep(x.ID, lock.LockID, "one", `{ "a": [1, 2.0] }`), "POST", path+"/checkpoints", 200, &step)
@@ -126,8 +131,9 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 		CancelRequested bool `json:"cancel_requested"`
 	}
 	header := a.request("PUT", path+"/lock/"+lock.LockID, "", 200, &beat)
-	assert.Truef(t, beat.Status == "running" && !beat.CancelRequested && time.Until(beat.ExpiresAt) >= 30*time.Second &&
-		header.Get("X-Trace-Id") == x.TraceID, "beat %+v", beat)
+	assert.Equal(t, x.TraceID, header.Get("X-Trace-Id"))
+	assert.Truef(t, beat.Status == "running" && !beat.CancelRequested, "heartbeat %+v", beat)
+	assert.Truef(t, time.Until(beat.ExpiresAt) >= 30*time.Second, "the lock expires at %s", beat.ExpiresAt)
 	var end startedExecution
 	a.request("DELETE", path+"/lock/"+lock.LockID,
 		`{"status":"waiting","waiting_for":"event","waiting_key":"paid","timeout":"7d"}`, 200, &end)
@@ -141,17 +147,21 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 		ForkedFrom, FlowVersion, Inherits any
 	}
 	a.get(path, &detail)
-	assert.Truef(t, end.Status == "waiting" && detail.Status == "waiting" && len(detail.Waits) == 1 &&
-		detail.Waits[0].Key == "paid" && detail.Checkpoint.Step == "one", "waiting: %+v, %+v", end, detail)
+	assert.Equal(t, "waiting", end.Status)
+	assert.Equal(t, "waiting", detail.Status)
+	assert.Equal(t, "one", detail.Checkpoint.Step)
+	require.Equal(t, 1, len(detail.Waits))
+	assert.Equal(t, "paid", detail.Waits[0].Key)
 	a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "for event paid until")
 	a.checkRefusals(x.ID, lock.LockID, "waits for event paid")
 	a.request("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"paid","data":{"amount":3}}`, 202, &struct{}{})
 	next := a.lock(x.ID, "worker 2", 30)
 	want := map[string]any{"one": map[string]any{"a": []any{1.0, 2.0}}, "wait event 1": next.Checkpoints["wait event 1"]}
-	diff := cmp.Diff(want, next.Checkpoints)
-	assert.Truef(t, diff == "" &&
-		next.Checkpoints["wait event 1"].(map[string]any)["data"].(map[string]any)["amount"] == 3.0 &&
-		next.Checkpoint.Step == "wait event 1", "after the wait: %+v %s", next, diff)
+	assert.Equal(t, "", cmp.Diff(want, next.Checkpoints))
+	assert.Equal(t, "wait event 1", next.Checkpoint.Step)
+	outcome, err := json.Marshal(next.Checkpoints["wait event 1"])
+	require.NoError(t, err)
+	assert.Contains(t, string(outcome), `"data":{"amount":3}`)
 	a.request("DELETE", path+"/lock/"+next.LockID, `{"status":"failed","error_message":"no paper"}`, 200, &end)
 	a.checkRefusals(x.ID, next.LockID, "the run has ended: failed, no paper")
 	a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409,

@@ -16,61 +16,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// start starts an execution that no worker runs.
-func (a *agent) start(flow string, id trace.ID) executions.Execution {
-	a.t.Helper()
-	x, _, err := a.engine.Start(a.t.Context(), a.pool, executions.Spec{
-		Flow: flow, Surface: id.Surface(), TraceID: id, Input: map[string]string{"for": flow},
-	})
-	require.NoError(a.t, err)
-	return x
-}
-
-// claim claims an execution for a new worker.
-func (a *agent) claim(x executions.Execution) {
-	a.t.Helper()
-	pgtest.Exec(a.t, a.pool, `
-		with w as (insert into agent_workers (name, expires_at) values ('w', clock_timestamp() + interval '1 minute')
-		  returning id)
-		update agent_executions x set status = 'running', claimed_by = w.id, claim = x.claim + 1 from w where x.id = @id`,
-		postgres.Strict{"id": x.ID})
-}
-
-func (a *agent) fail(x executions.Execution) {
-	a.t.Helper()
-	a.claim(x)
-	pgtest.Exec(a.t, a.pool, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": x.ID})
-}
-
-func (a *agent) recordActivity(e activity.Entry, status activity.Status) string {
-	a.t.Helper()
-	id, err := activity.Note(a.t.Context(), a.pool, e, activity.Outcome{Status: status})
-	require.NoError(a.t, err)
-	return id
-}
-
-func (a *agent) skill(name string) {
-	a.t.Helper()
-	d := skills.Definition{Name: name, Description: "for the test", Handler: "http:GET https://example.com/"}
-	_, err := skills.Put(a.t.Context(), a.pool, d, skills.SourceWorkspace)
-	require.NoError(a.t, err)
-}
-
-func (a *agent) holdLane(lane, owner string) {
-	a.t.Helper()
-	got := pgtest.Value[bool](a.t, a.pool, `select try_acquire_agent_lock(@lane, @owner, 300)`,
-		postgres.Strict{"lane": lane, "owner": owner})
-	require.Truef(a.t, got, "%s does not get %s", owner, lane)
-}
-
 // list reads all pages of a listing and returns one field of each item. It calls between after every page.
-func (a *agent) list(path, field string, limit int, between func()) (found []string) {
+func (a *agent) list(path, field string, limit int, between func()) (values []string) {
 	a.t.Helper()
 	cursor := ""
 	for {
@@ -78,18 +29,22 @@ func (a *agent) list(path, field string, limit int, between func()) (found []str
 			Items []map[string]any `json:"items"`
 			Next  *string          `json:"next_cursor"`
 		}
-		at := fmt.Sprintf("%s%slimit=%d", path, map[bool]string{true: "&", false: "?"}[strings.Contains(path, "?")], limit)
-		if cursor != "" {
-			at += "&cursor=" + url.QueryEscape(cursor)
+		separator := "?"
+		if strings.Contains(path, "?") {
+			separator = "&"
 		}
-		a.get(at, &got)
+		page := fmt.Sprintf("%s%slimit=%d", path, separator, limit)
+		if cursor != "" {
+			page += "&cursor=" + url.QueryEscape(cursor)
+		}
+		a.get(page, &got)
 		require.Truef(a.t, len(got.Items) <= limit && (got.Next == nil || len(got.Items) == limit) &&
 			(len(got.Items) > 0 || cursor == ""), "a page of %d has %d rows, next %v", limit, len(got.Items), got.Next)
 		for _, item := range got.Items {
-			found = append(found, item[field].(string))
+			values = append(values, item[field].(string))
 		}
 		if got.Next == nil {
-			return found
+			return values
 		}
 		cursor = *got.Next
 		if between != nil {
@@ -98,15 +53,14 @@ func (a *agent) list(path, field string, limit int, between func()) (found []str
 	}
 }
 
-// listings maps each listing to a function that creates a row, and the field of its name.
-func (a *agent) listings() map[string]struct {
-	path, field string
-	add         func(n int) string
-} {
-	return map[string]struct {
-		path, field string
-		add         func(n int) string
-	}{
+// listing is a route that lists rows by id.
+type listing struct {
+	path, field string             // field identifies a row
+	add         func(n int) string // adds the nth row and returns its field
+}
+
+func (a *agent) listings() map[string]listing {
+	return map[string]listing{
 		"traces": {
 			"/v1/traces", "trace_id",
 			func(int) string { return a.start("beat", trace.New(trace.Heartbeat)).TraceID },

@@ -269,17 +269,6 @@ func TestIfMatchOfChanges(t *testing.T) {
 	}
 }
 
-func (a *agent) storeMemory(key, category string) string {
-	a.t.Helper()
-	note := memory.Note{
-		Category: category, Key: key, Value: "what is known of " + key,
-		TraceID: string(trace.New(trace.Heartbeat)),
-	}
-	_, err := memory.Save(a.t.Context(), a.pool, note)
-	require.NoError(a.t, err)
-	return key
-}
-
 func TestMemoryFiltersAndSearch(t *testing.T) {
 	t.Parallel()
 	a := start(t)

@@ -116,22 +116,31 @@ func TestInvalidMessages(t *testing.T) {
 	inside := a.start("beat", trace.New(trace.Flow)).ID
 	id, lock := a.lockExternal("worker")
 	path := "/v1/threads/t/messages"
-	for body, want := range map[string]struct {
+	const missing = "018f0000-0000-7000-8000-000000000000"
+	for name, tc := range map[string]struct {
+		body   string
 		status int
-		words  string
+		detail string // a part of it
 	}{
-		`{"content":" "}`:                    {400, "content"},
-		`{"content":"x","role":"user"}`:      {400, "role"},
-		`{"content":"x","lock_id":"y"}`:      {400, "execution_id"},
-		`{"content":"x","execution_id":"y"}`: {400, "execution_id"},
-		`{"content":"x","execution_id":"018f0000-0000-7000-8000-000000000000","lock_id":"y"}`: {404, ""},
-		fmt.Sprintf(`{"content":"x","execution_id":%q}`, inside):                              {403, "sends its own messages"},
-		fmt.Sprintf(`{"content":"x","execution_id":%q}`, id):                                  {403, "lock_id"},
-
-		fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":"void"}`, id): {409, "worker"},
+		"blank content":     {body: `{"content":" "}`, status: 400, detail: "content"},
+		"unknown field":     {body: `{"content":"x","role":"user"}`, status: 400, detail: "role"},
+		"only lock":         {body: `{"content":"x","lock_id":"y"}`, status: 400, detail: "execution_id"},
+		"malformed id":      {body: `{"content":"x","execution_id":"y"}`, status: 400, detail: "execution_id"},
+		"missing execution": {body: `{"content":"x","execution_id":"` + missing + `","lock_id":"y"}`, status: 404},
+		"internal execution": {
+			body: fmt.Sprintf(`{"content":"x","execution_id":%q}`, inside), status: 403, detail: "sends its own messages",
+		},
+		"no lock": {body: fmt.Sprintf(`{"content":"x","execution_id":%q}`, id), status: 403, detail: "lock_id"},
+		"void lock": {
+			body: fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":"void"}`, id), status: 409, detail: "worker",
+		},
 	} {
-		a.checkProblem(a.raw("POST", path, body, asAdmin()), want.status, want.words)
+		t.Run(name, func(t *testing.T) {
+			a.t = t
+			a.checkProblem(a.raw("POST", path, tc.body, asAdmin()), tc.status, tc.detail)
+		})
 	}
+	a.t = t
 	a.checkProblem(a.raw("POST", "/v1/threads/none/messages", `{"content":"x"}`, asAdmin()), 404, "no such thread")
 	pgtest.Exec(t, a.pool, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
 	a.checkProblem(a.raw("POST", path, fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":%q}`, id, lock), asAdmin()),
