@@ -371,7 +371,7 @@ func (w *waiter) request(kind string, items ...string) string {
 
 func deliverEvent(t *testing.T, db postgres.DB, event, key, data, id string) {
 	t.Helper()
-	pgtest.Exec(t, db, `select deliver_agent_event(@event, @key, @data, nullif(@id, ''))`,
+	pgtest.Exec(t, db, `select lanekeeper.deliver_agent_event(@event, @key, @data, nullif(@id, ''))`,
 		postgres.Strict{"event": event, "key": key, "data": data, "id": id})
 }
 

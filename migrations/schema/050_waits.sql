@@ -362,8 +362,8 @@ declare
 begin
   if kind is null then
     raise exception 'event % is not known', coalesce(quote_literal(left(p_event, 60)), 'null') using errcode = '22023',
-      hint = 'MESSAGE_RECEIVED, AGENT_COMPLETED, DOCUMENT_UPLOADED, SIGNATURE_COMPLETED, TEST_COMPLETED, '
-             'EVENT_COMPLETED or APPROVAL_DECIDED. raise_agent_event records any other.';
+      hint = 'MESSAGE_RECEIVED, DOCUMENT_UPLOADED, SIGNATURE_COMPLETED, TEST_COMPLETED or EVENT_COMPLETED. '
+             'raise_agent_event records any other.';
   elsif p_key is null or p_key = '' then
     raise exception 'event % needs a key', p_event using errcode = '22023';
   end if;
@@ -744,17 +744,28 @@ comment on function lanekeeper.deliver_agent_events is
   'deliver_agent_event for several events, without waiting. n is the place of the event, from 1. A row without '
   'event_id was not delivered, because of a lock or several waiters: deliver it alone.';
 
+create or replace function lanekeeper.refuse_agent_own_event(p_event text) returns void
+language plpgsql immutable as $$
+begin
+  if p_event in ('AGENT_COMPLETED', 'APPROVAL_DECIDED') then
+    raise exception 'event % is reserved', p_event using errcode = '22023',
+      hint = 'The end of an execution and the decision on an approval are such events.';
+  end if;
+end $$;
+comment on function lanekeeper.refuse_agent_own_event is 'Refuse with 22023 the events that only the agent raises.';
+
 create or replace function deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}',
                                                p_id text default null)
 returns table (event_id uuid, execution_id uuid)
 language plpgsql volatile security definer set search_path from current as $$
 begin
+  perform lanekeeper.refuse_agent_own_event(p_event);
   return query select d.event_id, d.execution_id from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id) d;
 end $$;
 comment on function deliver_agent_event is
   'Record an event, such as EVENT_COMPLETED, and resume every execution that waits for its key. Without a waiter the '
   'event is kept for the first wait. The same p_id twice counts once. Rows: the event, with each execution that it '
-  'resumed (null: none).';
+  'resumed (null: none). 22023: AGENT_COMPLETED and APPROVAL_DECIDED, which only the agent raises, and bad input.';
 
 create or replace function raise_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_trace_id text)
 returns table (event_id uuid, execution_id uuid)
@@ -764,6 +775,7 @@ begin
   if p_trace_id <> '' and p_trace_id !~ '^(hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}$' then
     raise exception '% is not a trace id', quote_literal(left(p_trace_id, 60)) using errcode = '22023';
   end if;
+  perform lanekeeper.refuse_agent_own_event(p_event);
   perform lanekeeper.check_agent_event_id(p_event, p_key, p_id);
   -- For this transaction; the trigger reads it.
   perform set_config('lanekeeper.trace_id', coalesce(p_trace_id, ''), true);
@@ -782,8 +794,8 @@ begin
   perform set_config('lanekeeper.trace_id', '', true);
 end $$;
 comment on function raise_agent_event is
-  'Record an event of any name for a trace (empty: none). Automations that it starts belong to that trace. It '
-  'resumes executions as deliver_agent_event does. The same p_id twice counts once.';
+  'Record an event of any other name for a trace (empty: none). Automations that it starts belong to that trace. It '
+  'resumes executions and refuses events as deliver_agent_event does. The same p_id twice counts once.';
 
 create or replace trigger agent_events_lock_id before insert on agent_events
   for each row when (new.external_id is not null and new.execution_id is null)
