@@ -3,7 +3,9 @@ package executions
 import (
 	"context"
 	"fmt"
+	"strings"
 	"time"
+	"unicode"
 
 	"github.com/jackc/pgx/v5"
 
@@ -65,8 +67,19 @@ func cancelOnce(ctx context.Context, db postgres.DB, id, by, reason string) (Sta
 func queueCancel(ctx context.Context, b *pgx.Batch, id, by, reason string, status **string) {
 	activity.QueueActor(ctx, b)
 	b.Queue(`select cancel_agent_execution(@id, @by, @reason)`,
-		postgres.Strict{"id": id, "by": by, "reason": postgres.Text(reason)}).QueryRow(
+		postgres.Strict{"id": id, "by": by, "reason": reasonText(reason)}).QueryRow(
 		func(row pgx.Row) error { return row.Scan(status) })
+}
+
+// reasonText returns a reason that the database accepts: its first 1000 characters, without control characters.
+func reasonText(reason string) string {
+	runes := []rune(strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) && r != '\n' && r != '\t' {
+			return -1
+		}
+		return r
+	}, postgres.Text(reason)))
+	return string(runes[:min(len(runes), 1000)])
 }
 
 // cancelUntilEnded calls tryCancel until the execution ends, for at most cancelTimeout. If another transaction locks
@@ -78,7 +91,7 @@ func cancelUntilEnded(
 	b := &pgx.Batch{}
 	activity.QueueActor(ctx, b)
 	b.Queue(`select lanekeeper.request_agent_cancel(@id, @by, @reason)`,
-		postgres.Strict{"id": id, "by": by, "reason": postgres.Text(reason)}).QueryRow(
+		postgres.Strict{"id": id, "by": by, "reason": reasonText(reason)}).QueryRow(
 		func(row pgx.Row) error { return row.Scan(&requested) })
 	err := db.SendBatch(ctx, b).Close()
 	if err != nil && !postgres.IsCode(err, "55P03") {
@@ -95,7 +108,7 @@ func cancelUntilEnded(
 			b := &pgx.Batch{}
 			activity.QueueActor(ctx, b)
 			b.Queue(`select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`,
-				postgres.Strict{"id": id, "by": by, "reason": postgres.Text(reason)})
+				postgres.Strict{"id": id, "by": by, "reason": reasonText(reason)})
 			err = db.SendBatch(ctx, b).Close()
 			switch {
 			case err == nil:

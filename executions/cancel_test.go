@@ -445,7 +445,8 @@ func TestCancelStopsChildInTransaction(t *testing.T) {
 		x.CancelReason) != "its parent was cancelled: enough" || countEffects(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, countEffects(t, pool))
 	}
-	_, err = executions.Cancel(t.Context(), pool, "01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "ana", "")
+	_, err = executions.Cancel(t.Context(), pool, "01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "ana",
+		strings.Repeat("ñ\x1b", 2000))
 	assert.ErrorIs(t, err, executions.ErrNotFound, "cancel of nothing")
 }
 

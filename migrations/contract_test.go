@@ -145,6 +145,10 @@ func TestInvalidEndsAndWaitsChangeNothing(t *testing.T) {
 		"start in no trace":  `select start_agent_execution('external', '{}', null, $1::text)`,
 		"start unknown loss": `select start_agent_execution('external', '{}', null, null, $1::text)`,
 		"outcome recorded":   `select checkpoint_agent_execution($1::uuid, 'lock', 'wait event 1', null)`,
+		"long cancel":        `select cancel_agent_execution($1::uuid, 'ana', repeat($1::uuid::text, 99))`,
+		"long break":         `select break_agent_lock('x', repeat($1::text, 99))`,
+		"long decision":      `select decide_agent_approval($1::uuid, true, 'ana', repeat($1::uuid::text, 99))`,
+		"half a limit":       `select set_agent_limits(format('[{"kind": "flow", "name": %s}]', to_json($1::text))::jsonb)`,
 		"null limits":        `select set_agent_limits(nullif(to_jsonb($1::text), to_jsonb($1::text)))`,
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -228,6 +228,7 @@ declare
   e record;
 begin
   perform lanekeeper.agent_lock_check(p_lane, 'admin', 1);
+  perform lanekeeper.check_agent_reason('admin', p_reason);
   if p_reason is null or btrim(p_reason) = '' then
     raise exception 'breaking lane % needs a reason', quote_literal(p_lane) using errcode = '22023';
   end if;
@@ -252,9 +253,9 @@ begin
   return true;
 end $$;
 comment on function break_agent_lock is
-  'Take a lane away from its holder and void its token. The reason is recorded under the holder''s trace, and the '
-  'holder is notified on agent_lanes. While a fenced write is in progress, the call waits for about a second. Then it '
-  'raises 55P03 and names the blocker.';
+  'Take a lane away from its holder and void its token. False: nobody holds it. The reason is recorded under the '
+  'holder''s trace, if it has one, and the holder is notified on agent_lanes. While a fenced write is in progress, the '
+  'call waits for about a second. Then it raises 55P03 and names the blocker.';
 
 -- Checks, and the lock of a row
 

@@ -1086,6 +1086,7 @@ declare
   reasons text[];
   lanes text[];
 begin
+  perform lanekeeper.check_agent_reason('anybody', regexp_replace(p_reason, '^its parent was cancelled: ', ''));
   with recursive subtree (id, reason) as (
     select x.id, coalesce(p_reason, '') from agent_executions x where x.id = p_id and x.completed_at is null
     union all
@@ -1130,7 +1131,7 @@ declare
   actor_ jsonb;
 begin
   for try in 1 .. 10 loop                                    -- other writers lock it only for a moment
-    exit when not lanekeeper.request_agent_cancel(p_id, null, '');
+    exit when not lanekeeper.request_agent_cancel(p_id, null, p_reason);
     if try = 10 then
       perform lanekeeper.request_agent_cancel(p_id, coalesce(p_cancelled_by, ''), p_reason, true);
       raise notice 'execution % cannot be cancelled yet: another transaction has it locked, or a child or a lane of it',
@@ -1168,7 +1169,7 @@ end $$;
 comment on function cancel_agent_execution is
   'Cancel an execution now, and return its status then (null: unknown id). Its claim is void at once, so a step in '
   'flight cannot be recorded. If another transaction has locked the row, such as a StepTx, the cancel completes when '
-  'that transaction ends. The call never waits: another locked row raises 55P03.';
+  'that transaction ends. The call waits for a moment at most: another locked row raises 55P03.';
 
 -- The sweep: timeouts and free lanes. No running code notices them.
 
@@ -1264,7 +1265,8 @@ begin
     raise exception 'the reason is not valid: give at most 1000 printable characters' using errcode = '22023';
   end if;
 end $$;
-comment on function lanekeeper.check_agent_reason is 'Refuse a name or reason that is unprintable or too long.';
+comment on function lanekeeper.check_agent_reason is
+  'Refuse with 22023 a name or reason that is unprintable or too long.';
 
 create or replace function pause_agent(p_reason text, p_by text default 'admin')
 returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, trace_id text, activity_id uuid)
@@ -1567,9 +1569,16 @@ comment on function unlock_agent_execution is
 
 create or replace function set_agent_limits(p_limits jsonb) returns void
 language plpgsql volatile security definer set search_path from current as $$
+declare
+  fault constant text := case
+    when jsonb_typeof(p_limits) is distinct from 'array'
+      then 'limits are an array, not ' || coalesce(left(p_limits::text, 60), 'null')
+    else (select format('limit %s has no %s', left(l::text, 60), f)
+            from jsonb_array_elements(p_limits) l cross join unnest(array['kind', 'name', 'running']) f
+           where l ->> f is null limit 1) end;
 begin
-  if jsonb_typeof(p_limits) is distinct from 'array' then
-    raise exception 'limits are an array, not %', coalesce(left(p_limits::text, 60), 'null')
+  if fault is not null then
+    raise exception '%', fault
       using errcode = '22023', hint = 'Such as [{"kind": "flow", "name": "pay", "running": 2}].';
   end if;
   lock table agent_limits in share row exclusive mode;

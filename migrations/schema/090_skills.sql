@@ -201,8 +201,9 @@ declare
   a agent_approvals;
   actor jsonb := lanekeeper.agent_actor();
 begin
-  if p_approve is null or p_by is null then
-    raise exception 'a decision needs true or false, and the name of the person' using errcode = '22023';
+  perform lanekeeper.check_agent_reason(p_by, p_reason);
+  if p_approve is null then
+    raise exception 'a decision needs true or false' using errcode = '22023';
   end if;
   -- Lock the waiting execution before the approval, because the end of an execution voids its approvals.
   perform pg_advisory_xact_lock(hashtextextended('wait approval ' || p_id, 0));
