@@ -255,18 +255,12 @@ comment on function decide_agent_approval is
   'Approve or reject, once, and resume the execution that waits. No row: the approval was decided, expired or void '
   'before. LK011: four eyes, and p_by requested the call, or its requester is unknown.';
 
-create or replace function lanekeeper.agent_approval_decider(p_id uuid) returns text
-language sql stable parallel safe as $$
-  select lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id, a.decided_message)
-    from agent_approvals a where a.id = p_id
-$$;
-comment on function lanekeeper.agent_approval_decider is 'The person who decided an approval, for people.';
-
 create or replace function lanekeeper.agent_approval_outcome(p_approval agent_approvals) returns text
 language sql stable parallel safe as $$
   select case p_approval.status when 'consumed' then 'approved' else p_approval.status end
-      || case when p_approval.decided_by <> '' then ' by ' || lanekeeper.agent_approval_decider(p_approval.id)
-              else '' end
+      || case when p_approval.decided_by = '' then ''
+              else ' by ' || lanekeeper.agent_decider(p_approval.decided_by, p_approval.decided_via,
+                                                      p_approval.decided_token_id, p_approval.decided_message) end
       || case p_approval.status when 'consumed' then ', used' else '' end
 $$;
 comment on function lanekeeper.agent_approval_outcome is

@@ -222,6 +222,13 @@ begin
     execute format('create or replace trigger %s_no_trial before %s on %1$s for each statement '
       'execute function lanekeeper.check_agent_trial()', t.name, t.events);
   end loop;
+  for t in select unnest(array[
+    'agent_approvals', 'agent_channel_messages', 'agent_automation_runs', 'agent_documents', 'agent_memory',
+    'agent_memory_conflicts', 'agent_messages', 'agent_objective_evidence', 'agent_objective_steps',
+    'agent_requests', 'agent_webhook_outbox']) as name loop
+    execute format('create or replace trigger %s_no_eval before insert or update on %1$s for each row '
+      'when (new.trace_id like %L) execute function lanekeeper.refuse_agent_eval()', t.name, 'ev\_%');
+  end loop;
 end $$;
 
 create or replace function lanekeeper.check_agent_trial_budget() returns trigger language plpgsql as $$
@@ -246,47 +253,13 @@ create or replace trigger agent_budget_reservations_no_eval before insert or upd
   on agent_budget_reservations
   for each row execute function lanekeeper.check_agent_trial_budget();
 
-create or replace trigger agent_approvals_no_eval before insert or update on agent_approvals for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_channel_messages_no_eval before insert or update on agent_channel_messages for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_automation_runs_no_eval before insert or update on agent_automation_runs for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
 create or replace trigger agent_automations_no_eval before insert or update on agent_automations for each row
   when (new.last_trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_documents_no_eval before insert or update on agent_documents for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_memory_no_eval before insert or update on agent_memory for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_memory_conflicts_no_eval before insert or update on agent_memory_conflicts for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_messages_no_eval before insert or update on agent_messages for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_objective_evidence_no_eval before insert or update on agent_objective_evidence
-  for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_objective_steps_no_eval before insert or update on agent_objective_steps for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
 
 create or replace trigger agent_objectives_no_eval before insert or update on agent_objectives for each row
   when (new.last_trace_id like 'ev\_%' or new.proposed_trace like 'ev\_%')
   execute function lanekeeper.refuse_agent_eval();
 
-create or replace trigger agent_requests_no_eval before insert or update on agent_requests for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
 create or replace trigger agent_webhook_deliveries_no_eval before insert or update on agent_webhook_deliveries
   for each row
   when (new.trace_id like 'ev\_%' or new.last_trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
-
-create or replace trigger agent_webhook_outbox_no_eval before insert or update on agent_webhook_outbox for each row
-  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
