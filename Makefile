@@ -37,4 +37,5 @@ fuzz:
 	./scripts/fuzz $(or $(TIME),1m)
 
 pictures:
-	AGENT_PICTURES=$(CURDIR)/docs/pictures go test -count=1 -run 'TestPictures|TestFiveTasks' ./engineroom
+	AGENT_PICTURES=$(CURDIR)/docs/pictures go test -count=1 \
+		-run '^(TestEvalPicture|TestFiveTasks.*|TestOwnerDecidesInEngineRoom)$$' ./engineroom ./cmd/agent

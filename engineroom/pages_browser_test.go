@@ -3,6 +3,8 @@ package engineroom
 import (
 	"encoding/json"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -73,10 +75,25 @@ func TestEveryPageEscapesHostileText(t *testing.T) {
 	}
 }
 
+// TestEvalPicture makes the picture of a compared trial in the folder AGENT_PICTURES (make pictures; other tests make
+// the other pictures). Without that variable it does nothing; scripts/test would report a skipped test.
+func TestEvalPicture(t *testing.T) {
+	t.Parallel()
+	dir := os.Getenv("AGENT_PICTURES")
+	if dir == "" {
+		return
+	}
+	pool, server := openRoom(t)
+	addresses := seedAllPages(t, pool, "It is done. See the list of orders that were refunded.")
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + addresses["/evals/runs/{id}/cases/{case}"])
+	waitForStream(p)
+	p.Screenshot(filepath.Join(dir, "evals.png"), false)
+}
+
 // displayModes are browser settings by name.
 var displayModes = map[string]browser.Look{
 	"light":      {},
-	"dark":       {Dark: true},
 	"dark phone": {Width: 390, Height: 844, Dark: true},
 }
 

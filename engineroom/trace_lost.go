@@ -33,8 +33,8 @@ func (room *Room) readLostClaims(ctx context.Context, runs []traceRun) ([]lostCl
 		 order by l.execution_id, l.claim limit @limit`, customPlan, postgres.Strict{"runs": reclaimed, "limit": traceWaits})
 }
 
-// markLost marks orphaned activities as stopped or lost: no process works on them any more. Their rows say running
-// until the sweep closes them.
+// markLost adds the lost claims to their runs, and marks orphaned activities as stopped or lost: no process works on
+// them any more, though their rows say running until the sweep closes them.
 func markLost(nodes []*spanNode, runs []traceRun, lost []lostClaim) {
 	byID := map[string]*traceRun{}
 	for i := range runs {
@@ -48,27 +48,31 @@ func markLost(nodes []*spanNode, runs []traceRun, lost []lostClaim) {
 				}
 			}
 		}
-		if n.Row == nil || n.Row.Status != "running" || n.To != nil {
-			continue
+		if n.Row != nil && n.Row.Status == "running" && n.To == nil {
+			n.markOrphan(byID[postgres.Deref(n.Row.ExecutionID)], lost)
 		}
-		run := byID[postgres.Deref(n.Row.ExecutionID)]
-		switch {
-		case run != nil && run.CompletedAt != nil:
-			n.Status, n.To = stateStopped, run.CompletedAt
-		case run != nil && run.Lost != nil:
-			n.Status, n.To = stateLost, run.Lost
-		case run != nil && n.Row.Kind != "phase" && n.Row.Claim != nil && *n.Row.Claim < run.Claim:
-			n.Status, n.To = stateLost, new(run.UpdatedAt)
-			for _, l := range lost {
-				if l.ExecutionID == run.ID && l.Claim == *n.Row.Claim {
-					n.To = new(l.At)
-				}
+	}
+}
+
+// markOrphan marks a running activity that no process works on. run is nil for an activity outside the executions read.
+func (n *spanNode) markOrphan(run *traceRun, lost []lostClaim) {
+	switch {
+	case run != nil && run.CompletedAt != nil:
+		n.Status, n.To = stateStopped, run.CompletedAt
+	case run != nil && run.Lost != nil:
+		n.Status, n.To = stateLost, run.Lost
+	case run != nil && n.Row.Kind != "phase" && n.Row.Claim != nil && *n.Row.Claim < run.Claim:
+		// A later claim continues phases, but repeats calls.
+		n.Status, n.To = stateLost, new(run.UpdatedAt)
+		for _, l := range lost {
+			if l.ExecutionID == run.ID && l.Claim == *n.Row.Claim {
+				n.To = new(l.At)
 			}
-		case !n.Row.Open:
-			n.Status, n.To = stateStopped, new(n.From)
 		}
-		if n.To != nil && n.To.Before(n.From) {
-			n.To = new(n.From)
-		}
+	case !n.Row.Open:
+		n.Status, n.To = stateStopped, new(n.From)
+	}
+	if n.To != nil && n.To.Before(n.From) { // the clocks of processes differ
+		n.To = new(n.From)
 	}
 }

@@ -22,7 +22,7 @@ type spanRow struct {
 	Purpose, Status                       string
 	CauseID                               *string
 	LedTo                                 string // JSON: calls of each skill in a model's answer
-	Open                                  bool   // agent_activity_open has the row
+	Open                                  bool   // agent_activity_open has the row: the work runs
 	Input, Output, Message                string
 	InputBytes, OutputBytes, MessageBytes int64
 	Class, Model                          string
@@ -217,7 +217,7 @@ func (r *spanRow) ForkURL() string {
 // Label is the row's kind as text.
 func (r *spanRow) Label() string { return rowNode(r).Label() }
 
-// Took is its duration in short form; empty while it runs, or without one.
+// Took is the duration in short form; empty while the work runs, or without a duration.
 func (r *spanRow) Took() string { return rowNode(r).Took() }
 
 // Queued is a run's queue time; empty before the claim, or if it was short.

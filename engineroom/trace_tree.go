@@ -22,7 +22,7 @@ type spanNode struct {
 	Name   string
 	Status string
 	From   time.Time
-	To     *time.Time // nil while it runs
+	To     *time.Time // nil while the work runs
 	Level  int        // in the tree, from 0
 
 	Run  *traceRun
@@ -37,13 +37,13 @@ type spanNode struct {
 
 	Children []*spanNode
 	Bars     []spanBar
-	Omitted  int64 // omitted rows; -1 if not counted
-	After    string
-	Hidden   bool        // the filter hides it
+	Omitted  int64       // omitted rows; -1 if not counted
+	After    string      // the id of the row before the omitted rows
+	Hidden   bool        // the filter hides the line
 	Lost     []lostClaim // claims of a run that ended without a wait or an end
 
 	parent *spanNode
-	placed bool
+	placed bool // orderTree has placed the node in the order
 }
 
 // maxTreeLevel bounds the drawn depth of the lines. Deeper nodes show their depth.
@@ -79,7 +79,7 @@ func (n *spanNode) Depth() int { return min(n.Level, maxTreeLevel) }
 // Deep reports whether the node is below the drawn depth.
 func (n *spanNode) Deep() bool { return n.Level > maxTreeLevel }
 
-// DurationMS is the duration; nil while it runs.
+// DurationMS is the recorded duration, or otherwise the time from From to To; nil while the work runs.
 func (n *spanNode) DurationMS() *int64 {
 	if n.Row != nil && n.Row.DurationMS != nil {
 		return n.Row.DurationMS
@@ -90,7 +90,7 @@ func (n *spanNode) DurationMS() *int64 {
 // Point reports whether the node has no duration.
 func (n *spanNode) Point() bool { return n.Type == "note" || n.Type == "more" }
 
-// Took is its duration in short form; empty while it runs, or without one.
+// Took is the duration in short form; empty while the work runs, or without a duration.
 func (n *spanNode) Took() string {
 	ms := n.DurationMS()
 	if ms == nil || n.Point() {
@@ -102,7 +102,7 @@ func (n *spanNode) Took() string {
 // Running reports whether the node's work is running.
 func (n *spanNode) Running() bool { return n.To == nil && !n.Point() }
 
-// Succeeded reports a state whose sign is enough.
+// Succeeded reports a success. Such a line shows no state, because its bar is enough.
 func (n *spanNode) Succeeded() bool {
 	return n.Status == "success" || n.Status == "completed" || n.Status == "done"
 }
@@ -147,7 +147,7 @@ func (n *spanNode) Span() string {
 	return n.ID
 }
 
-// nodesOf makes nodes in order of their start.
+// nodesOf makes nodes in order of their start. It redacts the texts of runs; those of rows are redacted in the log.
 func nodesOf(rows []spanRow, runs []traceRun, waits []spanWait) []*spanNode {
 	var nodes []*spanNode
 	for i := range runs {
@@ -219,9 +219,10 @@ func waitNode(w *spanWait) *spanNode {
 	return n
 }
 
-// orderTree builds the tree and returns its nodes in drawing order. An activity is below its parent, or without a
-// parent below its run. A run is below the run that started it. A wait is below the phase of its step. Each node
-// appears once, also with circular parents, which SQL writers can create.
+// orderTree builds the tree and returns its nodes in drawing order, with the sums of their descendants. An activity is
+// below its parent, or without a parent below its run. A run is below the run that started it. A wait is below the
+// phase with the longest matching step, or below its run. Each node appears once, also with circular parents, which SQL
+// writers can create.
 func orderTree(nodes []*spanNode) []*spanNode {
 	byID := make(map[string]*spanNode, len(nodes))
 	phases := map[string][]*spanNode{}
