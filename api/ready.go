@@ -96,7 +96,7 @@ func (s *server) checkWrites(ctx context.Context) check {
 	began := time.Now()
 	if began.Sub(s.prober.lastTry) >= probeWriteInterval {
 		s.prober.lastTry = began
-		err := s.tryWrite(ctx)
+		err := TryWrite(ctx, s.ready)
 		if err == nil {
 			s.prober.lastWrite = began
 			return accepted
@@ -111,11 +111,11 @@ func (s *server) checkWrites(ctx context.Context) check {
 
 var errRollback = errors.New("rolled back")
 
-// tryWrite writes more than the free space of a table usually holds, and rolls back.
-func (s *server) tryWrite(ctx context.Context) error {
+// TryWrite writes more than the free space of a table usually holds, and rolls back.
+func TryWrite(ctx context.Context, db postgres.Beginner) error {
 	body := make([]byte, probeWriteSize)
 	rand.Read(body) // never fails; random data does not compress
-	err := postgres.InTx(ctx, s.ready, func(tx pgx.Tx) error {
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, `
 			insert into agent_idempotency (scope, key, fingerprint, lease_until, body, expires_at)
 			values ('GET /readyz', gen_random_uuid()::text, '', clock_timestamp(), @body, clock_timestamp())`,

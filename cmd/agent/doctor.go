@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -157,8 +158,12 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 // commitTimeout bounds a commit that is tried.
 const commitTimeout = 5 * time.Second
 
-// tryCommit commits a record that changes no row, and waits for the disk and for synchronous standbys.
+// tryCommit tries a large write, and commits a record that changes no row. It waits for the disk and for synchronous
+// standbys.
 func tryCommit(ctx context.Context, pool *pgxpool.Pool) error {
+	if err := api.TryWrite(ctx, pool); err != nil {
+		return withAdvice(err)
+	}
 	limited, cancel := context.WithTimeout(ctx, commitTimeout)
 	defer cancel()
 	_, err := pool.Exec(limited, `select pg_logical_emit_message(true, 'lanekeeper', 'doctor')`)
@@ -185,8 +190,8 @@ func lockedTables(ctx context.Context, pool *pgxpool.Pool, err error) error {
 		         format('session %s (%s, %s, its transaction is open for %s s) locks %s',
 		                a.pid,
 		                coalesce(nullif(a.application_name, ''), 'no name'),
-		                coalesce(a.state, 'hidden'),
-		                floor(extract(epoch from clock_timestamp() - a.xact_start)),
+		                coalesce(a.state, 'role ' || a.usename),
+		                coalesce(floor(extract(epoch from clock_timestamp() - a.xact_start))::text, '?'),
 		                l.relation::regclass),
 		         '; '), '')
 		  from pg_locks l

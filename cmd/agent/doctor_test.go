@@ -68,4 +68,8 @@ func TestDoctorNamesBlockingSession(t *testing.T) {
 		"synchronous_standby_names (nobody) are connected", "ok   workers")
 	pgtest.Exec(t, pool, `alter system reset synchronous_standby_names`)
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
+	pgtest.Exec(t, pool, `
+		create function full_disk() returns trigger language plpgsql as $$ begin raise 'full' using errcode = '53100'; end $$;
+		create trigger full_disk before insert on agent_idempotency execute function full_disk()`)
+	assert.Contains(t, p.run("doctor").out, "BAD  commits        ", "the database server's disk is full: free space on it")
 }
