@@ -97,10 +97,13 @@ func TestInvalidSettings(t *testing.T) {
 		},
 		"many at once": {
 			[]string{"serve"},
-			[]string{"AGENT_LANES=maybe", "AGENT_TIMEZONE=x", "AGENT_WORKERS=0", "AGENT_MAX_TOKENS=lots"},
+			[]string{
+				"AGENT_LANES=maybe", "AGENT_TIMEZONE=x", "AGENT_WORKERS=0", "AGENT_MAX_TOKENS=lots",
+				"OTEL_EXPORTER_OTLP_ENDPOINT=x",
+			},
 			[]string{
 				"AGENT_LANES:", "AGENT_TIMEZONE:", "AGENT_WORKERS:", "AGENT_MAX_TOKENS:", "DATABASE_URL is not set",
-				"AGENT_ADMIN_TOKEN is not set",
+				"AGENT_ADMIN_TOKEN is not set", "OTEL_EXPORTER_OTLP_ENDPOINT:",
 			},
 		},
 		"dev for all, unguarded": {

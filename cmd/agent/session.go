@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/telemetry"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -124,6 +125,14 @@ func (c *cli) loadSettings(
 	load func(map[string]string, ...string) (config.Config, error),
 ) (config.Config, *slog.Logger, error) {
 	cfg, err := load(c.environ, clientVariables...)
+	settings, known := errors.AsType[*config.Error](err)
+	if _, wrong := telemetry.Load(c.environ); wrong != nil && (err == nil || known) {
+		problems := strings.Split(wrong.Error(), "\n")
+		if known {
+			problems = slices.Concat(settings.Problems, problems)
+		}
+		err = &config.Error{Problems: problems}
+	}
 	if err != nil {
 		return cfg, nil, &exitError{exitUsage, err}
 	}
