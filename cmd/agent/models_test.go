@@ -337,6 +337,8 @@ func TestModelServerSettings(t *testing.T) {
 	if asked := server.Requests()[1]; asked.Path != "/v1/responses" || asked.Model != app.DefaultModel {
 		t.Errorf("asked %s at %s", asked.Model, asked.Path)
 	}
+	got = newProgram(t, pgtest.URL(t), "AGENT_MODEL=scripted").run("operate", "how many?")
+	assert.Contains(t, got.err, "AGENT_MODEL is ignored, using the offline model")
 }
 
 func TestModelPrices(t *testing.T) {

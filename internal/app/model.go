@@ -34,6 +34,10 @@ func NewModel(
 		if err != nil {
 			return nil, "", nil, fmt.Errorf("start the offline model: %w", err)
 		}
+		if cfg.Model != "" && cfg.Model != offline.Model {
+			log.WarnContext(ctx, "AGENT_MODEL is ignored, using the offline model; set OPENAI_API_KEY or OPENAI_BASE_URL",
+				"model", cfg.Model)
+		}
 		set.Model, about = offline.Model, "rule-based, built in (set OPENAI_API_KEY or OPENAI_BASE_URL, and AGENT_MODEL, "+
 			"for a real one)"
 	case cfg.OpenAIBaseURL == "":
