@@ -184,19 +184,28 @@ begin
     union all
     select format('table %s', c.oid::regclass) from pg_class c
       join pg_namespace n on n.oid = c.relnamespace
-     where n.nspname !~ '^pg_' and n.nspname <> 'information_schema' and c.relkind in ('r', 'p', 'v', 'm', 'S', 'f')
-       and not exists (select from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = c.oid and d.deptype in ('a', 'i', 'e')
-             and (c.relkind = 'S' or d.deptype = 'e'))
+     where n.nspname !~ '^pg_' and n.nspname <> 'information_schema'
+       and c.relkind in ('r', 'p', 'v', 'm', 'S', 'f')
+       and not exists (
+             select from pg_depend d
+              where d.classid = 'pg_class'::regclass and d.objid = c.oid
+                and d.deptype in ('a', 'i', 'e')
+                and (c.relkind = 'S' or d.deptype = 'e'))
     union all
     select format('routine %s', p.oid::regprocedure) from pg_proc p
       join pg_namespace n on n.oid = p.pronamespace
      where n.nspname !~ '^pg_' and n.nspname <> 'information_schema'
-       and not exists (select from pg_depend d where d.classid = 'pg_proc'::regclass and d.objid = p.oid and d.deptype = 'e')
+       and not exists (
+             select from pg_depend d
+              where d.classid = 'pg_proc'::regclass and d.objid = p.oid and d.deptype = 'e')
     union all
     select format('type %s', t.oid::regtype) from pg_type t
       join pg_namespace n on n.oid = t.typnamespace
-     where n.nspname !~ '^pg_' and n.nspname <> 'information_schema' and t.typtype in ('e', 'd', 'r')
-       and not exists (select from pg_depend d where d.classid = 'pg_type'::regclass and d.objid = t.oid and d.deptype = 'e')
+     where n.nspname !~ '^pg_' and n.nspname <> 'information_schema'
+       and t.typtype in ('e', 'd', 'r')
+       and not exists (
+             select from pg_depend d
+              where d.classid = 'pg_type'::regclass and d.objid = t.oid and d.deptype = 'e')
   loop
     execute format('alter %s owner to %I', change, new_owner);
   end loop;
