@@ -127,9 +127,11 @@ func TestFailedTraceHasRootCause(t *testing.T) {
 	}
 	got, err := activity.TraceOf(t.Context(), db, string(id))
 	require.NoError(t, err)
-	if c := got.RootCause; c == nil || c.Message != "no such table" || c.ExecutionID != child || c.Upstream != 2 {
-		t.Fatalf("root cause is %+v", c)
-	}
+	cause := got.RootCause
+	require.True(t, cause != nil, "no root cause")
+	assert.Equal(t, "no such table", cause.Message)
+	assert.Equal(t, child, cause.ExecutionID)
+	assert.Equal(t, 2, cause.Upstream, "upstream rows")
 	var story strings.Builder
 	require.NoError(t, activity.WriteStory(&story, got, false))
 	assert.Contains(t, story.String(), "root cause: query: no such table, 2 attempts, ×2 upstream")

@@ -105,12 +105,9 @@ func TestCancelStopsRunningStep(t *testing.T) {
 				{"pay", "plan/pay", "call", "unknown", "cancelled", ""},
 			}
 			assert.NoDiff(t, want, activityRows(t, pool, id))
-			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) || countOpenActivities(t, pool) != 0 ||
-				countCompletions(t, pool, id) != 1 {
-				t.Errorf("%d open rows, %d AGENT_COMPLETED, lane held: %v",
-					countOpenActivities(t, pool), countCompletions(t, pool, id),
-					pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`))
-			}
+			pgtest.Equal(t, pool, false, `select is_agent_lock_held('automation:a')`)
+			assert.Equal(t, 0, countOpenActivities(t, pool), "open activity rows")
+			assert.Equal(t, 1, countCompletions(t, pool, id), "events AGENT_COMPLETED")
 			checkpoints, err := executions.Checkpoints(t.Context(), pool, id)
 			assert.NoError(t, err, checkpoints)
 			assert.Equal(t, 0, len(checkpoints), checkpoints)
@@ -341,11 +338,10 @@ func TestCancelStopsStepInTransaction(t *testing.T) {
 				awaitStatus(t, pool, id, executions.Cancelled)
 			}
 			x := awaitStatus(t, pool, id, executions.Cancelled)
-			if postgres.Deref(x.CancelledBy) != "ana" || postgres.Deref(x.CancelReason) != "enough" ||
-				countEffects(t, pool) != 0 ||
-				countCompletions(t, pool, id) != 1 {
-				t.Errorf("%+v, %d effects", x, countEffects(t, pool))
-			}
+			assert.Equal(t, "ana", postgres.Deref(x.CancelledBy))
+			assert.Equal(t, "enough", postgres.Deref(x.CancelReason))
+			assert.Equal(t, 0, countEffects(t, pool), "effects")
+			assert.Equal(t, 1, countCompletions(t, pool, id), "events AGENT_COMPLETED")
 			// The cancel may have completed elsewhere and left its request. The sweep removes it.
 			pgtest.Eventually(t, func() bool {
 				return p.Sweep(t.Context()) == nil && pgtest.Value[int](t, pool, `select count(*) from agent_cancel_requests`) == 0

@@ -236,11 +236,12 @@ func TestStopTimeoutCancelsStep(t *testing.T) {
 	p.stop()
 	took := time.Since(began)
 	assert.Truef(t, took <= 25*time.Second, "the shutdown took %s", took)
-	if got := getExecution(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil || got.Attempt != 0 {
-		t.Errorf("status %s, claimed by %q, attempt %d", got.Status, postgres.Deref(got.ClaimedBy), got.Attempt)
-	}
+	got := getExecution(t, pool, id)
+	assert.Equal(t, executions.Running, got.Status)
+	assert.Equal(t, "", postgres.Deref(got.ClaimedBy), "worker with the claim")
+	assert.Equal(t, 0, got.Attempt, "attempt")
 	startEngine(t, pool, flows)
-	got := awaitStatus(t, pool, id, executions.Completed)
+	got = awaitStatus(t, pool, id, executions.Completed)
 	assert.Truef(t, string(got.Result) == "2", "result %s", got.Result)
 }
 
@@ -427,9 +428,8 @@ func TestExpiredWorkerRegistersNewID(t *testing.T) {
 	assert.ErrorIs(t, testkit.Receive(t, lost), executions.ErrLost)
 	assert.Truef(t, string(got.Result) == "2" && got.Claim >= 2, "claim %d, result %s", got.Claim, got.Result)
 	after := pgtest.Value[string](t, pool, `select string_agg(id::text, ' ') from agent_workers`)
-	if after == before || len(after) != 36 || p.Live() != nil {
-		t.Errorf("worker before %s, after %s; live: %v", before, after, p.Live())
-	}
+	assert.Truef(t, after != before && len(after) == len(before), "worker before %s, after %s", before, after)
+	assert.NoError(t, p.Live())
 }
 
 func TestExpiredWorkerIsNotRenewed(t *testing.T) {

@@ -257,9 +257,8 @@ func TestSweepAppliesOnLostAndMaxAttempts(t *testing.T) {
 	assert.Truef(t, x.Status == executions.Failed && *x.ErrorMessage == "the worker's lease expired",
 		"the execution with OnLost fail is %+v", x)
 	x = getExecution(t, p.pool, handedOn)
-	if x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 || countExternalWorkers(t, p.pool) != 0 {
-		t.Errorf("after the handover the execution is %+v, %d locks", x, countExternalWorkers(t, p.pool))
-	}
+	wantHandedOn(t, x)
+	assert.Equal(t, 0, countExternalWorkers(t, p.pool), "locks after the handover")
 	for i := range 2 { // no further step is recorded
 		p.lock(t, handedOn, fmt.Sprint("w ", i+1))
 		expireLease(t, p.pool, handedOn)
@@ -268,6 +267,14 @@ func TestSweepAppliesOnLostAndMaxAttempts(t *testing.T) {
 	x = getExecution(t, p.pool, handedOn)
 	assert.Truef(t, x.Status == executions.Failed && strings.Contains(*x.ErrorMessage, "3 workers"),
 		"after three handovers the execution is %+v", x)
+}
+
+// wantHandedOn expects an execution that its worker lost once, with OnLost hand_on: it runs on and waits for a worker.
+func wantHandedOn(t *testing.T, x executions.Execution) {
+	t.Helper()
+	assert.Equal(t, executions.Running, x.Status)
+	assert.Equal(t, "", postgres.Deref(x.ClaimedBy), "worker with the claim")
+	assert.Equal(t, 1, x.Attempt, "attempt")
 }
 
 func TestProgressTimeoutVoidsLock(t *testing.T) {
@@ -291,9 +298,7 @@ func TestProgressTimeoutVoidsLock(t *testing.T) {
 	x = getExecution(t, p.pool, failing)
 	assert.Truef(t, x.Status == executions.Failed && strings.Contains(*x.ErrorMessage, "no progress"),
 		"an execution with OnLost fail is %+v", x)
-	if x := getExecution(t, p.pool, handedOn); x.Status != executions.Running || x.ClaimedBy != nil || x.Attempt != 1 {
-		t.Errorf("an execution with OnLost hand_on is %+v", x)
-	}
+	wantHandedOn(t, getExecution(t, p.pool, handedOn))
 	p.wantVoid(t, handedOn, locks[handedOn].LockID, "lock the run again")
 	p.lock(t, handedOn, "another")
 	pgtest.Exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'

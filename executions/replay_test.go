@@ -299,11 +299,12 @@ func TestReplayEntersUnfinishedPhase(t *testing.T) {
 	id := p.startFlow(t, "flow")
 	awaitStatus(t, pool, id, executions.Waiting)
 	before := dumpExecution(t, pool, id)
-	if got := replay(t, p, id); !got.Equal || got.EndedAt != "outer/inner/news" || got.Steps != 1 {
-		t.Errorf("waiting: %+v, %+v", got, got.Divergence)
-	}
-	changed.Store(true)
 	got := replay(t, p, id)
+	assert.Truef(t, got.Equal, "waiting: %+v", got.Divergence)
+	assert.Equal(t, "outer/inner/news", got.EndedAt)
+	assert.Equal(t, 1, got.Steps, "steps")
+	changed.Store(true)
+	got = replay(t, p, id)
 	assert.Truef(t, !got.Equal && got.Divergence.Step == "outer/inner/other", "changed: %+v", got.Divergence)
 	assert.Equal(t, before, dumpExecution(t, pool, id))
 	changed.Store(false)

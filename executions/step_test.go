@@ -359,9 +359,9 @@ func TestStaleStepTxLeavesNoEffect(t *testing.T) {
 	awaitStatus(t, pool, id, executions.Completed)
 	between.open()
 	got := wait()
-	if n := count(); n != 1 || calls.Load() != 1 || string(got.Result) != `"second"` {
-		t.Errorf("%d effects of %d calls, result %s", n, calls.Load(), got.Result)
-	}
+	assert.Equal(t, 1, count(), "effects")
+	assert.Equal(t, 1, calls.Load(), "calls")
+	assert.Equal(t, `"second"`, string(got.Result))
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'stale_write'
 		and step = 'write'`))
 }

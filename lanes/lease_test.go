@@ -27,9 +27,9 @@ func TestBusyErrorNamesHolder(t *testing.T) {
 	_, err := k.Acquire(t.Context(), "heartbeat")
 	busy, ok := errors.AsType[*lanes.BusyError](err)
 	require.Truef(t, ok && errors.Is(err, lanes.ErrBusy), "error %v, want a BusyError", err)
-	if busy.Lane != "heartbeat" || busy.Holder != first.Owner().String() || !busy.ExpiresAt.Equal(first.ExpiresAt()) {
-		t.Errorf("busy is %+v, the holder %s until %s", busy, first.Owner(), first.ExpiresAt())
-	}
+	assert.Equal(t, "heartbeat", busy.Lane)
+	assert.Equal(t, first.Owner().String(), busy.Holder)
+	assert.Truef(t, busy.ExpiresAt.Equal(first.ExpiresAt()), "busy until %s, want %s", busy.ExpiresAt, first.ExpiresAt())
 	assert.Truef(t, strings.HasPrefix(err.Error(), "acquire heartbeat: lane busy: held by run/"), "error text %q", err)
 	log.want(t, 1, "level=INFO", `msg="lane acquired"`, "lane=heartbeat", "owner="+first.Owner().String())
 	log.want(t, 1, "level=WARN", `msg="lane busy"`, "lane=heartbeat", "owner=run/", "holder="+first.Owner().String())

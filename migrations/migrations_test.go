@@ -186,9 +186,9 @@ func TestTraceIDsOfSQLAreValid(t *testing.T) {
 		text := pgtest.Value[string](t, db, `select lanekeeper.agent_trace_id('op')`)
 		id, err := trace.Parse(text)
 		require.NoError(t, err)
-		if seen[id] || string(id) != text || id.Surface() != trace.Operate {
-			t.Errorf("made %s, read as %s of %s, seen before: %v", text, id, id.Surface(), seen[id])
-		}
+		assert.Truef(t, !seen[id], "%s was made twice", id)
+		assert.Equal(t, text, string(id))
+		assert.Equal(t, trace.Operate, id.Surface())
 		if age := time.Since(id.Time()); age < -time.Minute || age > time.Minute {
 			t.Errorf("%s is from %s", id, id.Time())
 		}
@@ -236,9 +236,11 @@ func TestExecutionTransitions(t *testing.T) {
 	for _, s := range statuses {
 		_, err := db.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status)
 			values ('fl_x', 'flow', 'f', $1)`, s)
-		if begins := s == "pending" || s == "running"; begins != (err == nil) || (!begins && !postgres.IsCode(err, "LK002")) {
-			t.Errorf("an execution that begins %s: %v", s, err)
+		if s == "pending" || s == "running" {
+			assert.NoError(t, err, s)
+			continue
 		}
+		assert.Truef(t, postgres.IsCode(err, "LK002"), "an execution inserted as %s: error %v", s, err)
 	}
 }
 

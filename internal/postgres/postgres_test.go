@@ -317,9 +317,10 @@ func TestRowsGeneric(t *testing.T) {
 	require.NoError(t, conn.QueryRow(t.Context(), `
 		select p.generic_plans, p.custom_plans, current_setting('plan_cache_mode'), current_setting('enable_seqscan')
 		  from pg_prepared_statements p where p.statement like 'select g.n%'`).Scan(&generic, &custom, &mode, &scans))
-	if generic != 3 || custom != 0 || mode != "auto" || scans != "on" {
-		t.Errorf("generic plans %d, custom plans %d, afterwards plan_cache_mode %s, enable_seqscan %s", generic, custom, mode, scans)
-	}
+	assert.Equal(t, 3, generic, "generic plans")
+	assert.Equal(t, 0, custom, "custom plans")
+	assert.Equal(t, "auto", mode, "plan_cache_mode afterwards")
+	assert.Equal(t, "on", scans, "enable_seqscan afterwards")
 	if _, err := postgres.RowsGeneric[row](t.Context(), conn, "read numbers", `select 1 / 0 as n`); !postgres.IsCode(err, "22012") ||
 		!strings.HasPrefix(err.Error(), "read numbers: ") {
 		t.Errorf("the error is %v", err)

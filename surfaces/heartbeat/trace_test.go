@@ -192,9 +192,9 @@ func TestPhasesWithoutModel(t *testing.T) {
 		"save_memories skipped",
 	}
 	assert.NoDiff(t, want, phases(w.traceLines(t, x.TraceID)))
-	if len(got.Phases) != 6 || !strings.HasPrefix(got.Phases["advance_plan"], "failed: ") || w.calls.of("look") != 1 {
-		t.Errorf("summary is %v, look was called %d times", got.Phases, w.calls.of("look"))
-	}
+	assert.Equal(t, 6, len(got.Phases), got.Phases)
+	assert.Truef(t, strings.HasPrefix(got.Phases["advance_plan"], "failed: "), "phases %v", got.Phases)
+	assert.Equal(t, 1, w.calls.of("look"), "calls of look")
 	states := pgtest.Value[[]string](t, w.pool, `select array_agg(status order by status) from agent_automation_runs`)
 	assert.NoDiff(t, []string{"error", "success"}, states)
 }

@@ -191,9 +191,9 @@ func (w *testWebhooks) send(t *testing.T, endpoint, id, body string) reply {
 func (w *testWebhooks) sendAccepted(t *testing.T, endpoint, id, body string) reply {
 	t.Helper()
 	got := w.send(t, endpoint, id, body)
-	if got.status != http.StatusAccepted || !trace.ID(got.TraceID).Valid() || got.header.Get("X-Trace-Id") != got.TraceID {
-		t.Fatalf("answer %d %s, trace %q", got.status, got.body, got.header.Get("X-Trace-Id"))
-	}
+	require.Equal(t, http.StatusAccepted, got.status, got.body)
+	require.Truef(t, trace.ID(got.TraceID).Valid(), "trace id %q", got.TraceID)
+	require.Equal(t, got.TraceID, got.header.Get("X-Trace-Id"))
 	return got
 }
 
