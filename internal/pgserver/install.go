@@ -79,7 +79,7 @@ func installDebian(ctx context.Context, config Config, apt string) (err error) {
 
 var mainCluster = regexp.MustCompile(`(?m)^[ \t]*#?[ \t]*create_main_cluster\b.*$`)
 
-// withoutMainCluster returns conf with create_main_cluster off, which Debian's package reads before it creates a server.
+// withoutMainCluster returns conf with create_main_cluster off. Debian's package reads it before it creates a server.
 func withoutMainCluster(conf []byte) []byte {
 	const off = "create_main_cluster = false"
 	if mainCluster.Match(conf) {
