@@ -38,4 +38,4 @@ fuzz:
 
 pictures:
 	AGENT_PICTURES=$(CURDIR)/docs/pictures go test -count=1 \
-		-run '^(TestEvalPicture|TestFiveTasks.*|TestOwnerDecidesInEngineRoom)$$' ./engineroom ./cmd/agent
+		-run '^(TestFiveTasks.*|TestOwnerDecidesInEngineRoom)$$' ./engineroom ./cmd/agent

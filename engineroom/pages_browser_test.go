@@ -3,8 +3,6 @@ package engineroom
 import (
 	"encoding/json"
 	"fmt"
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -73,22 +71,6 @@ func TestEveryPageEscapesHostileText(t *testing.T) {
 		assert.Truef(t, !hasFailed, "%s: a part could not be read", address)
 		wantNoProblems(t, p, address)
 	}
-}
-
-// TestEvalPicture makes the picture of a compared trial in the folder AGENT_PICTURES (make pictures; other tests make
-// the other pictures). Without that variable it does nothing; scripts/test would report a skipped test.
-func TestEvalPicture(t *testing.T) {
-	t.Parallel()
-	dir := os.Getenv("AGENT_PICTURES")
-	if dir == "" {
-		return
-	}
-	pool, server := openRoom(t)
-	addresses := seedAllPages(t, pool, "It is done. See the list of orders that were refunded.")
-	p := browser.Open(t, browser.Look{})
-	p.Go(server.URL + addresses["/evals/runs/{id}/cases/{case}"])
-	waitForStream(p)
-	p.Screenshot(filepath.Join(dir, "evals.png"), false)
 }
 
 // displayModes are browser settings by name.
