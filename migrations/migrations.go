@@ -85,14 +85,11 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 		return nil, errors.New("migrate: it needs two connections at once, and pool_max_conns in DATABASE_URL allows one; " +
 			"set it to 2 or more")
 	}
-	lock, err := pool.Begin(ctx)
+	lock, err := acquireLock(ctx, pool)
 	if err != nil {
-		return nil, fmt.Errorf("migrate: %w", err)
-	}
-	defer func() { _ = lock.Rollback(context.WithoutCancel(ctx)) }()
-	if err := acquireLock(ctx, lock); err != nil {
 		return nil, err
 	}
+	defer func() { _ = lock.Rollback(context.WithoutCancel(ctx)) }()
 	if err := rejectSchema(ctx, pool); err != nil {
 		return nil, err
 	}
@@ -143,27 +140,39 @@ func (r release) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, err
 	return applied, err
 }
 
-// acquireLock acquires the lock under which one process migrates. A session that waits in a queue holds a snapshot,
-// which would block a concurrent index build. So alone polls with a try-lock, by the simple protocol, which keeps no
-// portal with a snapshot. The session is idle in its transaction while migrations run, so its time limits are disabled.
-func acquireLock(ctx context.Context, lock pgx.Tx) error {
-	if _, err := lock.Exec(ctx, noTimeouts, true); err != nil {
-		return fmt.Errorf("lock migrations: %w", err)
-	}
+// acquireLock returns a transaction with the lock under which one process migrates. A session that waits in a queue holds a
+// snapshot, which would block a concurrent index build. So it polls with a try-lock, by the simple protocol, which
+// keeps no portal with a snapshot. Each try is a transaction of its own: an index build that sees the snapshot of a try
+// waits for the end of its transaction.
+func acquireLock(ctx context.Context, pool *pgxpool.Pool) (pgx.Tx, error) {
 	for {
-		var mine bool
-		err := lock.QueryRow(ctx, `select pg_try_advisory_xact_lock(hashtextextended('agent migrations', 0))`,
-			pgx.QueryExecModeSimpleProtocol).Scan(&mine)
+		lock, mine, err := tryLock(ctx, pool)
 		if err != nil {
-			return fmt.Errorf("lock migrations: %w", err)
+			return nil, fmt.Errorf("lock migrations: %w", err)
 		}
 		if mine {
-			return nil
+			return lock, nil
 		}
 		if !sleep.For(ctx, lockPollInterval) {
-			return fmt.Errorf("wait for another process that migrates: %w", ctx.Err())
+			return nil, fmt.Errorf("wait for another process that migrates: %w", ctx.Err())
 		}
 	}
+}
+
+// tryLock tries once, and ends the transaction of a failed try. The session is idle in its transaction while
+// migrations run, so its time limits are disabled.
+func tryLock(ctx context.Context, pool *pgxpool.Pool) (lock pgx.Tx, mine bool, err error) {
+	if lock, err = pool.Begin(ctx); err != nil {
+		return nil, false, err
+	}
+	if _, err = lock.Exec(ctx, noTimeouts, true); err == nil {
+		err = lock.QueryRow(ctx, `select pg_try_advisory_xact_lock(hashtextextended('agent migrations', 0))`,
+			pgx.QueryExecModeSimpleProtocol).Scan(&mine)
+	}
+	if err != nil || !mine {
+		err = errors.Join(err, lock.Rollback(context.WithoutCancel(ctx)))
+	}
+	return lock, mine, err
 }
 
 // Check returns nil if the database has exactly this binary's schema, and ErrOutdated if it lacks migrations. For

@@ -141,6 +141,20 @@ func TestOneProcessBuildsIndexesConcurrently(t *testing.T) {
 		where indexrelid in ('by_thread'::regclass, 'by_flow'::regclass) and indisvalid`))
 }
 
+// An index build that sees the snapshot of a try waits for the end of the try's transaction.
+func TestWaitingMigrationEndsTransactionOfEachTry(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	db := openWith(t, url, "application_name", "holder")
+	holder := pgtest.Begin(t, db)
+	pgtest.Exec(t, holder, `select pg_advisory_xact_lock(hashtextextended('agent migrations', 0))`)
+	done := startUpgrade(t, openWith(t, url, "application_name", "waiter"), withChanges(t, nil))
+	pgtest.Until(t, db, true, `select exists (select from pg_stat_activity a where a.datname = current_database()
+		and a.application_name = 'waiter' and a.state = 'idle' and a.query = 'rollback')`)
+	require.NoError(t, holder.Rollback(t.Context()))
+	awaitUpgrade(t, done)
+}
+
 func TestInvalidIndexIsRebuilt(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
