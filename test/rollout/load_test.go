@@ -29,9 +29,10 @@ type load struct {
 	stop  context.CancelFunc
 	group sync.WaitGroup
 
-	crossing atomic.Bool  // processes of a version that cannot write any more may get requests
-	crossed  bool         // a bridge was crossed: a call in flight may be unknown
-	holders  atomic.Int32 // holders of the lane of the counter
+	crossing  atomic.Bool  // processes of a version that cannot write any more may get requests
+	crossed   bool         // a bridge was crossed: a call in flight may be unknown
+	migrating atomic.Bool  // a migration may hold locks
+	holders   atomic.Int32 // holders of the lane of the counter
 
 	mu               sync.Mutex
 	unconfirmedTexts map[string]bool     // messages with a rejected request: stored or not
@@ -90,17 +91,30 @@ type request struct {
 	body                             any
 }
 
-// send sends a request once.
+// send sends a request, and repeats it while the locks of a migration refuse it: such a request has changed nothing.
 func (l *load) send(r request) (status int, answer []byte, err error) {
+	for {
+		migrating := l.migrating.Load()
+		got, err := l.sendOne(r)
+		if err != nil || !(migrating || l.migrating.Load()) || got.Status != http.StatusServiceUnavailable ||
+			got.Header.Get("Retry-After") == "" || !bytes.Contains(got.Body, []byte("locked")) {
+			return got.Status, got.Body, err
+		}
+		l.count("locked")
+		testkit.Wait(l.t.Context(), 50*time.Millisecond)
+	}
+}
+
+// sendOne sends a request once.
+func (l *load) sendOne(r request) (testkit.Response, error) {
 	ctx, cancel := context.WithTimeout(l.t.Context(), pgtest.Timeout)
 	defer cancel()
 	body := ""
 	if r.body != nil {
 		body = modeltest.Arguments(r.body)
 	}
-	got, err := testkit.Do(ctx, http.DefaultClient, r.method, l.proxy.URL+r.path, body, testkit.Bearer(r.token),
+	return testkit.Do(ctx, http.DefaultClient, r.method, l.proxy.URL+r.path, body, testkit.Bearer(r.token),
 		"Idempotency-Key: "+r.key, "X-Thread-Id: "+r.thread)
-	return got.Status, got.Body, err
 }
 
 // sendOnce sends a request that must not be repeated. Any failure is the agent's, unless a bridge is crossed.

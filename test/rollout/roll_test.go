@@ -226,8 +226,8 @@ func (l *load) check() {
 	assert.Truef(l.t, n[0] == fmt.Sprintf("%d tallies", l.counts["tally"]), "%s, %d were committed", n[0],
 		l.counts["tally"])
 	l.t.Logf("%d executions, %d answers, %d messages, %d tallies, %d ends of streams, %d reads; sent again: %d, "+
-		"refused: %d", len(l.runs), l.counts["answer"],
-		l.counts["message"], l.counts["tally"], l.counts["end"], l.counts["read"], l.counts["again"], l.counts["refused"])
+		"refused: %d, locked: %d", len(l.runs), l.counts["answer"], l.counts["message"], l.counts["tally"],
+		l.counts["end"], l.counts["read"], l.counts["again"], l.counts["refused"], l.counts["locked"])
 	for _, what := range []string{"answer", "message", "tally", "end", "read", "hook"} {
 		assert.Truef(l.t, l.counts[what] != 0, "there was no %s: the test does not cover it", what)
 	}
@@ -293,14 +293,17 @@ func nextRelease(t testing.TB) string {
 	return next
 }
 
-// The next release migrates under load, and replaces each process of this one in turn. No client notices.
+// The next release migrates under load, and replaces each process of this one in turn. No client notices, but for
+// requests that wait for the migration's locks for more than a second: they are refused, and have changed nothing.
 func TestRollToNextReleaseUnderLoad(t *testing.T) {
 	next := nextRelease(t)
 	w := newTestEnv(t, program, pgtest.URL(t), false)
 	replicas := []*proctest.Process{w.add(), w.add()}
 	l := w.startLoad()
 	l.waitForWork()
+	l.migrating.Store(true)
 	w.migrate(next)
+	l.migrating.Store(false)
 	n := len(pgtest.Column[string](w.t, w.db, `select name from agent_migrations where version = 9001
 		union all select c.name from agent_schema_code c, agent_migrations m where m.version = 270
 		and c.applied_at > m.applied_at + interval '1 second'`))
