@@ -81,7 +81,8 @@ func exitCode(ctx context.Context, err error) int {
 		return exitInterrupted
 	}
 	var setting *config.Error
-	if errors.As(err, &setting) || badWorkspace(err) || postgres.IsCode(err, codeNUL, codeBytes) {
+	if errors.As(err, &setting) || badWorkspace(err) || postgres.WrongParameter(err) ||
+		postgres.IsCode(err, codeNUL, codeBytes) {
 		return exitUsage
 	}
 	for _, wrong := range []error{

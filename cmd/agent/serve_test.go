@@ -149,6 +149,16 @@ func TestCommandsWithoutDatabase(t *testing.T) {
 		strings.Contains(got.err, "check host and port"), "a database that is down: exit %d, stderr %q", got.code, got.err)
 }
 
+func TestUnknownParameterOfURL(t *testing.T) {
+	t.Parallel()
+	u, err := url.Parse(pgtest.EmptyURL(t))
+	require.NoError(t, err)
+	q := u.Query()
+	q.Set("foo", "bar")
+	u.RawQuery = q.Encode()
+	newProgram(t, u.String()).mustFail(2, "remove or correct it in DATABASE_URL", "skills", "ls")
+}
+
 func TestPortInUse(t *testing.T) {
 	t.Parallel()
 	taken, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")

@@ -40,6 +40,9 @@ func Todo(err error) string {
 	return ""
 }
 
+// WrongParameter reports an error of [Open] for a parameter of the connection string that the server does not take.
+func WrongParameter(err error) bool { return Todo(err) == correctParameter }
+
 // SQLSTATEs with which a server can answer a connection.
 const (
 	codeAuthorization = "28000"
@@ -49,6 +52,7 @@ const (
 	codeTooMany       = "53300"
 	codeStarting      = "57P03"
 	codeNoParameter   = "42704"
+	codeProtocol      = "08P01"
 	codeParameter     = "22023"
 )
 
@@ -99,6 +103,10 @@ func refusal(config *pgx.ConnConfig, err *pgconn.PgError) (what, todo string) {
 			pgx.Identifier{config.User}.Sanitize()
 	case codeNoParameter, codeParameter:
 		return err.Message, correctParameter
+	case codeProtocol:
+		if strings.Contains(err.Message, "startup parameter") { // PgBouncer does not know it
+			return err.Message, correctParameter
+		}
 	case codeTooMany:
 		return "the server has no free connection (" + err.Message + ")",
 			"raise max_connections, or the limit of the role or the database; or lower pool_max_conns in DATABASE_URL"

@@ -145,6 +145,8 @@ func TestOpenAdaptsToPooler(t *testing.T) {
 		assert.Truef(t, err == nil && sum == 42, "%s: 41 + 1 = %d, %v", name, sum, err)
 		pool.Close()
 	}
+	_, err := postgres.Open(t.Context(), pooler+"&foo=bar", postgres.Options{})
+	assert.Truef(t, postgres.WrongParameter(err), "a parameter that the pooler does not know: %v", err)
 }
 
 func TestInTxIsReadCommitted(t *testing.T) {
