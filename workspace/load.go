@@ -178,6 +178,14 @@ func (l *loader) addName(kind, name string, s source) {
 	l.first[kind+" "+name] = at
 }
 
+// rejectZero rejects a 0 for a number whose default a definition writes as 0.
+func (l *loader) rejectZero(key string, s source) {
+	node, n := lookup(s.node, key), 0
+	if node != nil && node.ShortTag() == "!!int" && node.Decode(&n) == nil && n == 0 {
+		l.problems.add(s.at(key), "%s: is 0; write at least 1, or leave it out for the default", key)
+	}
+}
+
 var yamlLine = regexp.MustCompile(`^line (\d+): `)
 
 // syntaxError extracts the line from a parser error; 0 without one.

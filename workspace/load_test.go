@@ -86,6 +86,10 @@ func TestLoadErrors(t *testing.T) {
 			"kind: automation\nname: a\ncron: '@daily'\nskill: b\nmax_attempts: 1.5\n",
 			`f.yaml:5:15: max_attempts: is "1.5"; it must be a whole number`,
 		},
+		"no attempt": {
+			"kind: automation\nname: a\ncron: '@daily'\nskill: b\nmax_attempts: 0\n",
+			`f.yaml:5:15: max_attempts: is 0; write at least 1, or leave it out for the default`,
+		},
 		"unknown key": {goodSkill + "handlr: x\n", `f.yaml:4:1: unknown key "handlr"; did you mean "handler"?`},
 		"far key":     {goodSkill + "zzzzzzzz: x\n", `f.yaml:4:1: unknown key "zzzzzzzz"; known are approvals, config, `},
 		"endless key": {goodSkill + strings.Repeat("h", 1000) + ": x\n", `f.yaml:4:1: unknown key "` +

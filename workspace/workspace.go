@@ -114,6 +114,7 @@ func kindReader[D any](
 		wrong := s.decode(&document.Definition)
 		l.problems = append(l.problems, wrong...)
 		l.problems = append(l.problems, s.independentProblems(wrong, validate(document.Definition))...)
+		l.rejectZero("max_attempts", s)
 		l.addName(name, nameOf(document.Definition), s)
 		to := list(&l.workspace)
 		*to = append(*to, document)
