@@ -120,7 +120,7 @@ func FuzzArguments(f *testing.F) {
 		if json.Unmarshal([]byte(text), &parameters) != nil || len(args) > 1<<12 {
 			return
 		}
-		raw, _, problems := resolveParameters(parameters, false)
+		raw, _, problems := resolveParameters(Definition{Parameters: parameters})
 		if len(problems) > 0 {
 			return
 		}

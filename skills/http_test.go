@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -110,6 +111,20 @@ func TestHTTPRejectsParentPath(t *testing.T) {
 		}, args)
 		assert.Truef(t, errorClass(err) == skills.ClassRefused && strings.HasSuffix(err.Error(), want), "%s: %v", args, err)
 	}
+}
+
+// A model sees that an argument of the path is required. An argument with a default, or of the query, is not.
+func TestHTTPRequiresArgumentsOfPath(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	text := map[string]any{"type": "string"}
+	put(t, pool, skills.Definition{
+		Name: "h", Handler: "http:", Config: map[string]any{"url": "https://h/{a}/{b}/{c}?d={d}"},
+		Parameters: object(map[string]any{"a": text, "b": text, "c": map[string]any{"default": "x"}, "d": text, "e": text},
+			"e", "b"),
+	})
+	pgtest.Equal(t, pool, `["e", "b", "a"]`,
+		`select tool_definition -> 'parameters' ->> 'required' from agent_skills where name = 'h'`)
 }
 
 func TestHTTPResponses(t *testing.T) {

@@ -126,6 +126,18 @@ func (h httpHandler) checkArguments(urlField string, parameters []string) fielde
 	return problems
 }
 
+// pathArguments lists the arguments in the path of an http skill's URL, which is in the handler or in config.
+func pathArguments(d Definition) []string {
+	address, isHTTP := strings.CutPrefix(strings.TrimSpace(d.Handler), "http:")
+	if inConfig, _ := d.Config["url"].(string); inConfig != "" {
+		address = inConfig
+	}
+	if path, _, _ := strings.Cut(address, "?"); isHTTP {
+		return argumentNames(path)
+	}
+	return nil
+}
+
 func argumentNames(text string) []string {
 	var names []string
 	for _, match := range argumentRegexp.FindAllStringSubmatch(text, -1) {

@@ -19,11 +19,11 @@ func compile(text json.RawMessage) (*jsonschema.Schema, error) {
 	return schema.Compile(text, (*jsonschema.Compiler).AssertFormat)
 }
 
-// resolveParameters returns the stored schema and its property names. It accepts wrong defaults in the schema of an MCP
-// server: the tool works with an argument.
-func resolveParameters(parameters map[string]any, fromServer bool) (json.RawMessage, []string, fielderr.List) {
-	full := make(map[string]any, len(parameters)+3)
-	maps.Copy(full, parameters)
+// resolveParameters returns the stored schema and its property names. It requires the arguments in the path of an http
+// skill. It accepts wrong defaults in the schema of an MCP server: the tool works with an argument.
+func resolveParameters(d Definition) (json.RawMessage, []string, fielderr.List) {
+	full := make(map[string]any, len(d.Parameters)+3)
+	maps.Copy(full, d.Parameters)
 	if len(full) == 0 {
 		full["type"] = "object"
 	}
@@ -34,6 +34,7 @@ func resolveParameters(parameters map[string]any, fromServer bool) (json.RawMess
 		full["properties"] = map[string]any{}
 	}
 	closeSchema(full)
+	requireAll(full, pathArguments(d))
 	raw, err := json.Marshal(full)
 	if err != nil {
 		return nil, nil, []error{fmt.Errorf("parameters: %w", err)}
@@ -50,7 +51,7 @@ func resolveParameters(parameters map[string]any, fromServer bool) (json.RawMess
 	}
 	names := propertyNames(compiled)
 	var problems fielderr.List
-	if err := schema.CheckDefaults(compiled); err != nil && !fromServer {
+	if err := schema.CheckDefaults(compiled); err != nil && !strings.HasPrefix(strings.TrimSpace(d.Handler), "mcp:") {
 		problems = append(problems, fmt.Errorf("parameters.%w", err))
 	}
 	if full["additionalProperties"] != false || full["patternProperties"] != nil {
@@ -62,6 +63,30 @@ func resolveParameters(parameters map[string]any, fromServer bool) (json.RawMess
 		}
 	}
 	return raw, names, problems
+}
+
+// requireAll requires the declared properties of names, except those with a default.
+func requireAll(schema map[string]any, names []string) {
+	properties, _ := schema["properties"].(map[string]any)
+	var required []any
+	switch given := schema["required"].(type) {
+	case nil:
+	case []any:
+		required = slices.Clone(given)
+	case []string:
+		for _, name := range given {
+			required = append(required, name)
+		}
+	default:
+		return // the schema does not compile
+	}
+	for _, name := range names {
+		property, declared := properties[name].(map[string]any)
+		if _, hasDefault := property["default"]; declared && !hasDefault && !slices.Contains(required, any(name)) {
+			required = append(required, name)
+			schema["required"] = required
+		}
+	}
 }
 
 // maxSchemaDepth bounds the nesting of a schema: a deep schema of 100 KB could take minutes to compile.

@@ -196,7 +196,7 @@ func resolve(d Definition) (resolved, error) {
 		add(err)
 	}
 	r.timeout = timeout
-	parameters, names, errs := resolveParameters(d.Parameters, strings.HasPrefix(r.handler, "mcp:"))
+	parameters, names, errs := resolveParameters(d)
 	add(errs...)
 	var parsed handler
 	if r.config, err = marshalConfig(d.Config); err != nil {

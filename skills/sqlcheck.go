@@ -44,7 +44,7 @@ func CheckSQL(ctx context.Context, tx pgx.Tx, d Definition, role string) error {
 	if err != nil {
 		return err
 	}
-	_, names, _ := resolveParameters(d.Parameters, false)
+	_, names, _ := resolveParameters(d)
 	parsed, _ := parseHandler(r.handler, r.config, names)
 	h, ok := parsed.(sqlHandler)
 	if !ok {
