@@ -124,13 +124,15 @@ func (c *Chat) relayDocuments(
 	return x, true, err
 }
 
-// emptyRelayAnswer is the answer of a relay without messages: the documents that a flow of the thread waits for, or
-// that the message was passed on. Until the first document it repeats the last message of the flow.
+// emptyRelayAnswer is the answer of a relay without messages: the documents that a flow of the thread waits for, that
+// the flow has failed, or that the message was passed on. Until the first document it repeats the last message of the
+// flow.
 func (c *Chat) emptyRelayAnswer(ctx context.Context, in input, messages int) (string, error) {
 	if messages > 0 {
 		return "", nil
 	}
 	var question string
+	var failed bool
 	missing, err := executions.RetryTransient(ctx, func(ctx context.Context) (items []string, err error) {
 		err = c.Pool.QueryRow(ctx, `
 			select array(select i from unnest(r.items) with ordinality u (i, n) where not r.received ? i order by n),
@@ -154,13 +156,16 @@ func (c *Chat) emptyRelayAnswer(ctx context.Context, in input, messages int) (st
 			 limit 1`,
 			postgres.Strict{"thread": in.Thread}).Scan(&items, &question)
 		if errors.Is(err, pgx.ErrNoRows) {
-			return nil, nil
+			err = c.Pool.QueryRow(ctx, `select exists (select from agent_executions x
+				where x.id = @to::uuid and x.status in ('failed', 'timeout'))`, postgres.Strict{"to": in.To}).Scan(&failed)
 		}
 		return items, err
 	})
 	switch {
 	case err != nil:
 		return "", fmt.Errorf("find missing documents: %w", err)
+	case failed:
+		return failedText, nil
 	case len(missing) == 0:
 		return forwardedText, nil
 	}

@@ -26,6 +26,9 @@ const RelayFlow = "chat_relay"
 // forwardedText is the answer of a relay without messages. It is not stored in the thread.
 const forwardedText = "Your message was passed on."
 
+// failedText is the answer of a relay without messages whose execution has failed.
+const failedText = "Your message was received, but the process that was to answer it has failed."
+
 const (
 	relayPollInterval = 200 * time.Millisecond // pause between two reads without a notification
 	relayBatch        = 200                    // messages per read

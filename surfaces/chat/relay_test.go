@@ -3,6 +3,7 @@ package chat_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"net/http"
 	"slices"
 	"strings"
@@ -123,6 +124,20 @@ func TestSenderOfRelayedMessageIsRecorded(t *testing.T) {
 	p.talks(t)
 	assert.Equal(t, "Hello, Ada.", p.answerTo(t, "t", "Ada"))
 	p.expectRequester(t, "ana")
+}
+
+func TestAFlowThatFailsIsNotSilent(t *testing.T) {
+	t.Parallel()
+	p := conversing(t, func(_ context.Context, say func(string), hear func() string) {
+		say("Who are you?")
+		hear()
+		panic(stop{errors.New("no route")})
+	})
+	id := p.talks(t)
+	const failed = "Your message was received, but the process that was to answer it has failed."
+	assert.Equal(t, failed, p.answerTo(t, "t", "Ada"))
+	p.reaches(t, id, executions.Failed)
+	assert.NoDiff(t, []string{"Who are you?", "Ada", failed}, p.all(t, "t"))
 }
 
 // expectRequester checks that a principal sent the only event for which a flow waited.
