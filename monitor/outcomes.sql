@@ -1,6 +1,7 @@
 -- The outcomes of the newest @max_outcomes runs of some flows, by agent, and of the newest @max_outcomes calls since @since of some
 -- names. The streak is the failures after the last success. Skipped heartbeats do not count, nor do executions whose call
--- a person rejected. The query searches only flows and names whose newest row failed.
+-- a person rejected, nor calls before their skill was enabled again. The query searches only flows and names whose
+-- newest row failed.
 with ended as materialized (
   select 'flow' as kind, f.name, left(w.agent, 300) as agent, w.id, w.at, w.status <> 'completed' as failed
     from unnest(@flows::text[]) f(name)
@@ -13,15 +14,17 @@ with ended as materialized (
      and w.id not in (select lanekeeper.agent_rejected_executions(@rejections))
   union all
   select 'call', s.name, '', k.id, k.created_at, k.status = 'error'
-    from unnest(@calls::text[]) s(name)
+    from (select c.name, lanekeeper.agent_uuid7_floor(greatest(@since::timestamptz, e.enabled_at)) as first, e.enabled_at
+            from unnest(@calls::text[]) c(name) left join agent_skills e on e.name = c.name) s
    cross join lateral (
      select k.status from agent_skill_calls k
-      where k.skill_name between s.name and s.name and k.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
+      where k.skill_name between s.name and s.name and k.id >= s.first
       order by k.skill_name desc, k.id desc limit 1) newest
    cross join lateral (
      select k.id, k.status, k.created_at from agent_skill_calls k
-      where k.skill_name between s.name and s.name and k.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
+      where k.skill_name between s.name and s.name and k.id >= s.first
       order by k.skill_name desc, k.id desc limit case when newest.status = 'error' then @max_outcomes::int else 1 end) k
+   where s.enabled_at is null or k.created_at > s.enabled_at
   union all
   select 'call', m.name, '', m.id, m.created_at, m.status = 'error'
     from (

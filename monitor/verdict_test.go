@@ -223,6 +223,11 @@ func TestVerdictOfDatabase(t *testing.T) {
 	assert.Equal(t, "degraded: skill fetch disabled by self-heal </skills/fetch>", currentVerdict(t, pool))
 	pgtest.Exec(t, pool, `update agent_skills set disabled_by = 'ana'`)
 	assert.Equal(t, "working", currentVerdict(t, pool))
+	pgtest.Exec(t, pool, `update agent_skills set enabled = true, disabled_by = '', disabled_at = null, enabled_at = now()`)
+	assert.Equal(t, "working", currentVerdict(t, pool), "earlier failures count after the skill was enabled")
+	rows.Calls(t, pool, "fetch", "error", "no route", 3)
+	assert.Equal(t, "degraded: skill fetch failing </skills/fetch>", currentVerdict(t, pool))
+	pgtest.Exec(t, pool, `delete from agent_activity`)
 
 	// Heartbeats, stuck executions and lanes count.
 	pgtest.Exec(t, pool, `insert into agent_schedules (name, flow, surface, agent, cron, timezone, next_run_at)
