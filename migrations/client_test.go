@@ -260,14 +260,24 @@ func TestErrorNamesMissingOwnership(t *testing.T) {
 		t.Cleanup(pool.Close)
 		return pool
 	}
-	assert.ErrorContains(t, migrations.Check(t.Context(), as()), `belong to "`+user+`"`)
+	assert.ErrorContains(t, migrations.Check(t.Context(), as()), `belong to the superuser "`+user+`"`)
 	pgtest.Exec(t, owner, `grant select, insert, update, delete on all tables in schema public to `+other)
 	pgtest.Exec(t, owner, `grant all on schema public, river to `+other)
 	pgtest.Exec(t, owner, `grant create on database `+pgx.Identifier{database}.Sanitize()+` to `+other)
 	_, err = migrations.UpWith(t.Context(), as(), withChanges(t, map[string]string{"9001_more.sql": `create table more (id int)`}))
 	assert.ErrorContains(t, err, "migrate as that user")
 	err = migrations.Rights(t.Context(), as())
-	require.Truef(t, err != nil && strings.Contains(err.Error(), `belong to "`+user+`"`), "another: %v", err)
+	assert.ErrorContains(t, err, "pg_restore --no-owner", "the superuser's role is not granted")
+	plain := pgx.Identifier{database + "_owner"}.Sanitize()
+	pgtest.Exec(t, owner, `create role `+plain)
+	t.Cleanup(func() {
+		_, err := owner.Exec(context.WithoutCancel(t.Context()), `reassign owned by `+plain+` to current_user; drop owned by `+
+			plain+`; drop role `+plain, pgx.QueryExecModeSimpleProtocol)
+		assert.NoError(t, err)
+	})
+	pgtest.Exec(t, owner, `alter table agent_activity owner to `+plain)
+	err = migrations.Rights(t.Context(), as())
+	assert.ErrorContains(t, err, "belong to "+plain)
 	_, todo, _ := strings.Cut(err.Error(), "or run: ")
 	for statement := range strings.SplitSeq(todo, "; ") {
 		pgtest.Exec(t, owner, statement)

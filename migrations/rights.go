@@ -18,11 +18,11 @@ import (
 // disabled. The schema must exist.
 func Rights(ctx context.Context, pool *pgxpool.Pool) error {
 	var owner, user, database string
-	var readOnly bool
+	var super, readOnly bool
 	err := pool.QueryRow(ctx, `
-		select pg_get_userbyid(c.relowner), current_user, current_database(),
-		       current_setting('transaction_read_only')::boolean
-		  from pg_class c where c.oid = to_regclass('agent_activity')`).Scan(&owner, &user, &database, &readOnly)
+		select r.rolname, r.rolsuper, current_user, current_database(), current_setting('transaction_read_only')::boolean
+		  from pg_class c join pg_roles r on r.oid = c.relowner where c.oid = to_regclass('agent_activity')`).
+		Scan(&owner, &super, &user, &database, &readOnly)
 	name := func(s string) string { return pgx.Identifier{s}.Sanitize() }
 	switch {
 	case err != nil:
@@ -30,6 +30,9 @@ func Rights(ctx context.Context, pool *pgxpool.Pool) error {
 	case readOnly:
 		return errors.New("nothing can be written: it is a standby, or default_transaction_read_only is on; name the " +
 			"primary in DATABASE_URL, or set that to off")
+	case owner != user && super: // a member of a superuser could do everything
+		return fmt.Errorf("the tables belong to the superuser %[1]s, and %[2]s cannot make the log's next months for it; restore "+
+			"the dump as %[2]s, with pg_restore --no-owner", name(owner), name(user))
 	case owner != user:
 		return fmt.Errorf("the tables belong to %[1]s, and %[2]s cannot make the log's next months for it; name %[1]s in "+
 			"DATABASE_URL, or run: "+

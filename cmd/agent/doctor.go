@@ -34,6 +34,20 @@ type finding struct {
 	Detail string `json:"detail"`
 }
 
+// verdictCheck is the check of the agent's work. A failing skill is no fault of the installation.
+const verdictCheck = "verdict"
+
+// sign returns the mark of a finding in text.
+func (f finding) sign() string {
+	switch {
+	case !f.OK:
+		return "BAD "
+	case f.Check == verdictCheck && !strings.HasPrefix(f.Detail, monitor.Working):
+		return "WARN"
+	}
+	return "ok  "
+}
+
 func (c *cli) doctorCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "doctor",
@@ -44,11 +58,7 @@ func (c *cli) doctorCommand() *cobra.Command {
 			found := c.diagnose(cmd.Context())
 			err := c.print(pageOf(found, ""), func(w io.Writer) {
 				for _, f := range found {
-					sign := "ok  "
-					if !f.OK {
-						sign = "BAD "
-					}
-					fmt.Fprintf(w, "%s %-14s %s\n", sign, f.Check, strings.ReplaceAll(f.Detail, "\n", "\n"+strings.Repeat(" ", 20)))
+					fmt.Fprintf(w, "%s %-14s %s\n", f.sign(), f.Check, strings.ReplaceAll(f.Detail, "\n", "\n"+strings.Repeat(" ", 20)))
 				}
 			})
 			if err != nil {
@@ -142,7 +152,7 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	add("autonomy", err, autonomy)
 	judge := monitor.Monitor{Agents: app.NewDirectory(s.config), Limits: app.Limits(s.config.Limits)}
 	status, err := judge.Status(ctx, s.Pool)
-	add("verdict", err, status.String()) // a failing skill is no fault of the installation
+	add(verdictCheck, err, verdictText(status))
 	if list, err := judge.Agents.List(ctx, s.Pool); err == nil {
 		if free := app.FreeAnswers(s.config, list); len(free) > 0 {
 			add("prices", hint(fmt.Errorf("the price of %s has no output, so its answers cost nothing",
@@ -153,6 +163,19 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	diagnoseChannels(ctx, s, add)
 	c.diagnoseNamed(ctx, s, add)
 	diagnoseEmbedding(ctx, s, add)
+}
+
+// verdictText returns the verdict, with the newest error of each failing subject.
+func verdictText(s monitor.Status) string {
+	text := s.String()
+	for _, g := range s.Failing {
+		names := make([]string, len(g.Named()))
+		for i, subject := range g.Named() {
+			names[i] = subject.Kind + " " + subject.Name
+		}
+		text += fmt.Sprintf("\n%s: %s", strings.Join(names, ", "), printable(truncate(g.Message, 200)))
+	}
+	return text
 }
 
 // commitTimeout bounds a commit that is tried.

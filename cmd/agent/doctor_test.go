@@ -32,7 +32,10 @@ func TestDoctor(t *testing.T) {
 		"database":      {"DATABASE_URL=postgres://localhost:1/none"},
 		"schema":        {"DATABASE_URL=" + pgtest.EmptyURL(t)},
 		"rights":        {"DATABASE_URL=" + pgtest.URL(t) + "&default_transaction_read_only=on"},
-		"prices":        {"DATABASE_URL=" + pgtest.URL(t), "AGENT_MODEL=gpt-4o", `AGENT_PRICES={"gpt-4o":{"input":2}}`},
+		"prices": {
+			"DATABASE_URL=" + pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1", "AGENT_MODEL=gpt-4o",
+			`AGENT_PRICES={"gpt-4o":{"input":2}}`,
+		},
 		"model":         {"DATABASE_URL=" + withSecret(t, pgtest.URL(t)), "OPENAI_BASE_URL=http://me:hunter2@127.0.0.1:1/v1"},
 		"model answers": {"DATABASE_URL=" + pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1"},
 	} {

@@ -272,6 +272,7 @@ actions:
 	got := verdict()
 	assert.Contains(t, got, `"state":"degraded"`, "flow errs failing")
 	assert.Truef(t, !strings.Contains(got, "asks") && !strings.Contains(got, "delegates"), "the verdict: %s", got)
+	assert.Contains(t, p.run("doctor").out, "WARN verdict        degraded: flow errs failing\n", "flow errs: ", "no route")
 }
 
 func TestInvalidExecutionCommands(t *testing.T) {

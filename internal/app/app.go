@@ -362,7 +362,7 @@ func EvalInstallation(cfg config.Config, version string) evals.Installation {
 		Agents: NewDirectory(cfg), Surfaces: evalSurfaces(), Version: version, Setup: modelSetup(cfg),
 	}
 	model := cmp.Or(cfg.Model, DefaultModel)
-	if cfg.OpenAIBaseURL == "" && !cfg.OpenAIKey.IsSet() {
+	if isOffline(cfg) {
 		model = offline.Model
 	}
 	return runner.Installation(model)

@@ -24,13 +24,15 @@ func TestFreeAnswers(t *testing.T) {
 		values ('sales', 1, 'x', '{"model": "house/cheap", "fallback": ["house/dear", "house/free"]}', true)`)
 	log := &testkit.Log{}
 	a := &App{Options: Options{
-		Config: config.Config{Prices: map[string]config.Price{
+		Config: config.Config{OpenAIKey: "k", Prices: map[string]config.Price{
 			"house/cheap": {Input: 1}, "house/dear": {Input: 1, Output: 2}, "house/free": {}, "house/embedding": {Input: 1},
 		}},
 		Log: slog.New(slog.NewTextHandler(log, nil)), Database: Database{Pool: db},
 	}, Loop: &reason.Loop{Agents: &agents.Directory{}}}
 	a.warnUnpriced(t.Context())
 	assert.Contains(t, log.String(), "level=WARN", "no output", "models=[house/cheap]\n")
+	a.Config.OpenAIKey = "" // the offline model answers
+	assert.Equal(t, 0, len(FreeAnswers(a.Config, []agents.Agent{{Definition: agents.Definition{Model: "house/cheap"}}})))
 }
 
 func TestActivityIsCounted(t *testing.T) {

@@ -29,7 +29,7 @@ func NewModel(
 	stop = func() {}
 	about = "at " + cfg.OpenAIBaseURL
 	switch {
-	case cfg.OpenAIBaseURL == "" && !cfg.OpenAIKey.IsSet():
+	case isOffline(cfg):
 		set.BaseURL, stop, err = offline.Start(context.WithoutCancel(ctx))
 		if err != nil {
 			return nil, "", nil, fmt.Errorf("start the offline model: %w", err)
@@ -55,6 +55,9 @@ func NewModel(
 	}
 	return client, fmt.Sprintf("%s, %s", set.Model, about), stop, nil
 }
+
+// isOffline reports that no model is configured.
+func isOffline(cfg config.Config) bool { return cfg.OpenAIBaseURL == "" && !cfg.OpenAIKey.IsSet() }
 
 // DefaultModel is used when AGENT_MODEL is not set.
 const DefaultModel = "gpt-4o-mini"
@@ -96,8 +99,11 @@ func PriceOf(cfg config.Config, model string) string {
 	return "AGENT_PRICES: " + price.String()
 }
 
-// FreeAnswers lists the agents' models whose price has an input but no output.
+// FreeAnswers lists the agents' models whose price has an input but no output. The offline model's answers are free.
 func FreeAnswers(cfg config.Config, list []agents.Agent) (names []string) {
+	if isOffline(cfg) {
+		return nil
+	}
 	prices := Prices(cfg)
 	for _, a := range list {
 		for _, model := range append([]string{cmp.Or(a.Model, DefaultModel)}, a.Fallback...) {
