@@ -159,7 +159,7 @@ func (c *cli) applyWorkspace(
 	diff, err := apply(ctx, s.Pool, files, options)
 	opts.prune = options.Prune != nil
 	err = gateAdvice(err, opts)
-	diff.Warnings = append(diff.Warnings, agentWarnings(files.Agents, s.config)...)
+	diff.Warnings = append(diff.Warnings, c.settingWarnings(files, s.config)...)
 	return diff, err
 }
 
@@ -285,8 +285,45 @@ func applyFiles(
 	return diff, err
 }
 
-// agentWarnings reports models and chat keys unknown to the settings, and delegates that visitors cannot reach. The
-// serving process may have other settings, so they are no errors.
+// settingWarnings reports what the settings of this process do not match. The serving process may have other settings,
+// so these are no errors.
+func (c *cli) settingWarnings(files workspace.Workspace, cfg config.Config) []string {
+	return append(agentWarnings(files.Agents, cfg), c.unsetWarnings(files)...)
+}
+
+// unsetWarnings reports references to unset variables of the environment.
+func (c *cli) unsetWarnings(files workspace.Workspace) (warnings []string) {
+	check := func(at workspace.Position, fields ...any) {
+		var unset []string
+		for _, match := range reference.FindAllStringSubmatch(fmt.Sprint(fields...), -1) {
+			if name := match[1]; name != "" && c.getenv(name) == "" && !slices.Contains(unset, name) {
+				unset = append(unset, name)
+			}
+		}
+		if len(unset) > 0 {
+			warnings = append(warnings, fmt.Sprintf("%s: not set in this environment: %s; the serving process needs it", at,
+				strings.Join(unset, ", ")))
+		}
+	}
+	for _, d := range files.Skills {
+		check(d.At, d.Definition.Config["headers"])
+	}
+	for _, d := range files.MCPServers {
+		check(d.At, d.Definition.Headers, d.Definition.Env)
+	}
+	for _, d := range files.Webhooks {
+		check(d.At, d.Definition.Secrets, d.Definition.VerifyToken)
+	}
+	for _, d := range files.Targets {
+		check(d.At, d.Definition.URL, d.Definition.Secrets)
+	}
+	for _, d := range files.Channels {
+		check(d.At, d.Definition.Secrets)
+	}
+	return warnings
+}
+
+// agentWarnings reports models and chat keys unknown to the settings, and delegates that visitors cannot reach.
 func agentWarnings(documents []workspace.Document[agents.Definition], cfg config.Config) (warnings []string) {
 	for _, d := range documents {
 		for _, model := range append([]string{d.Definition.Model}, d.Definition.Fallback...) {

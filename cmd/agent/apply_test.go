@@ -248,6 +248,34 @@ func TestApplyWarnsOfUnknownModelAndKey(t *testing.T) {
 	}
 }
 
+// The serving process may have another environment.
+func TestApplyWarnsOfUnsetReferences(t *testing.T) {
+	t.Parallel()
+	dir := writeFolder(t, map[string]string{"a.yaml": `kind: skill
+name: fetch
+description: Fetches ${NOTHING}.
+handler: "http:GET https://api.example.com/"
+config: {headers: {Authorization: "Bearer ${env:UNSET_KEY}", X-Set: "${env:SET_KEY}"}}
+---
+kind: webhook
+name: shop
+scheme: bearer
+secrets: ["${UNSET_SECRET}"]
+actions: [{event: EVENT_COMPLETED, key: paid}]
+---
+kind: webhook_target
+name: ops
+url: https://example.com/
+secrets: ["${UNSET_TARGET}"]
+events: [verdict.changed]
+`})
+	got := newProgram(t, pgtest.URL(t), "SET_KEY=0123456789abcdef").run("apply", dir, "--dry-run")
+	assert.Equal(t, 0, got.code, got.err)
+	assert.Contains(t, got.err, "a.yaml:1:1: not set in this environment: UNSET_KEY;",
+		"a.yaml:7:1: not set in this environment: UNSET_SECRET;", "a.yaml:13:1: not set in this environment: UNSET_TARGET;")
+	assert.Equal(t, 3, strings.Count(got.err, "warning: "), got.err)
+}
+
 // Only an admin's session has the tool delegate.
 func TestApplyWarnsOfDelegatesOfVisitorsAgent(t *testing.T) {
 	t.Parallel()

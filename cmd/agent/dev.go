@@ -154,6 +154,7 @@ func (c *cli) runDev(
 	if err != nil {
 		return gateAdvice(err, apply)
 	}
+	diff.Warnings = append(diff.Warnings, c.settingWarnings(files, s.config)...)
 	if err := c.reportApplied(diff, opts); err != nil {
 		return err
 	}
