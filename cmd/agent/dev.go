@@ -9,6 +9,7 @@ import (
 	"io"
 	"maps"
 	"net"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -246,8 +247,9 @@ func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app.App) error 
 // printWelcome prints the addresses and credentials of the running agent.
 func (c *cli) printWelcome(s *session, listener net.Listener, about string, acting agents.Agent, opts devOptions) {
 	base := "http://" + listener.Addr().String()
-	kept := "DATABASE_URL"
+	kept, asClient := "DATABASE_URL", ""
 	if s.server != nil {
+		asClient = fmt.Sprintf("\n  SQL client   psql '%s'", clientURL(s.url))
 		kept = s.server.Dir() + " (kept; --ephemeral removes it)"
 		if opts.ephemeral {
 			kept = "a temporary folder, removed at the end"
@@ -258,19 +260,31 @@ func (c *cli) printWelcome(s *session, listener net.Listener, about string, acti
   API          %[1]s/v1 (readiness: %[1]s/readyz)
   admin token  %[2]s
   chat         %[1]s/chat#key=%[3]s
-  database     %s
+  database     %s%s
   data in      %s
   model        %s
   heartbeat    %s (%s)
 
   In another terminal, in this folder:  agent operate · agent trace last · agent skills ls · agent lanes ls · `+
 		`agent executions ls`,
-		base, s.config.AdminToken.Reveal(), browserKey(s.config), s.displayURL(), kept, about,
+		base, s.config.AdminToken.Reveal(), browserKey(s.config), s.displayURL(), asClient, kept, about,
 		acting.Heartbeat.Cron, acting.Timezone)
 	if opts.dir == "" {
 		c.infof("  broken_on_purpose always fails: run agent heartbeat until self-heal disables it.")
 	}
 	c.infof("  ^C stops")
+}
+
+// clientURL returns the address under which the owner of the local database acts as the role of other programs.
+func clientURL(address string) string {
+	u, err := url.Parse(address)
+	if err != nil {
+		return address
+	}
+	q := u.Query()
+	q.Set("options", "-crole="+migrations.ClientRole)
+	u.RawQuery = q.Encode()
+	return u.String()
 }
 
 // browserKey returns a chat key for the local browser, preferably one for browsers.

@@ -35,6 +35,11 @@ func TestDevStartsItsOwnServer(t *testing.T) {
 	first.find(t, `\^C stops`)
 	assert.Contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example",
 		"(kept; --ephemeral removes it)")
+	client := connect(t, first.find(t, `SQL client +psql '(.*)'`))
+	pgtest.Equal(t, client, true, `select try_acquire_agent_lock('shelf', 'importer', 30)`)
+	_, err := client.Exec(t.Context(), `select from agent_locks`)
+	assert.Error(t, err, "the SQL client reads a table")
+	client.Close()
 	got := p.must("trace", "last", "--surface", "heartbeat")
 	assert.Truef(t, strings.HasPrefix(first.out.String(), got), "the last trace is not the played story:\n%s", got)
 	first.stop()

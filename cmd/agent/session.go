@@ -246,7 +246,7 @@ func (s *session) serverConfig(c *cli) pgserver.Config {
 	}
 	return pgserver.Config{
 		Dir: dir, Ephemeral: s.ephemeral, Durable: true, BinDir: s.config.PGBin, Database: "agent",
-		Owner: "agent", Logger: s.log,
+		Owner: "agent", ActsAs: migrations.ClientRole, Logger: s.log,
 		Progress: func(line string) { c.infof("%s", line) },
 	}
 }

@@ -149,20 +149,41 @@ func (s *Server) assignOwner(ctx context.Context, config Config) error {
 		err := tx.QueryRow(ctx, `
 			select pg_get_userbyid(datdba) = @owner from pg_database, pg_advisory_xact_lock(hashtext('lanekeeper owner'))
 			 where datname = current_database()`, postgres.Strict{"owner": config.Owner}).Scan(&owned)
-		if err != nil || owned {
+		if err == nil && !owned {
+			_, err = tx.Exec(ctx, `select set_config('lanekeeper.owner', @owner, true)`, postgres.Strict{"owner": config.Owner})
+			if err == nil {
+				_, err = tx.Exec(ctx, changeOwner)
+			}
+		}
+		if err != nil || config.ActsAs == "" {
 			return err
 		}
-		if _, err := tx.Exec(ctx, `select set_config('lanekeeper.owner', @owner, true)`,
-			postgres.Strict{"owner": config.Owner}); err != nil {
-			return err
-		}
-		_, err = tx.Exec(ctx, changeOwner)
-		return err
+		return grantRole(ctx, tx, config.ActsAs, config.Owner)
 	})
 	if err = errors.Join(err, conn.Close(ctx)); err != nil {
 		return fmt.Errorf("give the database to %s: %w", config.Owner, err)
 	}
 	return nil
+}
+
+// grantRole makes member a member of role, which it creates if necessary.
+func grantRole(ctx context.Context, tx pgx.Tx, role, member string) error {
+	var exists, granted bool
+	err := tx.QueryRow(ctx, `
+		select exists (select from pg_roles r where r.rolname = @role), exists (
+		         select from pg_auth_members m join pg_roles r on r.oid = m.roleid join pg_roles u on u.oid = m.member
+		          where r.rolname = @role and u.rolname = @member)`,
+		postgres.Strict{"role": role, "member": member}).Scan(&exists, &granted)
+	if err != nil || granted {
+		return err
+	}
+	name := pgx.Identifier{role}.Sanitize()
+	statements := "grant " + name + " to " + pgx.Identifier{member}.Sanitize()
+	if !exists {
+		statements = "create role " + name + " nologin; " + statements
+	}
+	_, err = tx.Exec(ctx, statements)
+	return err
 }
 
 // changeOwner gives the database and all objects in it to a role. Indexes, sequences of columns and row types follow

@@ -57,6 +57,8 @@ type Config struct {
 	// Owner is a role that owns Database and all objects in it; empty for the superuser. Start creates the role without
 	// superuser rights, and URL connects as that role.
 	Owner string
+	// ActsAs is a role that Owner may act as (set role); empty for none. Start creates the role, without login.
+	ActsAs string
 	// MaxConnections of the server; 100 if 0.
 	MaxConnections int
 	// Logger receives the events of the server; nil for none.
