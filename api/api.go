@@ -65,6 +65,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/memory"
@@ -165,6 +166,7 @@ type server struct {
 	ready     *pgxpool.Pool
 	prober    prober
 	log       *slog.Logger
+	notReady  logging.Failures
 
 	pending *pendingResults
 	locks   postgres.KeyedTx // of pool

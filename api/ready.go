@@ -142,7 +142,7 @@ func (s *server) isDraining() bool {
 func (s *server) checkDatabase(ctx context.Context) (database, schema check) {
 	unknown := check{false, "unknown while the database does not answer"}
 	unreachable := func(err error) check {
-		s.log.WarnContext(ctx, "not ready: the database does not answer", "error", err)
+		s.notReady.Log(context.WithoutCancel(ctx), s.log, "not ready: the database does not answer", err)
 		return check{false, "no answer within " + probeLimit.String()}
 	}
 	if err := s.ready.Ping(ctx); err != nil {
@@ -161,6 +161,7 @@ func (s *server) checkDatabase(ctx context.Context) (database, schema check) {
 	if err != nil {
 		return unreachable(err), unknown
 	}
+	s.notReady.Log(ctx, s.log, "not ready: the database does not answer", nil)
 	return answers, check{true, "current"}
 }
 

@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/outbox"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
@@ -69,13 +70,13 @@ func (r *Runner) Run(ctx context.Context) error {
 	var running sync.WaitGroup
 	defer running.Wait()
 	workers := map[string]*started{}
+	var failures logging.Failures
 	tick := time.NewTicker(rescanPeriod)
 	defer tick.Stop()
 	for {
 		list, err := List(ctx, r.Pool)
-		if err != nil && ctx.Err() == nil {
-			r.Logger.WarnContext(ctx, "channels not read, trying again", "error", err)
-		} else if err == nil {
+		failures.Log(ctx, r.Logger, "channels not read, trying again", err)
+		if err == nil {
 			r.start(ctx, list, workers, &running)
 		}
 		select {

@@ -125,20 +125,21 @@ func TestHandoverRequestsNoSweep(t *testing.T) {
 	}
 }
 
-// In a long outage of the database, workers claim no more often than in its first seconds, and log no more often.
+// In a long outage of the database, workers claim no more often than in its first seconds, and log it once.
 func TestFailedClaimsAreRateLimited(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		var tries atomic.Int32
+		var tries, lines atomic.Int32
 		config, err := pgxpool.ParseConfig("postgres://nobody@127.0.0.1:1/none?sslmode=disable")
 		require.NoError(t, err)
 		config.ConnConfig.DialFunc = func(context.Context, string, string) (net.Conn, error) {
+			tries.Add(1)
 			return nil, errors.New("away")
 		}
 		pool, err := pgxpool.NewWithConfig(t.Context(), config)
 		require.NoError(t, err)
 		defer pool.Close()
-		log := slog.New(slog.NewTextHandler(lineCounter{&tries, "ready executions not claimed"}, nil))
+		log := slog.New(slog.NewTextHandler(lineCounter{&lines, "ready executions not claimed"}, nil))
 		c := newWorkerPool(&Engine{
 			pool: pool, opts: Options{SweepEvery: time.Second, LeaseTTL: 30 * time.Second, Workers: 1},
 			log: log,
@@ -149,6 +150,7 @@ func TestFailedClaimsAreRateLimited(t *testing.T) {
 		if n := tries.Load(); n < 60 || n > 125 { // a tick and one further try each second
 			t.Errorf("%d tries in a minute", n)
 		}
+		assert.Equal(t, 1, lines.Load())
 	})
 }
 

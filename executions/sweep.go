@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/migrations"
@@ -22,10 +23,12 @@ const leaderGrace = 3 * time.Second
 func (e *Engine) sweepLoop(ctx context.Context) {
 	var nextHousekeeping time.Time
 	var nextExpire time.Time
+	var sweeps, expiries logging.Failures
 	afterLane := "" // the lane after which the scan for expired lanes continues
 	for ctx.Err() == nil {
-		if err := e.Sweep(ctx); err != nil && ctx.Err() == nil {
-			e.log.WarnContext(ctx, "sweep failed", "error", err)
+		err := e.Sweep(ctx)
+		sweeps.Log(ctx, e.log, "sweep failed", err)
+		if err != nil {
 			e.nextDue.postpone()
 		}
 		if e.nextDue.scheduleDue(leaderGrace) {
@@ -34,10 +37,8 @@ func (e *Engine) sweepLoop(ctx context.Context) {
 			}
 		}
 		if time.Now().After(nextExpire) {
-			var err error
-			if afterLane, err = e.keeper.Expire(ctx, afterLane); err != nil && ctx.Err() == nil {
-				e.log.WarnContext(ctx, "expired lanes not cleared", "error", err)
-			}
+			afterLane, err = e.keeper.Expire(ctx, afterLane)
+			expiries.Log(ctx, e.log, "expired lanes not cleared", err)
 			nextExpire = time.Now().Add(e.opts.SweepEvery)
 		}
 		if time.Now().After(nextHousekeeping) {

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
@@ -108,10 +109,12 @@ func (e *Engine) endLease(ctx context.Context) {
 // renewLoop renews the lease. If renewals fail, the lease's deadline stops the runs.
 func (e *Engine) renewLoop(ctx context.Context) {
 	interval := e.opts.LeaseTTL / 3
+	var failures logging.Failures
 	for {
 		pause := interval
-		if err := e.renew(ctx); err != nil && ctx.Err() == nil {
-			e.log.WarnContext(ctx, "worker lease not renewed", "error", err)
+		err := e.renew(ctx)
+		failures.Log(ctx, e.log, "worker lease not renewed", err)
+		if err != nil {
 			pause = min(interval, time.Second)
 		}
 		if !sleep.For(ctx, e.clampToDeadline(pause)) {

@@ -6,6 +6,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -35,6 +36,7 @@ type workerPool struct {
 	pollTimer *time.Timer   // one timer for all requested polls
 	missDelay time.Duration // pause before the next poll of locked executions
 	backlog   bool          // the last claim used every free worker, so more may be ready
+	failures  logging.Failures
 
 	mu         sync.Mutex
 	busy       int                  // working workers and reserved slots
@@ -102,8 +104,8 @@ func (p *workerPool) dispatch(runCtx context.Context) bool {
 		return false
 	}
 	worker, claimed, missed, err := p.claim(runCtx, free)
+	p.failures.Log(runCtx, p.e.log, "ready executions not claimed", err, "queue", p.queue)
 	if err != nil {
-		p.e.log.WarnContext(runCtx, "ready executions not claimed", "queue", p.queue, "error", err)
 		p.pollAfter(failureDelay)
 		return false
 	}

@@ -27,6 +27,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -93,6 +94,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	timer, watch := time.NewTimer(0), time.NewTimer(0)
 	defer timer.Stop()
 	defer watch.Stop()
+	var starts, signalWatches logging.Failures
 	for {
 		select {
 		case <-ctx.Done():
@@ -102,13 +104,13 @@ func (r *Runner) Run(ctx context.Context) error {
 				notifications = nil
 				continue
 			}
-			r.report(ctx, "start automation runs", r.all(ctx))
+			starts.Log(ctx, r.Logger, "automations not checked", r.all(ctx), "doing", "start automation runs")
 		case <-timer.C:
-			r.report(ctx, "start automation runs", r.all(ctx))
+			starts.Log(ctx, r.Logger, "automations not checked", r.all(ctx), "doing", "start automation runs")
 			timer.Reset(poll/2 + rand.N(poll))
 		case <-watch.C:
 			_, err := automations.Watch(ctx, r.Pool)
-			r.report(ctx, "watch signals", err)
+			signalWatches.Log(ctx, r.Logger, "automations not checked", err, "doing", "watch signals")
 			watch.Reset(signals/2 + rand.N(signals))
 		}
 	}
@@ -119,13 +121,6 @@ func or(d, otherwise time.Duration) time.Duration {
 		return otherwise
 	}
 	return d
-}
-
-// report logs an error while ctx is live.
-func (r *Runner) report(ctx context.Context, what string, err error) {
-	if err != nil && ctx.Err() == nil {
-		r.Logger.WarnContext(ctx, "automations not checked", "doing", what, "error", err)
-	}
 }
 
 // all dispatches until no run is ready.

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -44,6 +45,7 @@ func (r *Runner) Serve(ctx context.Context) error {
 	var playing sync.WaitGroup
 	defer playing.Wait()
 	slots, shadows := make(chan struct{}, serveRuns), make(chan struct{}, serveShadows)
+	var failures logging.Failures
 	tick := time.NewTicker(servePoll)
 	defer tick.Stop()
 	for {
@@ -53,9 +55,7 @@ func (r *Runner) Serve(ctx context.Context) error {
 		case slots <- struct{}{}:
 		}
 		c, err := r.claimRun(ctx, len(shadows) < serveShadows)
-		if err != nil && ctx.Err() == nil {
-			r.Logger.WarnContext(ctx, "runs of evals not read, trying again", "error", err)
-		}
+		failures.Log(ctx, r.Logger, "runs of evals not read, trying again", err)
 		if err == nil && c.ID != "" {
 			slot := make(chan struct{}, 1)
 			if c.Kind == evals.OfShadow {

@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -69,6 +70,7 @@ func runCounts(
 ) error {
 	next := time.NewTimer(0)
 	defer next.Stop()
+	var failures logging.Failures
 	for {
 		select {
 		case <-ctx.Done():
@@ -77,9 +79,7 @@ func runCounts(
 		}
 		began := time.Now()
 		more, err := count(ctx)
-		if err != nil && ctx.Err() == nil {
-			log.WarnContext(ctx, "rows not counted; reports lag", "of", kind, "error", err)
-		}
+		failures.Log(ctx, log, "rows not counted; reports lag", err, "of", kind)
 		if more {
 			next.Reset(time.Since(began))
 		} else {

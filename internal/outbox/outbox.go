@@ -17,6 +17,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 )
 
 const (
@@ -60,10 +62,11 @@ type Dispatcher[M any] struct {
 func (d *Dispatcher[M]) Run(ctx context.Context) {
 	d.inFlight, d.attemptEnded = map[string]int{}, make(chan struct{}, 1)
 	defer d.attempts.Wait()
+	var failures logging.Failures
 	for ctx.Err() == nil {
 		pause, err := d.dispatch(ctx)
-		if err != nil && ctx.Err() == nil {
-			d.Logger.WarnContext(ctx, "outbox not read, trying again", "error", err)
+		failures.Log(ctx, d.Logger, "outbox not read, trying again", err)
+		if err != nil {
 			pause = time.Second
 		}
 		if pause == 0 {

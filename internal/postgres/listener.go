@@ -31,9 +31,9 @@ const (
 //
 // All methods are safe for concurrent use.
 type Listener struct {
-	connect      func(ctx context.Context) (*pgx.Conn, error)
-	logger       *slog.Logger
-	disconnected bool // only Run uses it: the last connection broke
+	connect  func(ctx context.Context) (*pgx.Conn, error)
+	logger   *slog.Logger
+	failures int // only Run uses it: since the last connection
 
 	mu      sync.Mutex
 	subs    map[string]map[*subscriber]struct{}
@@ -113,8 +113,9 @@ func (l *Listener) Run(ctx context.Context) error {
 		if time.Since(began) > maxReconnectPause {
 			pause = reconnectFirst
 		}
-		l.disconnected = true
-		l.logger.WarnContext(ctx, "notification connection lost", "error", err, "retry_in", pause)
+		if l.failures++; l.failures == 1 {
+			l.logger.WarnContext(ctx, "notification connection lost", "error", err)
+		}
 		select {
 		case <-ctx.Done():
 		case <-time.After(pause/2 + rand.N(pause/2)):
@@ -144,9 +145,9 @@ func (l *Listener) session(ctx context.Context) error {
 	} else if p {
 		return errPooled
 	}
-	if l.disconnected {
-		l.disconnected = false
-		l.logger.InfoContext(ctx, "notification connection restored")
+	if l.failures > 0 {
+		l.logger.InfoContext(ctx, "notification connection restored", "failures", l.failures)
+		l.failures = 0
 	}
 	listening := make(map[string]bool)
 	for {
