@@ -15,7 +15,7 @@ func formatTokens(n int64) string {
 	if n <= 0 {
 		return ""
 	}
-	return human.Count(n) + " tokens"
+	return human.Counted(n, "token")
 }
 
 // formatUSD formats dollars; empty for none.

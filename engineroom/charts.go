@@ -155,7 +155,7 @@ func (room *Room) runCharts(ctx context.Context, req *pageRequest) (any, error) 
 		Points: axis.points(byStart, 0, 0, 0),
 	}}
 	if ended := all.Completed + all.Cancelled + all.Failed; ended > 0 {
-		d.Summary = human.Count(ended) + " runs, " + human.Count(all.Failed) + " failed (" +
+		d.Summary = human.Counted(ended, "run") + ", " + human.Count(all.Failed) + " failed (" +
 			human.Percent(float64(all.Failed)/float64(ended)) + ")"
 	}
 	flow := ""
@@ -464,7 +464,7 @@ func (room *Room) skillOutcomes(ctx context.Context, axis timeAxis) (figure, err
 		Points: axis.points(byStart, 0, 0),
 	}}
 	if worked > 0 {
-		d.Summary = human.Count(worked) + " calls, " + human.Count(failed) + " failed (" +
+		d.Summary = human.Counted(worked, "call") + ", " + human.Count(failed) + " failed (" +
 			human.Percent(float64(failed)/float64(worked)) + ")"
 	}
 	return d, nil

@@ -72,7 +72,7 @@ func TestListFlows(t *testing.T) {
 	assert.Contains(t, row("onboard"), "YAML", "version 1", "Welcomes &lt;b&gt;", `href="/flows/onboard#start"`)
 	assert.Contains(t, row("ship"), "Go", `aria-label="3 executions of ship"`, `aria-label="2 failed executions of ship"`,
 		"timeout")
-	assert.Contains(t, row("external:sum"), "external", `aria-label="1 executions of external:sum"`,
+	assert.Contains(t, row("external:sum"), "external", `aria-label="1 execution of external:sum"`,
 		`href="/executions/`+id)
 	if text := row("heartbeat"); !strings.Contains(text, "built in") || strings.Contains(text, "#start") {
 		t.Errorf("row of a flow that only the program starts: %s", text)

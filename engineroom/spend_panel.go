@@ -143,7 +143,7 @@ func (room *Room) budgetLines(ctx context.Context, _ *pageRequest) (any, error) 
 	return lines, err
 }
 
-func tokensText(f float64) string { return human.Count(int64(f)) + " tokens" }
+func tokensText(f float64) string { return human.Counted(int64(f), "token") }
 
 // newBudgetLine writes the rest of a limit.
 func newBudgetLine(b monitor.Budget) budgetLine {

@@ -24,7 +24,7 @@ func parseTemplates() (*template.Template, error) {
 func funcs() template.FuncMap {
 	return template.FuncMap{
 		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "cost": human.Cost, "capital": capital,
-		"odd": func(n int) bool { return n%2 == 1 }, "millis": millis, "seconds": seconds,
+		"odd": func(n int) bool { return n%2 == 1 }, "millis": millis, "seconds": seconds, "plural": plural,
 		"at": timeOfDay, "ago": ago, "since": since, "until": until, "left": timeLeft, "next": nextRun,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
 		"short": short, "tail": tail, "dict": dict, "segment": url.PathEscape, "bytes": human.Bytes,
@@ -37,6 +37,9 @@ func millis(ms any) string { return human.Seconds(number(ms) / 1000) }
 
 // seconds formats a number of seconds of any type.
 func seconds(s any) string { return human.Seconds(number(s)) }
+
+// plural returns a noun in the number of n, which has any type of integer.
+func plural(noun string, n any) string { return human.Plural(int64(number(n)), noun) }
 
 // number converts a number of any type. It returns NaN for any other value.
 func number(n any) float64 {

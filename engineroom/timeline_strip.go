@@ -44,7 +44,8 @@ func stripOf(x executionRecord, entries []timelineEntry) *strip {
 		return nil
 	}
 	xOf := func(t time.Time) int { return int(stripWidth * (float64(t.Sub(from)) / float64(span))) }
-	s := &strip{Label: fmt.Sprintf("%d events in %s, listed below", len(own), human.Millis(span.Milliseconds()))}
+	s := &strip{Label: fmt.Sprintf("%s in %s, listed below",
+		human.Counted(int64(len(own)), "event"), human.Millis(span.Milliseconds()))}
 	addBar := func(start, end time.Time, class, title string) {
 		if end.After(start) {
 			s.Bars = append(s.Bars, stripBar{

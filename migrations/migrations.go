@@ -140,10 +140,10 @@ func (r release) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, err
 	return applied, err
 }
 
-// acquireLock returns a transaction with the lock under which one process migrates. A session that waits in a queue holds a
-// snapshot, which would block a concurrent index build. So it polls with a try-lock, by the simple protocol, which
-// keeps no portal with a snapshot. Each try is a transaction of its own: an index build that sees the snapshot of a try
-// waits for the end of its transaction.
+// acquireLock returns a transaction with the lock under which one process migrates. A session that waits in a queue
+// holds a snapshot, which would block a concurrent index build. So it polls with a try-lock, by the simple protocol,
+// which keeps no portal with a snapshot. Each try is a transaction of its own: an index build that sees the snapshot
+// of a try waits for the end of its transaction.
 func acquireLock(ctx context.Context, pool *pgxpool.Pool) (pgx.Tx, error) {
 	for {
 		lock, mine, err := tryLock(ctx, pool)

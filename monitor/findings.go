@@ -208,11 +208,8 @@ func (c Condition) stuckFindings(concerns func(string) bool) (found []finding) {
 
 // Counted formats a count with its noun: "1 lane", "2 lanes", "1,000+ lanes".
 func Counted(n int64, noun string) string {
-	switch {
-	case n == 1:
-		return "1 " + noun
-	case n >= countLimit:
+	if n >= countLimit {
 		return human.Count(countLimit-1) + "+ " + noun + "s"
 	}
-	return human.Count(n) + " " + noun + "s"
+	return human.Counted(n, noun)
 }

@@ -82,7 +82,7 @@ func (e slackEvent) describe() (text, path string) {
 			if d.Unit == "usd" {
 				return human.Money(f)
 			}
-			return human.Count(int64(f)) + " tokens"
+			return human.Counted(int64(f), "token")
 		}
 		text = "Today's budget (" + d.Scope + ") is at " + strconv.Itoa(d.Percent) + " %: " + amount(d.Spent) + " of " +
 			amount(d.Limit)

@@ -130,9 +130,9 @@ func unknownSpend(tokens int64, usd float64) string {
 	case tokens == 0 && usd == 0:
 		return ""
 	case usd == 0:
-		return human.Count(tokens) + " tokens"
+		return human.Counted(tokens, "token")
 	}
-	return fmt.Sprintf("%s tokens, %s", human.Count(tokens), human.Money(usd))
+	return human.Counted(tokens, "token") + ", " + human.Money(usd)
 }
 
 func (c *cli) slowestCommand() *cobra.Command {

@@ -58,7 +58,8 @@ func (c *cli) doctorCommand() *cobra.Command {
 			found := c.diagnose(cmd.Context())
 			err := c.print(pageOf(found, ""), func(w io.Writer) {
 				for _, f := range found {
-					fmt.Fprintf(w, "%s %-14s %s\n", f.sign(), f.Check, strings.ReplaceAll(f.Detail, "\n", "\n"+strings.Repeat(" ", 20)))
+					fmt.Fprintf(w, "%s %-14s %s\n", f.sign(), f.Check,
+						strings.ReplaceAll(f.Detail, "\n", "\n"+strings.Repeat(" ", 20)))
 				}
 			})
 			if err != nil {
@@ -141,7 +142,7 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	}
 	add("workers", err, alive)
 	if err == nil && stuck > 0 {
-		err = fmt.Errorf("%d executions are stuck; check that `agent serve` runs", stuck)
+		err = fmt.Errorf("%d %s stuck; check that `agent serve` runs", stuck, plural("execution", stuck))
 	}
 	add("executions", err, "none stuck")
 	pause, err := executions.CurrentPause(ctx, s.Pool)
@@ -251,8 +252,8 @@ func diagnoseChannels(ctx context.Context, s *session, add func(string, error, s
 	}
 	detail := fmt.Sprintf("%d, none failing", len(all))
 	if maybe+failed > 0 {
-		detail += fmt.Sprintf("; %d messages maybe sent and %d given up in 30 days, see `agent channels sends`",
-			maybe, failed)
+		detail += fmt.Sprintf("; %d %s maybe sent and %d given up in 30 days, see `agent channels sends`",
+			maybe, plural("message", maybe), failed)
 	}
 	add("channels", errors.Join(err, errors.Join(wrong...)), detail)
 }

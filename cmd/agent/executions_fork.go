@@ -155,7 +155,8 @@ step, and the exit code is 1.`,
 }
 
 func writeReplay(w io.Writer, r executions.Replayed) {
-	fmt.Fprintf(w, "%s of %s, %d steps\n", printable(string(r.Status)), printable(r.Flow), r.Steps)
+	fmt.Fprintf(w, "%s of %s, %d %s\n", printable(string(r.Status)), printable(r.Flow), r.Steps,
+		plural("step", r.Steps))
 	if r.EndedAt != "" {
 		fmt.Fprintf(w, "the record ends at %s\n", printable(r.EndedAt))
 	}

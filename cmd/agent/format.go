@@ -48,12 +48,7 @@ func truncate(text string, n int) string {
 	return text
 }
 
-func plural(noun string, n int) string {
-	if n == 1 {
-		return noun
-	}
-	return noun + "s"
-}
+func plural(noun string, n int) string { return human.Plural(int64(n), noun) }
 
 // printable replaces control characters and line breaks by spaces.
 func printable(text string) string {

@@ -239,7 +239,7 @@ func writeReport(w io.Writer, r mcp.Report) {
 		fmt.Fprintf(w, "%s: %s\n", r.Server, printable(r.Error))
 		return
 	}
-	fmt.Fprintf(w, "%s: %d tools (%s)\n", r.Server, r.Tools, printable(r.About))
+	fmt.Fprintf(w, "%s: %d %s (%s)\n", r.Server, r.Tools, plural("tool", r.Tools), printable(r.About))
 	for _, part := range []struct {
 		detail string
 		tools  []string

@@ -119,8 +119,8 @@ func (c *cli) checkModels(
 	for _, t := range targets {
 		calls += modelcheck.Calls(client, t)
 	}
-	c.infof("%d calls to %d %s, billed by the provider; each rejected protocol feature adds one",
-		calls, len(targets), plural("model", len(targets)))
+	c.infof("%s to %s, billed by the provider; each rejected protocol feature adds one",
+		human.Counted(int64(calls), "call"), human.Counted(int64(len(targets)), "model"))
 	for i, t := range targets {
 		if i > 0 {
 			fmt.Fprintln(w)
@@ -137,7 +137,7 @@ func (c *cli) checkModels(
 		if err != nil {
 			return nil, err
 		}
-		fmt.Fprintf(w, "%d calls, %s\n", found.Calls, human.Money(found.CostUSD))
+		fmt.Fprintf(w, "%s, %s\n", human.Counted(int64(found.Calls), "call"), human.Money(found.CostUSD))
 		all = append(all, found)
 	}
 	return all, nil

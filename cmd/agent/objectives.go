@@ -98,13 +98,10 @@ func (c *cli) objectivesShowCommand() *cobra.Command {
 
 // idleText reports that an objective was postponed for lack of progress.
 func idleText(runs int) string {
-	switch runs {
-	case 0:
+	if runs == 0 {
 		return ""
-	case 1:
-		return " (postponed: 1 run without progress)"
 	}
-	return fmt.Sprintf(" (postponed: %d runs without progress)", runs)
+	return fmt.Sprintf(" (postponed: %d %s without progress)", runs, plural("run", runs))
 }
 
 func writeObjective(w io.Writer, o shownObjective) {

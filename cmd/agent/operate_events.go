@@ -99,7 +99,7 @@ func (s *eventPrinter) printCall(c operate.ToolCall) {
 
 // doneLine describes a turn that has ended or was left open.
 func doneLine(d operate.Done) string {
-	line := fmt.Sprintf("%s  %s  %s tokens", d.TraceID, d.Ended, human.Count(int64(d.Usage.TotalTokens)))
+	line := fmt.Sprintf("%s  %s  %s", d.TraceID, d.Ended, human.Counted(int64(d.Usage.TotalTokens), "token"))
 	if d.CostUSD > 0 {
 		line += "  " + human.Money(d.CostUSD)
 	}

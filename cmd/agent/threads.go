@@ -101,7 +101,8 @@ func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) {
 			note = ", interrupted"
 		}
 		if m.Channel == threads.ChannelWebhook || m.Channel == threads.ChannelLog {
-			note += fmt.Sprintf(", by %s after %d attempts", strings.TrimSpace(m.Channel+" "+printable(m.Target)), m.Attempts)
+			note += fmt.Sprintf(", by %s after %d %s", strings.TrimSpace(m.Channel+" "+printable(m.Target)), m.Attempts,
+				plural("attempt", m.Attempts))
 		}
 		if m.ErrorMessage != nil {
 			note += ": " + printable(*m.ErrorMessage)

@@ -59,6 +59,17 @@ func Count(n int64) string {
 	return group(digits)
 }
 
+// Counted formats a number with its noun: 1 call, 1,200 calls.
+func Counted(n int64, noun string) string { return Count(n) + " " + Plural(n, noun) }
+
+// Plural returns a noun in the number of n.
+func Plural(n int64, noun string) string {
+	if n == 1 {
+		return noun
+	}
+	return noun + "s"
+}
+
 // group separates thousands.
 func group(digits string) string {
 	for i := len(digits) - 3; i > 0; i -= 3 {

@@ -50,6 +50,7 @@ func TestEdgeCases(t *testing.T) {
 	for got, want := range map[string]string{
 		Count(math.MaxInt64): "9,223,372,036,854,775,807", Count(math.MinInt64): "-9,223,372,036,854,775,808",
 		Duration(time.Microsecond): "<1 ms", Duration(math.MinInt64): "0 ms", Money(math.NaN()): "–",
+		Counted(1, "call"): "1 call", Counted(0, "call"): "0 calls", Counted(2000, "call"): "2,000 calls",
 		Millis(math.MaxInt64): "106,751 d 23 h", Seconds(61.5): "1 min 1 s", Seconds(math.NaN()): "0 ms",
 	} {
 		assert.Equal(t, want, got)

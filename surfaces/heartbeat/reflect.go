@@ -7,6 +7,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
@@ -66,7 +67,8 @@ func (b *heartbeatRun) reflectionPrompt(record performance) string {
 	for _, s := range record.Skills {
 		rate := "no calls"
 		if s.Rate != nil {
-			rate = fmt.Sprintf("%d calls, %.0f %% succeeded, %d failures in a row", s.Calls, *s.Rate*100, s.FailureStreak)
+			rate = fmt.Sprintf("%s, %.0f %% succeeded, %s in a row", human.Counted(s.Calls, "call"), *s.Rate*100,
+				human.Counted(s.FailureStreak, "failure"))
 		}
 		fmt.Fprintf(&p, "- %s (%s): %s\n", s.Skill, s.State, rate)
 	}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 )
 
@@ -26,7 +27,7 @@ func (b *heartbeatRun) selfHeal(ctx context.Context) (phaseResult, error) {
 	if err != nil {
 		return phaseResult{}, err
 	}
-	result := phaseResult{Report: report.Prompt(), Summary: fmt.Sprintf("%d skills checked", report.Checked)}
+	result := phaseResult{Report: report.Prompt(), Summary: human.Counted(int64(report.Checked), "skill") + " checked"}
 	if fresh {
 		b.Logger.InfoContext(ctx, "healing report", "checked", report.Checked, "disabled", len(report.Healed),
 			"report", result.Report)
