@@ -3,8 +3,6 @@ package workspace
 import (
 	"cmp"
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io/fs"
 	"path"
@@ -15,13 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/agents"
-	"github.com/lanekeeper/lanekeeper/automations"
-	"github.com/lanekeeper/lanekeeper/channels"
-	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/mcp"
-	"github.com/lanekeeper/lanekeeper/skills"
-	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
 // agentKind is the kind agent. Its instructions may be in a separate file.
@@ -44,7 +36,7 @@ func agentKind() kind {
 	return k
 }
 
-// readText reads a text file of the workspace.
+// readText reads a text file of the workspace. given is the path as the document names it.
 func readText(fsys fs.FS, name, given string) (string, error) {
 	if !fs.ValidPath(name) {
 		return "", fmt.Errorf("%q is outside the workspace", given)
@@ -82,8 +74,7 @@ func agentTable(w Workspace, o Options) kindApplier {
 		notFound: agents.ErrNotFound, remove: agents.Remove,
 		declared: []string{
 			"description", "default", "instructions", "model", "fallback", "effort", "temperature", "skills", "memory",
-			"pinned",
-			"delegates", "keys", "languages", "timezone", "greeting", "limits", "heartbeat", "version", "source",
+			"pinned", "delegates", "keys", "languages", "timezone", "greeting", "limits", "heartbeat", "version", "source",
 		},
 	}
 }
@@ -132,21 +123,22 @@ func checkAgents(ctx context.Context, db postgres.DB, w Workspace) error {
 		}
 		for i, name := range d.Delegates {
 			if !slices.Contains(names, name) {
-				at := fmt.Sprintf("delegates[%d]", i)
-				problems.add(document.position(at), "%s: %s", at, unknownName("agent", name, name, names))
+				path := fmt.Sprintf("delegates[%d]", i)
+				problems.add(document.position(path), "%s: %s", path, unknownName("agent", name, name, names))
 			}
 		}
 		for i, pattern := range d.Skills {
 			if !matchesAny(pattern, skills) {
-				at := fmt.Sprintf("skills[%d]", i)
-				problems.add(document.position(at), "%s: there is no skill %q%s", at, pattern, suggestion(pattern, skills))
+				path := fmt.Sprintf("skills[%d]", i)
+				problems.add(document.position(path), "%s: there is no skill %q%s", path, pattern,
+					suggestion(pattern, skills))
 			}
 		}
 	}
 	return problems.err()
 }
 
-// checkActors requires the agents of objectives and automations to exist.
+// checkActors requires the agents of objectives, automations and channels to exist.
 func checkActors(ctx context.Context, db postgres.DB, w Workspace, problems *Problems) error {
 	names, err := agentNames(ctx, db)
 	if err != nil {
@@ -222,162 +214,4 @@ func isOnlyAgent(ctx context.Context, db postgres.DB, w Workspace, o Options, na
 		pruned := a.Source == Source && o.Prune != nil && o.Prune(Item{Kind: "agent", Name: a.Name, Action: Remove})
 		return a.Declared() && a.Name != name && !pruned
 	}), err
-}
-
-// CheckBuiltins requires every builtin: handler to be in known, the builtins of the executing binary. The error is
-// [Problems].
-func (w Workspace) CheckBuiltins(known []string) error {
-	names := make(map[string]bool, len(known))
-	for _, name := range known {
-		names[name] = true
-	}
-	var problems Problems
-	for _, document := range w.Skills {
-		kind, name, _ := strings.Cut(strings.TrimSpace(document.Definition.Handler), ":")
-		if name = strings.TrimSpace(name); kind == "builtin" && !names[name] {
-			problems.add(document.position("handler"), "handler: %s", unknownName("builtin", name, name, known))
-		}
-	}
-	return problems.err()
-}
-
-func databaseKind() kind {
-	return kindReader("database", databases.Validate, func(d databases.Definition) string { return d.Name },
-		func(w *Workspace) *[]Document[databases.Definition] { return &w.Databases })
-}
-
-// databaseTable applies database documents.
-func databaseTable(w Workspace) kindApplier {
-	return kindTable[databases.Definition, databases.Database]{
-		kind: "database", documents: w.Databases, name: func(d databases.Definition) string { return d.Name },
-		get:      databases.Get,
-		put:      withTx(databases.Put),
-		notFound: databases.ErrNotFound, remove: databases.Remove,
-		declared: []string{"description", "url_env", "access", "role", "source"},
-	}
-}
-
-// mcpServers applies mcp_server documents. A sync mounts a server's skills; removal of the server removes the skills.
-func mcpServers(w Workspace) kindApplier {
-	return kindTable[mcp.Definition, mcp.Remote]{
-		kind: "mcp_server", documents: w.MCPServers, name: func(d mcp.Definition) string { return d.Name },
-		get:      mcp.Get,
-		put:      func(ctx context.Context, tx pgx.Tx, d mcp.Definition) (bool, error) { return mcp.Put(ctx, tx, d) },
-		notFound: mcp.ErrNotFound, remove: mcp.Remove,
-		declared: []string{
-			"transport", "url", "command", "headers", "env", "scope", "trust", "auto", "include", "exclude", "idempotent",
-			"timeout_ms", "source",
-		},
-	}
-}
-
-// webhookEndpoints applies webhook documents. The admin enables and disables endpoints.
-func webhookEndpoints(w Workspace) kindApplier {
-	return kindTable[webhooks.EndpointDefinition, webhooks.Endpoint]{
-		kind: "webhook", documents: w.Webhooks, name: func(d webhooks.EndpointDefinition) string { return d.Name },
-		get:      webhooks.GetEndpoint,
-		put:      withTx(webhooks.PutEndpoint),
-		notFound: webhooks.ErrNotFound, remove: webhooks.RemoveEndpoints,
-		declared: []string{"description", "scheme", "secrets", "settings", "actions", "source"},
-	}
-}
-
-// webhookTargets applies webhook_target documents. The admin enables and disables targets.
-func webhookTargets(w Workspace) kindApplier {
-	return kindTable[webhooks.TargetDefinition, webhooks.Target]{
-		kind: "webhook_target", documents: w.Targets, name: func(d webhooks.TargetDefinition) string { return d.Name },
-		get:      webhooks.GetTarget,
-		put:      withTx(webhooks.PutTarget),
-		notFound: webhooks.ErrNotFound, remove: webhooks.RemoveTargets,
-		declared: []string{"description", "url", "secrets", "events", "format", "max_failures", "source"},
-	}
-}
-
-func channelKind() kind {
-	return kindReader("channel", channels.Validate, func(d channels.Definition) string { return d.Name },
-		func(w *Workspace) *[]Document[channels.Definition] { return &w.Channels })
-}
-
-// channelTable applies channel documents. The admin enables and disables channels.
-func channelTable(w Workspace) kindApplier {
-	return kindTable[channels.Definition, channels.Channel]{
-		kind: "channel", documents: w.Channels, name: func(d channels.Definition) string { return d.Name },
-		get:      channels.Get,
-		put:      withTx(channels.Put),
-		notFound: channels.ErrNotFound, remove: channels.Remove,
-		declared: []string{"description", "type", "agent", "secrets", "settings", "pairing", "report_to", "source"},
-	}
-}
-
-// checkCalls requires every automation's skill to exist and accept its arguments, in the transaction's state. It
-// returns [Problems].
-func checkCalls(ctx context.Context, tx pgx.Tx, all []Document[automations.Definition]) error {
-	registry, err := skills.New(skills.Options{})
-	if err != nil {
-		return err
-	}
-	var problems Problems
-	for _, document := range all {
-		if document.Definition.Skill == "" {
-			continue
-		}
-		found, err := checkCall(ctx, tx, registry, document)
-		if err != nil {
-			return err
-		}
-		problems = append(problems, found...)
-	}
-	return problems.err()
-}
-
-func checkCall(
-	ctx context.Context, tx pgx.Tx, registry *skills.Registry, document Document[automations.Definition],
-) (Problems, error) {
-	var problems Problems
-	called := document.Definition.Skill
-	skill, err := skills.Get(ctx, tx, called)
-	if errors.Is(err, skills.ErrNotFound) {
-		names, err := skillNames(ctx, tx)
-		problems.add(document.position("skill"), "skill: there is no skill %q%s", called, suggestion(called, names))
-		return problems, err
-	}
-	if err != nil {
-		return nil, err
-	}
-	raw, err := json.Marshal(document.Definition.Arguments)
-	if err != nil {
-		return nil, fmt.Errorf("check arguments of %s: %w", called, err)
-	}
-	if document.Definition.Arguments == nil {
-		raw = nil
-	}
-	err = registry.Check(skill, raw)
-	invalid, ok := errors.AsType[*skills.InvalidParams](err)
-	if !ok && err != nil {
-		problems.add(document.position("skill"), "skill: %s", err)
-	}
-	if ok {
-		for _, v := range invalid.Violations {
-			path := "arguments" + strings.ReplaceAll(v.Path, "/", ".")
-			problems.add(document.position(path), "%s: %s (skill %s)", path, v.Message, called)
-		}
-	}
-	return problems, nil
-}
-
-func skillNames(ctx context.Context, db postgres.DB) ([]string, error) {
-	all, err := skills.List(ctx, db, skills.Filter{Limit: 1000})
-	names := make([]string, len(all))
-	for i, s := range all {
-		names[i] = s.Name
-	}
-	return names, err
-}
-
-// position returns the position of a field, or of the document if it has no source.
-func (d Document[D]) position(path string) Position {
-	if d.source.node == nil {
-		return d.At
-	}
-	return d.source.at(path)
 }

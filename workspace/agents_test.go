@@ -146,13 +146,16 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 		"an automation": {
 			`insert into agent_automations (name, agent, prompt, source) values ('nightly', 'two', 'look', 'admin')`,
 			`update agent_automations set enabled = false, disabled_by = 'admin'`,
-			`agent two cannot be removed: automation "nightly" names it; agent automations disable "nightly", or keep the agent`,
+			"agent two cannot be removed: automation \"nightly\" names it; run `agent automations disable \"nightly\"`, " +
+				"or keep the agent",
 			pruneAll,
 		},
 		"an objective": {
 			`insert into agent_objectives (name, agent, goal, source) values ('grow', 'two', 'Grow.', 'admin')`,
 			`update agent_objectives set status = 'paused'`,
-			`agent two cannot be removed: objective "grow" names it; agent objectives pause "grow", or keep the agent`, pruneAll,
+			"agent two cannot be removed: objective \"grow\" names it; run `agent objectives pause \"grow\"`, " +
+				"or keep the agent",
+			pruneAll,
 		},
 		"a flow": {
 			`insert into agent_flows (name, version, digest, definition) values ('ask', 1, 'd',

@@ -59,10 +59,16 @@ func checkRemoved(ctx context.Context, tx pgx.Tx, diff Diff) error {
 // their position in the file.
 func agentUses(ctx context.Context, db postgres.DB, removed []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
-		select 'automation' as kind, a.name, a.agent, 'disable' as verb from agent_automations a
-		 where a.agent = any (@removed) and (a.enabled or a.disabled_by <> 'admin')
+		select 'automation' as kind, a.name, a.agent, 'disable' as verb
+		  from agent_automations a
+		 where a.agent = any (@removed)
+		   and (a.enabled or a.disabled_by <> 'admin') -- any other actor may enable it again
 		union all
-		select 'objective', o.name, o.agent, case o.status when 'proposed' then 'reject' else 'pause' end
+		select 'objective', o.name, o.agent,
+		       case o.status
+		         when 'proposed' then 'reject'
+		         else 'pause'
+		       end
 		  from agent_objectives o
 		 where o.agent = any (@removed) and o.status in ('active', 'proposed')
 		 order by 1, 2`, postgres.Strict{"removed": removed})
@@ -73,7 +79,7 @@ func agentUses(ctx context.Context, db postgres.DB, removed []string) ([]string,
 	}
 	reasons := make([]string, len(uses))
 	for i, u := range uses {
-		reasons[i] = fmt.Sprintf("agent %s cannot be removed: %s %q names it; agent %ss %s %q, or keep the agent",
+		reasons[i] = fmt.Sprintf("agent %s cannot be removed: %s %q names it; run `agent %ss %s %q`, or keep the agent",
 			u.Agent, u.Kind, u.Name, u.Kind, u.Verb, u.Name)
 	}
 	return reasons, nil

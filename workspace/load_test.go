@@ -145,7 +145,7 @@ func TestLoadErrors(t *testing.T) {
 		"merge key":       {goodSkill + "config: {<<: {a: b}}\n", `f.yaml:4:10: config: aliases and merge keys are not supported`},
 		"number not JSON's": {
 			goodSkill + "config: {query: .nan}\n",
-			`f.yaml:4:17: config.query: .nan is not a number that JSON has`,
+			`f.yaml:4:17: config.query: .nan is not a number in JSON`,
 		},
 		"own tag":      {goodSkill + "config: {query: !secret x}\n", `f.yaml:4:17: config.query: the tag !secret is not supported`},
 		"binary":       {goodSkill + "description: !!binary aGk=\n", `f.yaml:4:14: description: is "aGk="; it must be text`},

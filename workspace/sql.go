@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -14,14 +16,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// checkLimit bounds the check of a named database.
-const checkLimit = 15 * time.Second
+// openTimeout bounds the connection to a named database.
+const openTimeout = 15 * time.Second
 
-// reachedDatabase is a named database with its connection or error.
-type reachedDatabase struct {
+// openedDatabase is a named database with its connection, or the error of an unreachable one.
+type openedDatabase struct {
 	databases.Database
-	database skills.Database
-	err      error // why the connection failed
+	connection skills.Database // without a pool if it is not connected
+	err        error
 }
 
 // checkNamed connects to the named databases in use and prepares the queries of their skills. An unreachable database
@@ -30,28 +32,28 @@ type reachedDatabase struct {
 func checkNamed(
 	ctx context.Context, db postgres.DB, w Workspace, o Options, prepare bool,
 ) (warnings []string, err error) {
-	all, problems, err := w.reachDatabases(ctx, db, o)
+	all, problems, err := w.openDatabases(ctx, db, o)
 	if err != nil {
 		return nil, err
 	}
-	for _, d := range all {
-		if d.err != nil {
-			warnings = append(warnings, fmt.Sprintf("%s; its queries were not checked", d.err))
+	for _, name := range slices.Sorted(maps.Keys(all)) {
+		if err := all[name].err; err != nil {
+			warnings = append(warnings, fmt.Sprintf("%s; its queries were not checked", err))
 		}
 	}
 	for _, document := range w.Skills {
 		name, ok := skills.SQLDatabase(document.Definition)
-		on, known := all[name]
+		database, known := all[name]
 		if !ok || name == "" || !known {
 			continue
 		}
-		if skills.SQLWrites(document.Definition) && on.Access != databases.AccessWrite {
+		if skills.SQLWrites(document.Definition) && database.Access != databases.AccessWrite {
 			problems.add(document.position("config.writes"), "config.writes: database %s has access: read", name)
 		}
-		if on.database.Pool == nil {
+		if database.connection.Pool == nil {
 			continue
 		}
-		found, err := checkOnDatabase(ctx, on.database, document, prepare)
+		found, err := checkOnDatabase(ctx, database.connection, document, prepare)
 		if err != nil {
 			return nil, fmt.Errorf("check skill %s on database %s: %w", document.Definition.Name, name, err)
 		}
@@ -60,27 +62,29 @@ func checkNamed(
 	return warnings, problems.err()
 }
 
-// reachDatabases opens declared databases and databases that skills use.
-func (w Workspace) reachDatabases(
+// openDatabases opens the declared databases and those that skills use, by name. A wrong setting is a problem; only an
+// unreachable database has an error.
+func (w Workspace) openDatabases(
 	ctx context.Context, db postgres.DB, o Options,
-) (map[string]reachedDatabase, Problems, error) {
+) (map[string]openedDatabase, Problems, error) {
 	var problems Problems
-	all := make(map[string]reachedDatabase)
-	reach := func(d databases.Database, at Position, path string) {
-		got := reachedDatabase{Database: d}
+	all := make(map[string]openedDatabase)
+	open := func(d databases.Database, at Position, path string) {
+		opened := openedDatabase{Database: d}
 		if o.OpenDatabase != nil {
-			limited, cancel := context.WithTimeout(ctx, checkLimit)
+			openCtx, cancel := context.WithTimeout(ctx, openTimeout)
 			defer cancel()
-			if got.database, got.err = o.OpenDatabase(limited, d); got.err != nil && !skills.Unreachable(got.err) {
-				problems.add(at, "%s: %s", path, got.err)
-				got.err = nil
+			opened.connection, opened.err = o.OpenDatabase(openCtx, d)
+			if opened.err != nil && !skills.Unreachable(opened.err) {
+				problems.add(at, "%s: %s", path, opened.err)
+				opened.err = nil
 			}
 		}
-		all[d.Name] = got
+		all[d.Name] = opened
 	}
 	for _, document := range w.Databases {
 		d := document.Definition
-		reach(databases.Database{
+		open(databases.Database{
 			Name: d.Name, URLEnv: d.URLEnv, Access: cmp.Or(d.Access, databases.AccessRead), Role: d.Role,
 		}, document.position("url_env"), "url_env")
 	}
@@ -101,7 +105,7 @@ func (w Workspace) reachDatabases(
 		case err != nil:
 			return nil, nil, err
 		default:
-			reach(d, document.position("config.database"), "config.database")
+			open(d, document.position("config.database"), "config.database")
 		}
 	}
 	return all, problems, nil
@@ -109,18 +113,18 @@ func (w Workspace) reachDatabases(
 
 // checkOnDatabase prepares a skill's query on a named database.
 func checkOnDatabase(
-	ctx context.Context, on skills.Database, document Document[skills.Definition], prepare bool,
+	ctx context.Context, database skills.Database, document Document[skills.Definition], prepare bool,
 ) (Problems, error) {
-	if prepare && on.Writes && skills.SQLWrites(document.Definition) {
-		if err := skills.PrepareEffects(ctx, on); err != nil {
+	if prepare && database.Writes && skills.SQLWrites(document.Definition) {
+		if err := skills.PrepareEffects(ctx, database); err != nil {
 			var problems Problems
 			problems.add(document.position("config.writes"), "config.writes: make the table agent_effects: %s", err)
 			return problems, nil
 		}
 	}
 	var problems Problems
-	err := postgres.InTx(ctx, on.Pool, func(tx pgx.Tx) (err error) {
-		problems, err = checkQuery(ctx, tx, document, on.Role)
+	err := postgres.InTx(ctx, database.Pool, func(tx pgx.Tx) (err error) {
+		problems, err = checkQuery(ctx, tx, document, database.Role)
 		return err
 	})
 	return problems, err

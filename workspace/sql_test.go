@@ -123,7 +123,7 @@ func TestNamedDatabasesPrepareQueries(t *testing.T) {
 	t.Parallel()
 	pool, there := pgtest.DB(t), pgtest.DB(t)
 	pgtest.Exec(t, there, `create table orders (id int, status text)`)
-	reach := func(url string) workspace.Options {
+	openURL := func(url string) workspace.Options {
 		c := &databases.Client{DB: pool, Getenv: func(string) string { return url }}
 		t.Cleanup(c.Close)
 		return workspace.Options{OpenDatabase: c.Reach}
@@ -164,16 +164,16 @@ func TestNamedDatabasesPrepareQueries(t *testing.T) {
 		"writes at home": {wrong("  database: shop\n", ""), right, "a.yaml:11:11: config.writes: needs config.database"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			err := loadAndPlan(t.Context(), pool, c.text, reach(c.url))
+			err := loadAndPlan(t.Context(), pool, c.text, openURL(c.url))
 			assert.Truef(t, err != nil && strings.HasPrefix(err.Error(), c.want) && !strings.Contains(err.Error(), "hunter2"),
 				"error is %v\nwant %s", err, c.want)
 		})
 	}
-	o := reach("postgres://u:hunter2@127.0.0.1:1/x")
+	o := openURL("postgres://u:hunter2@127.0.0.1:1/x")
 	away, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", shop), o)
 	assert.Truef(t, err == nil && len(away.Warnings) == 1 &&
 		strings.Contains(away.Warnings[0], "its queries were not checked"), "away: %v, %v", away.Warnings, err)
-	d, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", shop), reach(right))
+	d, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", shop), openURL(right))
 	if err != nil || !d.Empty() || len(d.Warnings) != 0 {
 		t.Errorf("there: %v %v, %v", actions(d), d.Warnings, err)
 	}
