@@ -64,10 +64,11 @@ func (w *worker) requestApprovals(ctx context.Context) error {
 	return nil
 }
 
-// requestApproval shows one request. The buttons are stored first, so a message whose answer was lost has working ones.
+// requestApproval shows one request. It stores the buttons first: if the provider's answer is lost, the message may
+// still have been sent, and its buttons work.
 func (w *worker) requestApproval(ctx context.Context, a approvals.Approval) error {
 	text, whole := approvalText(a)
-	if !w.transport.Limits().Buttons { // the stored ones mark the request as shown; nobody learns their nonces
+	if !w.transport.Limits().Buttons { // the stored buttons still mark the request as shown; no message has their nonces
 		whole, text = false, text+"\n\n"+w.decideElsewhere(a.ID)
 	}
 	hash, err := approvals.Hash(a.Arguments)
@@ -146,7 +147,7 @@ func (w *worker) click(ctx context.Context, e entry) {
 		w.postpone(ctx, e, err)
 		return
 	}
-	if acknowledger, can := w.transport.(Acknowledger); can {
+	if acknowledger, ok := w.transport.(Acknowledger); ok {
 		err := acknowledger.Acknowledge(ctx, Incoming{
 			ExternalID: e.ID, Conversation: e.Conversation, Ref: e.Ref, MessageRef: e.MessageRef, Sender: e.Sender,
 		}, answer)
@@ -154,7 +155,7 @@ func (w *worker) click(ctx context.Context, e entry) {
 			w.Logger.WarnContext(ctx, "click not answered", "channel", w.name, "error", message(err))
 		}
 	}
-	if editor, can := w.transport.(Editor); can && shown != "" {
+	if editor, ok := w.transport.(Editor); ok && shown != "" {
 		m := Message{ID: e.ID, Conversation: e.Conversation, Markdown: shown}
 		if err := editor.Edit(ctx, e.MessageRef, m); err != nil {
 			w.Logger.WarnContext(ctx, "decision not shown", "channel", w.name, "error", message(err))
@@ -179,17 +180,18 @@ type button struct {
 	Used         bool // by another click
 }
 
-// isAt reports whether a click comes from the conversation of the button. A message to a user's id of Slack, or to a
-// @name of Telegram, is in a conversation with another id. The message's reference has that id.
-func (b button) isAt(e entry) bool {
+// matches reports whether a click comes from the conversation of the button. A message to a user's id of Slack, or to a
+// @name of Telegram, arrives in a conversation with another id. The reference of the message has that id.
+func (b button) matches(e entry) bool {
 	return b.Conversation == e.Conversation || b.MessageRef == e.MessageRef &&
 		(strings.HasPrefix(b.MessageRef, e.Conversation+":") || strings.HasPrefix(b.Conversation, "@"))
 }
 
-// decide checks a click and decides. said answers it; shown is the new text of the message, "" for a refused click.
+// decide checks a click and decides. answer is shown to the person who clicked; shown is the new text of the message,
+// "" for a refused click.
 func (w *worker) decide(ctx context.Context, e entry) (answer, shown string, err error) {
 	b, err := w.button(ctx, e)
-	if errors.Is(err, errNoButton) || err == nil && !b.isAt(e) {
+	if errors.Is(err, errNoButton) || err == nil && !b.matches(e) {
 		return "This button is not valid.", "", nil
 	}
 	if err != nil {
@@ -224,14 +226,17 @@ func (w *worker) decide(ctx context.Context, e entry) (answer, shown string, err
 	if changed, err := postgres.Changed(tag, err, "use button"); err != nil || !changed {
 		return "This button was used already.", "", err
 	}
-	verb := map[bool]string{true: "approved", false: "rejected"}[b.Approve]
+	verb := "rejected"
+	if b.Approve {
+		verb = "approved"
+	}
 	_, err = approvals.Decide(acting, w.Pool, b.ApprovalID, b.Approve, name,
 		fmt.Sprintf("%s in %s %s (message %s)", verb, w.channel.Type, w.name, e.MessageRef))
 	if errors.Is(err, approvals.ErrFourEyes) { // requested again meanwhile
 		return err.Error(), "", nil
 	}
-	if late, is := errors.AsType[*approvals.DecidedError](err); is {
-		answer = strings.ToUpper(late.Error()[:1]) + late.Error()[1:] + "."
+	if decided, ok := errors.AsType[*approvals.DecidedError](err); ok {
+		answer = strings.ToUpper(decided.Error()[:1]) + decided.Error()[1:] + "."
 		text, _ := approvalText(a)
 		return answer, text + "\n\n" + Code(answer), nil
 	}
@@ -239,9 +244,9 @@ func (w *worker) decide(ctx context.Context, e entry) (answer, shown string, err
 		return "", "", err
 	}
 	text, _ := approvalText(a)
-	at := time.Now().UTC().Format("2006-01-02 15:04 UTC")
-	return "You have " + verb + " this.", text + fmt.Sprintf("\n\n**%s** by %s at %s", strings.ToUpper(verb[:1])+verb[1:],
-		Code(name), at), nil
+	text += fmt.Sprintf("\n\n**%s** by %s at %s", strings.ToUpper(verb[:1])+verb[1:], Code(name),
+		time.Now().UTC().Format("2006-01-02 15:04 UTC"))
+	return "You have " + verb + " this.", text, nil
 }
 
 var errNoButton = errors.New("there is no such button")

@@ -1,28 +1,15 @@
 package channels
 
 import (
-	"cmp"
 	"context"
-	"errors"
-	"fmt"
-	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/lanekeeper/lanekeeper/internal/outbox"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
-
-// maxSends is the number of attempts until a message fails, about a day later.
-const maxSends = 30
-
-// schedule has the pauses after failed attempts; the last one repeats.
-func schedule() []time.Duration {
-	return []time.Duration{
-		time.Second, 5 * time.Second, 30 * time.Second, 2 * time.Minute, 10 * time.Minute, 30 * time.Minute, time.Hour,
-	}
-}
 
 // Enqueue adds a message of a thread, with the status sending there, to the outbox of its channel.
 func Enqueue(ctx context.Context, tx postgres.DB, messageID string) error {
@@ -34,257 +21,64 @@ func Enqueue(ctx context.Context, tx postgres.DB, messageID string) error {
 		postgres.Strict{"id": messageID, "notifications": notifications})
 }
 
-// send is one attempt to send a message.
-type send struct {
-	MessageID    string
-	ThreadID     string
-	Conversation string
-	Content      string
-	ExecutionID  string
-	TraceID      string
-	Attempts     int
-	Parts        []string // the provider's ids of the parts so far
-	Attempting   bool     // an attempt that left no trace handed the part after them to the provider
-	ReplyTo      string
-}
+// Owner returns the owner of the threads of a channel. No chat key has a colon in its name.
+func Owner(channel string) string { return "channel:" + channel }
 
-// maxQuiet bounds the pause of all conversations after the provider requested one in a conversation.
-const maxQuiet = 5 * time.Second
-
-// claimSends claims the first due message of each thread.
-func (w *worker) claimSends(ctx context.Context, limit int, full []string) ([]send, error) {
-	if time.Now().UnixNano() < w.quiet.Load() {
-		return nil, nil
+// Report posts a text in the conversations for reports of the channels of an agent, which may have several names: the
+// default one is "", too. It returns their number.
+func Report(ctx context.Context, tx pgx.Tx, agents []string, text string) (int, error) {
+	type to struct{ Name, Type, Agent, ReportTo string }
+	all, err := postgres.Rows[to](ctx, tx, "find channels for reports", `
+		select name, type, agent, report_to from agent_channels
+		 where enabled and report_to <> '' and agent = any(@agents) order by name`, postgres.Strict{"agents": agents})
+	if err != nil {
+		return 0, err
 	}
-	return postgres.Rows[send](ctx, w.Pool, "claim messages to send", `
-		with picked as (
-		  update agent_channel_sends s
-		     set attempts = s.attempts + 1, status = 'sending', claim = @claim,
-		         next_attempt_at = clock_timestamp() + make_interval(secs => @hold)
-		   where s.status in ('queued', 'sending') and s.message_id in (
-		     select f.message_id from (
-		       select distinct on (a.thread_id) a.message_id, a.thread_id, a.next_attempt_at from agent_channel_sends a
-		        where a.channel = @channel and a.status in ('queued', 'sending') order by a.thread_id, a.seq) f
-		      where f.next_attempt_at <= clock_timestamp() and f.thread_id <> all(@full::text[])
-		      order by f.message_id limit @limit)
-		  returning s.message_id, s.thread_id, s.attempts, s.parts, s.attempting)
-		select p.message_id::text, p.thread_id, h.name as conversation, m.content, coalesce(m.execution_id::text, '')
-		         as execution_id, coalesce(m.trace_id, '') as trace_id, p.attempts,
-		       p.parts, p.attempting, coalesce(i.message_ref, '') as reply_to
-		  from picked p join agent_messages m on m.id = p.message_id join agent_threads h on h.id = p.thread_id
-		  left join agent_channel_messages i on i.execution_id = m.execution_id and i.channel = @channel`,
-		postgres.Strict{
-			"channel": w.name, "limit": limit, "full": full, "hold": hold.Seconds(), "claim": w.inbox.lease.Token(),
+	for _, c := range all {
+		thread, _, err := threads.Open(ctx, tx, threads.Key(Owner(c.Name)), threads.Thread{
+			Name: c.ReportTo, Channel: c.Type, Target: c.Name, Agent: c.Agent,
 		})
-}
-
-// sendsDue returns the time until a message is due.
-func (w *worker) sendsDue(ctx context.Context, full []string) (time.Duration, error) {
-	return due(w.Pool.QueryRow(ctx, `
-		select extract(epoch from min(f.next_attempt_at) - clock_timestamp())::float8 from (
-		  select distinct on (a.thread_id) a.thread_id, a.next_attempt_at from agent_channel_sends a
-		   where a.channel = @channel and a.status in ('queued', 'sending') order by a.thread_id, a.seq) f
-		 where f.thread_id <> all(@full::text[])`, postgres.Strict{"channel": w.name, "full": full}))
-}
-
-// deliver sends the parts of a message and records each.
-func (w *worker) deliver(ctx context.Context, s send) {
-	ctx, cancel := w.attempt(ctx)
-	defer cancel()
-	status, cause := w.sendParts(ctx, &s)
-	if errors.Is(cause, errClaimLost) {
-		return
-	}
-	ctx, cancel = context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
-	defer cancel()
-	if err := w.recordSend(ctx, s, status, cause); err != nil {
-		w.Logger.WarnContext(ctx, "sent message not recorded", "channel", w.name, "message_id", s.MessageID,
-			"trace_id", s.TraceID, "error", err)
-	}
-}
-
-// errClaimLost ends an attempt that a newer one has replaced.
-var errClaimLost = errors.New("another attempt has begun")
-
-// sendParts sends the missing parts. The status is sent, maybe_sent, failed, or sending: to be repeated.
-func (w *worker) sendParts(ctx context.Context, s *send) (status string, cause error) {
-	parts := Split(s.Content, w.transport.Limits())
-	if s.Attempting {
-		if err := w.settleLost(ctx, s, w.part(*s, parts)); err != nil {
-			return "sending", err
+		if err != nil {
+			return 0, err
 		}
-	}
-	for len(s.Parts) < len(parts) {
-		m := w.part(*s, parts)
-		id, err := w.replaceDraft(ctx, *s, m)
-		if err == nil && id == "" {
-			if err := w.markPart(ctx, *s, true, nil); err != nil {
-				return "sending", err
-			}
-			id, err = w.transport.Send(ctx, m)
-		}
-		failure, known := errors.AsType[*SendError](err)
-		switch {
-		case err == nil:
-		case known && failure.Permanent:
-			return "failed", err
-		case known && !failure.MaybeSent:
-			return "sending", err
-		default:
-			found, wasFound := w.find(ctx, m)
-			if !wasFound && w.canFind() {
-				return "sending", NotSent(err)
-			}
-			id, cause = found, err
-		}
-		s.Parts = append(s.Parts, id)
-		if err := w.markPart(context.WithoutCancel(ctx), *s, false, cause); err != nil {
-			return "sending", err
-		}
-	}
-	if slices.Contains(s.Parts, "") {
-		return "maybe_sent", cmp.Or(cause, errLost)
-	}
-	return "sent", nil
-}
-
-// replaceDraft replaces the draft of an answer by its first part. An edit may be repeated. The id is "" if the draft no
-// longer exists.
-func (w *worker) replaceDraft(ctx context.Context, s send, m Message) (id string, err error) {
-	editor, can := w.transport.(Editor)
-	if !can || m.Part > 0 || s.ExecutionID == "" {
-		return "", nil
-	}
-	unlock, err := w.drafts.Lock(ctx, s.ExecutionID)
-	if err != nil {
-		return "", NotSent(err)
-	}
-	defer unlock()
-	err = w.Pool.QueryRow(ctx, `
-		select coalesce((select m.draft_id from agent_channel_messages m
-		   where m.execution_id = @id and m.channel = @channel and m.draft_id <> '?' limit 1), '')`,
-		postgres.Strict{"id": s.ExecutionID, "channel": w.name}).Scan(&id)
-	if err != nil {
-		return "", NotSent(fmt.Errorf("read draft: %w", err))
-	}
-	if id == "" {
-		return "", nil
-	}
-	err = editor.Edit(ctx, id, m)
-	failure, known := errors.AsType[*SendError](err)
-	switch {
-	case err == nil:
-		return id, nil
-	case known && failure.Permanent: // a person has deleted it
-		return "", nil
-	case known && !failure.MaybeSent:
-		return "", err
-	}
-	return "", NotSent(err)
-}
-
-// errLost is the reason of a part that may have been sent before a crash.
-var errLost = errors.New("the process ended before the answer of the provider came")
-
-// part returns the next part.
-func (w *worker) part(s send, parts []string) Message {
-	n := len(s.Parts)
-	m := Message{ID: s.MessageID, Part: n, Conversation: s.Conversation, ReplyTo: s.ReplyTo}
-	if n < len(parts) {
-		m.Markdown = parts[n]
-	}
-	return m
-}
-
-// settleLost records the part that a lost attempt handed to the provider.
-func (w *worker) settleLost(ctx context.Context, s *send, m Message) error {
-	id, found := w.find(ctx, m)
-	if found || !w.canFind() {
-		s.Parts = append(s.Parts, id)
-	}
-	s.Attempting = false
-	return w.markPart(ctx, *s, false, nil)
-}
-
-func (w *worker) canFind() bool {
-	_, can := w.transport.(Finder)
-	return can
-}
-
-// find asks the provider for a part. An error counts as found under no id, so the part is not sent twice.
-func (w *worker) find(ctx context.Context, m Message) (id string, found bool) {
-	finder, can := w.transport.(Finder)
-	if !can {
-		return "", false
-	}
-	id, found, err := finder.Find(ctx, m)
-	if err != nil {
-		w.Logger.WarnContext(ctx, "channel cannot report whether a message arrived", "channel", w.name, "message_id", m.ID,
-			"error", message(err))
-		return "", true
-	}
-	return id, found
-}
-
-// markPart records the parts so far, and whether the next one is being handed to the provider.
-func (w *worker) markPart(ctx context.Context, s send, attempting bool, cause error) error {
-	tag, err := w.Pool.Exec(ctx, `
-		update agent_channel_sends set parts = @parts, attempting = @attempting, error_message = @error
-		 where message_id = @id and attempts = @attempts and status = 'sending'`,
-		postgres.Strict{
-			"id": s.MessageID, "attempts": s.Attempts, "parts": append([]string{}, s.Parts...), "attempting": attempting,
-			"error": message(cause),
+		m, err := threads.Post(ctx, tx, threads.NewMessage{
+			ThreadID: thread.ID, Role: threads.Assistant, Content: text, Channel: c.Type, Target: c.Name,
+			Status: threads.Sending, TraceID: string(trace.IDFrom(ctx)),
 		})
-	if err != nil {
-		return fmt.Errorf("record part: %w", err)
+		if err == nil {
+			err = Enqueue(ctx, tx, m.ID)
+		}
+		if err != nil {
+			return 0, err
+		}
 	}
-	if tag.RowsAffected() == 0 {
-		return errClaimLost
-	}
-	return nil
+	return len(all), nil
 }
 
-// recordSend records the outcome of an attempt.
-func (w *worker) recordSend(ctx context.Context, s send, status string, cause error) error {
-	pause := time.Duration(0)
-	if status == "sending" {
-		pauses := schedule()
-		failure, is := errors.AsType[*SendError](cause)
-		switch {
-		case is && failure.RetryAfter > 0:
-			pause = failure.RetryAfter
-			w.quiet.Store(time.Now().Add(min(pause, maxQuiet)).UnixNano())
-		case s.Attempts >= maxSends:
-			status = "failed"
-		default:
-			pause = outbox.Jitter(pauses[min(s.Attempts, len(pauses))-1])
-		}
-	}
-	if cause != nil {
-		w.Logger.WarnContext(ctx, "channel message attempted", "channel", w.name, "message_id", s.MessageID,
-			"trace_id", s.TraceID, "attempt", s.Attempts, "status", status, "error", message(cause))
-	}
-	return postgres.InTx(ctx, w.Pool, func(tx pgx.Tx) error {
-		tag, err := tx.Exec(ctx, `
-			update agent_channel_sends
-			   set status = @status, error_message = @error, attempting = false, claim = null,
-			       next_attempt_at = clock_timestamp() + make_interval(secs => @pause),
-			       finished_at = case when @status <> 'sending' then clock_timestamp() end
-			 where message_id = @id and attempts = @attempts and status = 'sending'`,
-			postgres.Strict{
-				"id": s.MessageID, "attempts": s.Attempts, "status": status, "error": message(cause), "pause": pause.Seconds(),
-			})
-		if err != nil || tag.RowsAffected() == 0 || status == "sending" {
-			return err
-		}
-		_, err = tx.Exec(ctx, `
-			update agent_messages
-			   set status = case @status when 'sent' then 'delivered' when 'maybe_sent' then 'sent' else 'failed' end,
-			       attempts = @attempts,
-			       error_message = nullif(@error, ''),
-			       delivered_at = case when @status = 'sent' then clock_timestamp() end
-			 where id = @id and status = 'sending'`,
-			postgres.Strict{"id": s.MessageID, "attempts": s.Attempts, "status": status, "error": message(cause)})
-		return err
-	})
+// SendFilter narrows [Sends]. Before is the id of the last message of the previous page.
+type SendFilter struct {
+	Channel, Before string
+	Limit           int
+}
+
+// Sent is a message that was maybe sent or given up.
+type Sent struct {
+	MessageID string    `json:"message_id"`
+	Channel   string    `json:"channel"`
+	ThreadID  string    `json:"thread_id"`
+	Status    string    `json:"status"` // maybe_sent or failed
+	Attempts  int       `json:"attempts"`
+	Error     string    `json:"error"`
+	CreatedAt time.Time `json:"created_at"`
+}
+
+// Sends lists the messages that were maybe sent or given up, newest first.
+func Sends(ctx context.Context, db postgres.DB, f SendFilter) ([]Sent, error) {
+	return postgres.Rows[Sent](ctx, db, "list sent messages", `
+		select message_id::text, channel, thread_id, status, attempts, error_message as error, created_at
+		  from agent_channel_sends
+		 where status in ('failed', 'maybe_sent') and (@channel = '' or channel = @channel)
+		   and (@before = '' or message_id < nullif(@before, '')::uuid)
+		 order by message_id desc limit @limit`,
+		postgres.Strict{"channel": f.Channel, "before": f.Before, "limit": postgres.PageSize(f.Limit, 50, 501)})
 }

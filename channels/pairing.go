@@ -13,15 +13,13 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/threads"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 const (
 	codeLength   = 8
-	codeLife     = time.Hour
-	maxPending   = 3 // pairings of a channel at the same time
-	codeAlphabet = "ABCDEFGHJKMNPQRSTVWXYZ23456789"
+	codeTTL      = time.Hour
+	maxPending   = 3                                // senders of a channel with a live code; further senders get no code
+	codeAlphabet = "ABCDEFGHJKMNPQRSTVWXYZ23456789" // without letters and digits that look alike
 )
 
 // ErrCode reports a pairing code that is unknown, used or expired.
@@ -85,12 +83,13 @@ func newCode() string {
 	return string(raw)
 }
 
-// checkSender reports whether the sender of a message is paired. An unknown sender gets a code, once an hour.
+// checkSender reports whether the sender of a message is paired. An unknown sender gets a code, at most once in
+// codeTTL, and none while maxPending others have one.
 func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err error) {
 	code := newCode()
-	fresh, full := false, false
+	issued, full := false, false
 	err = postgres.InTx(ctx, w.Pool, func(tx pgx.Tx) error {
-		paired, fresh, full = false, false, false
+		paired, issued, full = false, false, false
 		if err := exec(ctx, tx, "lock pairings", `select pg_advisory_xact_lock(hashtextextended('pair ' || @channel, 0))`,
 			postgres.Strict{"channel": w.name}); err != nil { // before the snapshot that counts them
 			return err
@@ -117,26 +116,28 @@ func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err err
 			full = true
 			return nil
 		}
-		fresh = true
+		issued = true
 		return exec(ctx, tx, "store pairing code", `
 			with expired as (
-			  delete from agent_channel_identities where channel = @channel and status = 'pending' and subject <> @subject
+			  delete from agent_channel_identities
+			   where channel = @channel and status = 'pending' and subject <> @subject
 			     and expires_at < clock_timestamp() - interval '1 day')
 			insert into agent_channel_identities as i (channel, subject, name, conversation, status, code_sha256, expires_at)
-			values (@channel, @subject, @name, @conversation, 'pending', @code, clock_timestamp() + make_interval(secs => @life))
+			values (@channel, @subject, @name, @conversation, 'pending', @code,
+			        clock_timestamp() + make_interval(secs => @ttl))
 			on conflict (channel, subject) do update
 			   set name = excluded.name, conversation = excluded.conversation, code_sha256 = excluded.code_sha256,
 			       expires_at = excluded.expires_at, created_at = clock_timestamp()`,
 			postgres.Strict{
 				"channel": w.name, "subject": e.Sender, "name": e.SenderName, "conversation": e.Conversation,
-				"code": digest(code), "life": codeLife.Seconds(),
+				"code": digest(code), "ttl": codeTTL.Seconds(),
 			})
 	})
 	if err != nil || paired {
 		return paired, err
 	}
 	switch {
-	case fresh:
+	case issued:
 		w.reply(ctx, e, "I do not know you yet. Give this code to an admin, within an hour:\n\n`"+code+
 			"`\n\nAfter that, please write again.")
 	case full:
@@ -145,7 +146,7 @@ func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err err
 	return false, nil
 }
 
-// reply answers outside the thread. It makes one attempt: the sender may write again.
+// reply sends a message outside the thread. It makes one attempt: the sender may write again.
 func (w *worker) reply(ctx context.Context, e entry, text string) {
 	_, err := w.transport.Send(ctx, Message{
 		ID: e.ID, Conversation: e.Conversation, Markdown: text, ReplyTo: e.MessageRef,
@@ -153,38 +154,4 @@ func (w *worker) reply(ctx context.Context, e entry, text string) {
 	if err != nil {
 		w.Logger.WarnContext(ctx, "channel reply not sent", "channel", w.name, "error", message(err))
 	}
-}
-
-// Owner returns the owner of the threads of a channel. No chat key has a colon in its name.
-func Owner(channel string) string { return "channel:" + channel }
-
-// Report posts a text in the conversations for reports of the channels of an agent, which may have several names: the
-// default one is "", too. It returns their number.
-func Report(ctx context.Context, tx pgx.Tx, agents []string, text string) (int, error) {
-	type to struct{ Name, Type, Agent, ReportTo string }
-	all, err := postgres.Rows[to](ctx, tx, "find channels for reports", `
-		select name, type, agent, report_to from agent_channels
-		 where enabled and report_to <> '' and agent = any(@agents) order by name`, postgres.Strict{"agents": agents})
-	if err != nil {
-		return 0, err
-	}
-	for _, c := range all {
-		thread, _, err := threads.Open(ctx, tx, threads.Key(Owner(c.Name)), threads.Thread{
-			Name: c.ReportTo, Channel: c.Type, Target: c.Name, Agent: c.Agent,
-		})
-		if err != nil {
-			return 0, err
-		}
-		m, err := threads.Post(ctx, tx, threads.NewMessage{
-			ThreadID: thread.ID, Role: threads.Assistant, Content: text, Channel: c.Type, Target: c.Name,
-			Status: threads.Sending, TraceID: string(trace.IDFrom(ctx)),
-		})
-		if err == nil {
-			err = Enqueue(ctx, tx, m.ID)
-		}
-		if err != nil {
-			return 0, err
-		}
-	}
-	return len(all), nil
 }

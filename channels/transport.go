@@ -5,10 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
-	"strings"
 	"time"
-	"unicode/utf16"
-	"unicode/utf8"
 )
 
 // Transport speaks with one provider. Its methods may be called from any goroutine.
@@ -62,7 +59,7 @@ type Hook interface {
 type Limits struct {
 	Text    int                   // length of a part, in units of Length
 	Length  func(text string) int // default: characters
-	Edits   time.Duration         // the pause between two edits of a draft; 0: the channel shows no draft
+	Edits   time.Duration         // the shortest pause between two edits of a draft; 0: the channel shows no draft
 	Buttons bool                  // a message may have buttons
 }
 
@@ -94,7 +91,7 @@ type Incoming struct {
 	Ref          string // the data for Acknowledge
 	MessageRef   string // the provider's id of the message, or of the one with the button
 	Ignored      string // why nobody answers it; stored with the message
-	Raw          []byte // the source of the message's files ([Extractor]); stored
+	Raw          []byte // the source from which an [Extractor] reads the files; stored with the message
 }
 
 // File is a reference to a file of a message.
@@ -150,105 +147,3 @@ type Open func(c Config) (Transport, error)
 // ErrMisconfigured marks an error of Run that a person has to correct, such as a wrong token. The worker then asks the
 // provider once a minute.
 var ErrMisconfigured = errors.New("the channel is misconfigured")
-
-// UTF16 counts the units of UTF-16 of a text.
-func UTF16(text string) int {
-	n := 0
-	for _, r := range text {
-		n += utf16.RuneLen(r)
-	}
-	return n
-}
-
-// fenceReserve is the additional size of a part that ends within a code block.
-const fenceReserve = 40
-
-// Split divides a Markdown text into parts within the limits: at the borders of paragraphs, else of lines, else of
-// words. It closes a divided code block and opens it again. It returns at least one part.
-func Split(text string, l Limits) []string {
-	length := l.Length
-	if length == nil {
-		length = utf8.RuneCountInString
-	}
-	text = strings.TrimSpace(text)
-	var parts []string
-	for l.Text > 0 && length(text) > l.Text {
-		at := border(text, fitting(text, l.Text-fenceReserve, length))
-		part, rest := strings.TrimRight(text[:at], " \n"), strings.TrimLeft(text[at:], "\n")
-		if opening := openFence(part); opening != "" {
-			ticks := opening[:len(opening)-len(strings.TrimLeft(opening, opening[:1]))]
-			part, rest = part+"\n"+ticks, opening+"\n"+rest
-		} else {
-			rest = strings.TrimLeft(rest, " ")
-		}
-		parts, text = append(parts, part), rest
-	}
-	return append(parts, text)
-}
-
-// fitting returns the number of bytes of text that have at most limit units. It is at least one character.
-func fitting(text string, limit int, length func(string) int) int {
-	used, end := 0, 0
-	for i, r := range text {
-		size := utf8.RuneLen(r)
-		if used += length(string(r)); used > limit && i > 0 {
-			break
-		}
-		end = i + max(size, 1)
-	}
-	return min(end, len(text))
-}
-
-// border returns the place before end to divide text at.
-func border(text string, end int) int {
-	for _, mark := range []string{"\n\n", "\n", " "} {
-		if at := strings.LastIndex(text[:end], mark); at > end/3 {
-			return at + len(mark)
-		}
-	}
-	return end
-}
-
-// openFence returns the line that opens an unclosed code block of text, at most 30 bytes; "" for none.
-func openFence(text string) string {
-	open := ""
-	for line := range strings.Lines(text) {
-		line = strings.TrimSpace(line)
-		ticks := len(line) - len(strings.TrimLeft(line, "`"))
-		switch {
-		case open == "" && ticks >= 3 && !strings.Contains(line[ticks:], "`"):
-			open = line
-		case open != "" && line == strings.Repeat("`", ticks) && ticks >= 3 && strings.HasPrefix(line, fenceOf(open)):
-			open = ""
-		}
-	}
-	if len(open) > 30 {
-		return fenceOf(open)
-	}
-	return open
-}
-
-func fenceOf(line string) string { return line[:len(line)-len(strings.TrimLeft(line, "`"))] }
-
-// Code writes foreign text as inline code, so nothing in it is markup.
-func Code(text string) string {
-	text = strings.Map(func(r rune) rune {
-		switch {
-		case r == '`':
-			return '\''
-		case r < ' ' || r == 0x7f:
-			return ' '
-		}
-		return r
-	}, text)
-	return "`" + text + "`"
-}
-
-// Fence writes foreign text as a code block, so nothing in it is markup.
-func Fence(text, language string) string {
-	ticks := "```"
-	for strings.Contains(text, ticks) {
-		ticks += "`"
-	}
-	return ticks + language + "\n" + text + "\n" + ticks
-}

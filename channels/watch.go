@@ -20,8 +20,8 @@ const (
 	watchNotified = 30 * time.Second       // the same with a listener for notifications
 	watchActive   = 500 * time.Millisecond // while a draft or the typing is shown
 	typingPeriod  = 4 * time.Second
-	maxWatched    = 100             // concurrent turns with a shown draft
-	draftPatience = 2 * time.Second // an earlier answer needs no draft
+	maxWatched    = 100             // turns with a draft at the same time; the others show only their answer
+	draftDelay    = 2 * time.Second // a turn that ends before needs no draft
 )
 
 // approvalNotice is shown while a turn waits for an approval. The answer replaces it.
@@ -40,41 +40,41 @@ type activeTurn struct {
 	Awaits       bool // an approval
 }
 
-// shown is the channel's display of a turn.
-type shown struct {
-	text   string
-	edited time.Time
-	typed  time.Time
+// display is what the channel shows of a turn.
+type display struct {
+	text   string    // of the draft
+	edited time.Time // time of the draft's last edit
+	typed  time.Time // time of the last sign that the agent writes
 }
 
 // wakeWatch makes the watch look for active turns now.
 func (w *worker) wakeWatch() {
 	select {
-	case w.watching <- struct{}{}:
+	case w.wake <- struct{}{}:
 	default:
 	}
 }
 
 // watch shows running turns and drafts of their answers, and requests approvals, until ctx ends.
 func (w *worker) watch(ctx context.Context) {
-	seen := map[string]*shown{}
+	displays := map[string]*display{} // by the id of the message
 	next := time.NewTimer(0)
 	defer next.Stop()
 	var notes <-chan string
 	idle := watchIdle
 	if w.Listener != nil {
-		got, unsubscribe := w.Listener.SubscribeTo(notifications,
+		payloads, unsubscribe := w.Listener.SubscribeTo(notifications,
 			func(name string) bool { return name == w.name || name == approvalRequested })
 		defer unsubscribe()
-		notes, idle = got, watchNotified
+		notes, idle = payloads, watchNotified
 	}
-	_, edits := w.transport.(Editor)
-	_, types := w.transport.(Typist)
+	_, canEdit := w.transport.(Editor)
+	_, canType := w.transport.(Typist)
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-w.watching:
+		case <-w.wake:
 		case <-notes:
 		case <-next.C:
 		}
@@ -89,20 +89,20 @@ func (w *worker) watch(ctx context.Context) {
 				w.Logger.WarnContext(ctx, "request for approval not shown", "channel", w.name, "error", message(err))
 			}
 		}
-		now := map[string]*shown{}
+		active := map[string]*display{}
 		for _, t := range turns {
-			s := seen[t.ID]
-			if s == nil {
-				s = &shown{}
+			d := displays[t.ID]
+			if d == nil {
+				d = &display{}
 			}
-			now[t.ID] = s
+			active[t.ID] = d
 			if !t.Ended {
-				w.showTurn(ctx, t, s)
+				w.showTurn(ctx, t, d)
 			}
 		}
-		seen = now
+		displays = active
 		pause := idle
-		if len(turns) > 0 && (edits || types) {
+		if len(turns) > 0 && (canEdit || canType) {
 			pause = watchActive
 		}
 		next.Reset(pause)
@@ -124,7 +124,7 @@ func (w *worker) activeTurns(ctx context.Context) ([]activeTurn, error) {
 // FailedNotice answers a message whose turn failed.
 const FailedNotice = "Something went wrong, and I could not finish this answer. Please write again."
 
-// silentTurn is a turn that failed without an answer, because its workers were lost or its time ran out.
+// silentTurn is a turn that failed or timed out without an answer.
 type silentTurn struct{ ExecutionID, ThreadID, TraceID string }
 
 // finishTurns records the messages whose turn has ended. A silent turn gets a notice: the channel shows its error
@@ -170,11 +170,11 @@ func (w *worker) finishTurns(ctx context.Context) error {
 }
 
 // showTurn shows that the agent writes an answer, and the present part of it.
-func (w *worker) showTurn(ctx context.Context, t activeTurn, s *shown) {
+func (w *worker) showTurn(ctx context.Context, t activeTurn, shown *display) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	if typist, can := w.transport.(Typist); can && !t.Awaits && time.Since(s.typed) > typingPeriod {
-		s.typed = time.Now()
+	if typist, ok := w.transport.(Typist); ok && !t.Awaits && time.Since(shown.typed) > typingPeriod {
+		shown.typed = time.Now()
 		if err := typist.Typing(ctx, t.Conversation); err != nil {
 			w.Logger.DebugContext(ctx, "typing not shown", "channel", w.name, "error", message(err))
 		}
@@ -183,9 +183,9 @@ func (w *worker) showTurn(ctx context.Context, t activeTurn, s *shown) {
 		t.Draft = strings.TrimSpace(t.Draft + "\n\n" + approvalNotice)
 	}
 	limits := w.transport.Limits()
-	editor, can := w.transport.(Editor)
-	if !can || limits.Edits == 0 || t.Draft == "" || t.DraftID == lostDraft || t.Draft == s.text ||
-		time.Since(s.edited) < limits.Edits || t.Age < draftPatience.Seconds() ||
+	editor, ok := w.transport.(Editor)
+	if !ok || limits.Edits == 0 || t.Draft == "" || t.DraftID == lostDraft || t.Draft == shown.text ||
+		time.Since(shown.edited) < limits.Edits || t.Age < draftDelay.Seconds() ||
 		time.Now().UnixNano() < w.quiet.Load() {
 		return
 	}
@@ -197,10 +197,10 @@ func (w *worker) showTurn(ctx context.Context, t activeTurn, s *shown) {
 		return
 	}
 	defer unlock()
-	if over, err := w.answered(ctx, t.ExecutionID); err != nil || over {
+	if ended, err := w.turnEnded(ctx, t.ExecutionID); err != nil || ended {
 		return
 	}
-	s.text, s.edited = t.Draft, time.Now()
+	shown.text, shown.edited = t.Draft, time.Now()
 	if t.DraftID != "" {
 		if err := editor.Edit(ctx, t.DraftID, m); err != nil {
 			w.Logger.DebugContext(ctx, "draft not edited", "channel", w.name, "error", message(err))
@@ -210,11 +210,11 @@ func (w *worker) showTurn(ctx context.Context, t activeTurn, s *shown) {
 	w.sendDraft(ctx, t, m)
 }
 
-// answered reports whether the answer of a turn is being sent, which ends its drafts.
-func (w *worker) answered(ctx context.Context, execution string) (over bool, err error) {
+// turnEnded reports whether a turn has ended. Then its answer replaces the draft.
+func (w *worker) turnEnded(ctx context.Context, execution string) (ended bool, err error) {
 	err = w.Pool.QueryRow(ctx, `select exists (select from agent_executions where id = @id and completed_at is not null)`,
-		postgres.Strict{"id": execution}).Scan(&over)
-	return over, err
+		postgres.Strict{"id": execution}).Scan(&ended)
+	return ended, err
 }
 
 // sendDraft sends the first draft of a turn. Its id is lost if the process dies meanwhile.

@@ -9,13 +9,11 @@ import (
 	"fmt"
 	"net/mail"
 	"strings"
-
-	"github.com/emersion/go-msgauth/authres"
 )
 
 const (
-	rootBytes  = 8
-	macBytes   = 10
+	rootBytes  = 8   // of the hash that identifies a mail thread
+	macBytes   = 10  // of a signature, as much as fits into a local part of 64 bytes
 	unproven   = "?" // before the address of a sender that is not proven
 	maxAddress = 120 // bytes of an address; a conversation combines it with its root
 )
@@ -32,7 +30,7 @@ func decode(text string) []byte {
 	return raw
 }
 
-// mac signs the parts for one use.
+// mac signs the parts for one use, with the key of the channel.
 func (t *transport) mac(use string, parts ...string) []byte {
 	h := hmac.New(sha256.New, t.key)
 	fmt.Fprintf(h, "%s\x00%s", use, t.Channel.Name)
@@ -63,7 +61,7 @@ func parseConversation(text string) (who string, root []byte, err error) {
 	return who, root, nil
 }
 
-// plainAddress reports whether an address may appear unchanged in an SMTP command and in a header.
+// plainAddress reports whether an address of ASCII may appear unchanged in an SMTP command and in a header.
 func plainAddress(address string) bool {
 	local, domain, ok := strings.Cut(address, "@")
 	if !ok || local == "" || domain == "" || len(address) > maxAddress {
@@ -150,69 +148,4 @@ func (t *transport) tokenOf(messageID string) string {
 		return ""
 	}
 	return parts[2]
-}
-
-// proven reports whether the pinned server confirms that the mail comes from the domain. Only its first header counts:
-// the server adds it on top, above any header of the sender.
-func proven(headers []string, server, domain string) bool {
-	if server == "" || domain == "" {
-		return false
-	}
-	for _, header := range headers {
-		id, results, err := authres.Parse(withoutQuotes(header))
-		if !strings.EqualFold(id, server) {
-			continue
-		}
-		return err == nil && passes(results, domain)
-	}
-	return false
-}
-
-func passes(results []authres.Result, domain string) (pass bool) {
-	for _, result := range results {
-		switch r := result.(type) {
-		case *authres.DMARCResult:
-			if r.Value != authres.ResultPass && r.Value != authres.ResultNone {
-				return false
-			}
-			pass = pass || r.Value == authres.ResultPass && strings.EqualFold(r.From, domain)
-		case *authres.DKIMResult:
-			of := r.Domain
-			if of == "" {
-				_, of, _ = strings.Cut(r.Identifier, "@")
-			}
-			pass = pass || r.Value == authres.ResultPass && strings.EqualFold(of, domain)
-		}
-	}
-	return pass
-}
-
-// withoutQuotes replaces comments and quoted strings: the parser would take a semicolon in them, which the sender may
-// have written, for the end of a result. It returns "" for a header with an unclosed one.
-func withoutQuotes(header string) string {
-	var out strings.Builder
-	depth, quoted := 0, false
-	for i := 0; i < len(header); i++ {
-		switch c := header[i]; {
-		case c == '\\' && (quoted || depth > 0):
-			i++
-		case quoted:
-			quoted = c != '"'
-		case c == '(':
-			depth++
-		case c == ')' && depth > 0:
-			depth--
-			out.WriteByte(' ')
-		case depth > 0:
-		case c == '"':
-			quoted = true
-			out.WriteByte('_')
-		default:
-			out.WriteByte(c)
-		}
-	}
-	if quoted || depth > 0 {
-		return ""
-	}
-	return out.String()
 }

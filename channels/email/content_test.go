@@ -130,7 +130,7 @@ func TestHostileMailIsReadWithinBounds(t *testing.T) {
 			m, err := read([]byte(test.raw))
 			require.NoError(t, err)
 			assert.Contains(t, m.text, test.want)
-			assert.Truef(t, len(m.text) <= maxText+100 && len(m.files) <= maxFiles && len(m.references) <= 2*maxIDs &&
+			assert.Truef(t, len(m.text) <= maxText+100 && len(m.files) <= maxParts && len(m.references) <= 2*maxIDs &&
 				utf8.ValidString(m.text) && len(m.subject) <= 200, "%d bytes of text, %d files, %d references, a subject of %d",
 				len(m.text), len(m.files), len(m.references), len(m.subject))
 		})
@@ -243,7 +243,7 @@ func FuzzRead(f *testing.F) {
 		}
 		withoutQuote(m.text, "support@shop.example")
 		proven(m.results, "mx", "x")
-		assert.Truef(t, utf8.ValidString(m.text) && len(m.text) <= maxText+100 && len(m.files) <= maxFiles,
+		assert.Truef(t, utf8.ValidString(m.text) && len(m.text) <= maxText+100 && len(m.files) <= maxParts,
 			"%d bytes of text, %d files", len(m.text), len(m.files))
 		for _, text := range []string{m.subject, m.name, m.from} {
 			assert.Truef(t, !strings.ContainsAny(text, "\r\n\x00") && utf8.ValidString(text), "%q is no line", text)

@@ -87,7 +87,7 @@ func mailOf(id, headers, text string) []byte {
 func (t *transport) receivedFrom(tb testing.TB, raw []byte, to ...string) channels.Incoming {
 	tb.Helper()
 	in := &inbox{}
-	require.NoError(tb, t.take(tb.Context(), in, raw, envelope{from: bob, to: to, sure: true}))
+	require.NoError(tb, t.storeMail(tb.Context(), in, raw, envelope{from: bob, to: to, trusted: true}))
 	require.Equal(tb, 1, len(in.got), "messages came of one mail")
 	return in.got[0]
 }
@@ -220,7 +220,7 @@ func TestAutomaticMailIsStoredAndNotAnswered(t *testing.T) {
 			t.Parallel()
 			in := &inbox{}
 			raw := mailOf("1@home", pass+test.headers, "Hello")
-			require.NoError(t, mb.take(t.Context(), in, raw, envelope{from: test.from, sure: true}))
+			require.NoError(t, mb.storeMail(t.Context(), in, raw, envelope{from: test.from, trusted: true}))
 			assert.Truef(t, len(in.got) == 1 && in.got[0].Ignored != "", "%+v", in.got)
 		})
 	}
@@ -241,7 +241,7 @@ func TestMailOfAnUnprovenSenderIsHeldWherePairingIsRequired(t *testing.T) {
 	assert.Truef(t, free.Ignored == "" && free.Sender == "?"+bob && strings.HasPrefix(free.Conversation, "?"+bob+"#"),
 		"an open channel takes it as %+v", free)
 	in := &inbox{} // any client can write the header
-	require.NoError(t, open(t).take(t.Context(), in, mailOf("1@home", pass, "Hello"), envelope{from: bob}))
+	require.NoError(t, open(t).storeMail(t.Context(), in, mailOf("1@home", pass, "Hello"), envelope{from: bob}))
 	assert.Equal(t, "?"+bob, in.got[0].Sender)
 }
 
@@ -259,7 +259,7 @@ func TestABounceMarksTheMessageThatItsReturnPathNames(t *testing.T) {
 	take := func(raw []byte, to string) *inbox {
 		t.Helper()
 		in := &inbox{}
-		require.NoError(t, mb.take(t.Context(), in, raw, envelope{to: []string{to}}))
+		require.NoError(t, mb.storeMail(t.Context(), in, raw, envelope{to: []string{to}}))
 		return in
 	}
 	failed := take(bounce("failed"), mb.bouncePath(id))

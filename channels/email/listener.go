@@ -6,7 +6,8 @@ import (
 	"time"
 )
 
-// listener ends silent connections after busyTimeout while there are maxConnections. So idle ones do not block mail.
+// listener closes a silent connection after busyTimeout, instead of idleTimeout, while there are maxConnections. So idle
+// connections do not block mail for long.
 type listener struct {
 	net.Listener
 	mu   sync.Mutex
@@ -38,13 +39,13 @@ type connection struct {
 	deadline time.Time
 }
 
-// limit sets the deadline of the next read. The caller holds mu.
+// limit sets the deadline of the next read. The caller holds the listener's mu.
 func (c *connection) limit() error {
-	at := c.deadline
-	if soon := time.Now().Add(busyTimeout); len(c.listener.open) == maxConnections && soon.Before(at) {
-		at = soon
+	deadline := c.deadline
+	if busy := time.Now().Add(busyTimeout); len(c.listener.open) == maxConnections && busy.Before(deadline) {
+		deadline = busy
 	}
-	return c.Conn.SetReadDeadline(at)
+	return c.Conn.SetReadDeadline(deadline)
 }
 
 // SetReadDeadline implements [net.Conn].

@@ -18,12 +18,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels"
 )
 
-// Bounds of a mail. The rest is dropped; a larger header is an error.
+// Bounds of a mail. Parts beyond maxParts or maxDepth are dropped, and so is text beyond maxText, with a line that says
+// so; a larger header is an error. The inbox bounds the files.
 const (
 	maxHeader = 256 << 10
 	maxDepth  = 10
 	maxParts  = 100
-	maxFiles  = 8
 	maxIDs    = 50      // of References
 	maxText   = 60_000  // bytes of the text
 	maxSource = 1 << 20 // bytes of HTML that become text
@@ -236,7 +236,7 @@ func (w *walker) part(e *message.Entity, path, kind string) {
 		add(&w.plain, e.Body, maxText+1)
 	case inline && kind == "text/html":
 		add(&w.html, e.Body, maxSource)
-	case len(w.files) < maxFiles:
+	default:
 		size, _ := io.Copy(io.Discard, e.Body)
 		name = cmp.Or(name, "part-"+path)
 		w.files = append(w.files, channels.File{ID: path, Name: name, Type: line(kind, 100), Size: size})

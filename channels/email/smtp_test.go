@@ -168,7 +168,7 @@ func TestTheListenerTakesMailForTheChannelOnly(t *testing.T) {
 		c, _, err := mb.dial(t.Context())
 		require.NoError(t, err)
 		defer c.Close()
-		if err := offer(c, bob, to); err != nil {
+		if err := startMail(c, bob, to); err != nil {
 			return err
 		}
 		return data(c, text)

@@ -43,41 +43,41 @@ var (
 // sections renders Markdown as texts of Slack's mrkdwn, each within the limit of a section.
 func sections(markdown string) []string {
 	var all []string
-	var now strings.Builder
+	var section strings.Builder
 	size := 0
 	flush := func() {
-		if text := strings.Trim(now.String(), "\n"); text != "" {
+		if text := strings.Trim(section.String(), "\n"); text != "" {
 			all = append(all, text)
 		}
-		now.Reset()
+		section.Reset()
 		size = 0
 	}
 	code := false
-	put := func(line string) {
+	write := func(line string) {
 		n := channels.UTF16(line) + 1
 		if size+n > maxSection-len("```\n```\n") {
 			if code {
-				now.WriteString("```")
+				section.WriteString("```")
 			}
 			flush()
 			if code {
-				now.WriteString("```\n")
+				section.WriteString("```\n")
 			}
 		}
-		now.WriteString(line + "\n")
+		section.WriteString(line + "\n")
 		size += n
 	}
 	for _, line := range lines(markdown) {
-		for _, piece := range chop(line.text, maxSection-100) {
+		for _, piece := range splitLine(line.text, maxSection-100) {
 			if line.code != code {
-				put("```")
+				write("```")
 				code = line.code
 			}
-			put(piece)
+			write(piece)
 		}
 	}
 	if code {
-		put("```")
+		write("```")
 	}
 	flush()
 	return all
@@ -120,18 +120,18 @@ func renderLine(text string) string {
 	if cut := quote.FindString(text); cut != "" {
 		prefix, text = "> ", text[len(cut):]
 	}
-	if got := heading.FindStringSubmatch(text); got != nil {
-		return prefix + "*" + strings.ReplaceAll(renderSpans(got[1]), "*", "") + "*"
+	if match := heading.FindStringSubmatch(text); match != nil {
+		return prefix + "*" + strings.ReplaceAll(renderSpans(match[1]), "*", "") + "*"
 	}
 	if rule.MatchString(text) {
 		return prefix + "———"
 	}
-	if got := bullet.FindStringSubmatch(text); got != nil {
+	if match := bullet.FindStringSubmatch(text); match != nil {
 		mark := "• "
-		if box := strings.TrimSpace(got[2]); box != "" {
+		if box := strings.TrimSpace(match[2]); box != "" {
 			mark = map[bool]string{true: "☐ ", false: "☑ "}[box == "[ ]"]
 		}
-		prefix, text = prefix+got[1]+mark, text[len(got[0]):]
+		prefix, text = prefix+match[1]+mark, text[len(match[0]):]
 	}
 	return prefix + renderSpans(text)
 }
@@ -186,8 +186,8 @@ func link(label, address string) string {
 // token is an indivisible part: an entity, a link, a character.
 var token = regexp.MustCompile(`(?s)&[a-z]+;|<[^>]*>|.`)
 
-// chop cuts a line into pieces of at most n units, at spaces if possible.
-func chop(text string, n int) []string {
+// splitLine cuts a line into pieces of at most n units, at spaces if possible.
+func splitLine(text string, n int) []string {
 	if channels.UTF16(text) <= n {
 		return []string{text}
 	}
@@ -216,8 +216,8 @@ var reference = regexp.MustCompile(`<([^<>|]+)(?:\|([^<>]*))?>`)
 func plain(text, self string) string {
 	text = strings.TrimSpace(strings.ReplaceAll(text, "<@"+self+">", ""))
 	text = reference.ReplaceAllStringFunc(text, func(match string) string {
-		got := reference.FindStringSubmatch(match)
-		target, label := got[1], got[2]
+		groups := reference.FindStringSubmatch(match)
+		target, label := groups[1], groups[2]
 		switch {
 		case target[0] == '@' || target[0] == '#' || target[0] == '!':
 			if label != "" {

@@ -64,7 +64,7 @@ func TestSectionsStayWithinTheLimits(t *testing.T) {
 				"%s: part %d has %d characters in %d sections", name, i, all, len(texts))
 		}
 	}
-	assert.NoDiff(t, []string{"a ", "&amp; ", "b"}, chop("a &amp; b", 6))
+	assert.NoDiff(t, []string{"a ", "&amp; ", "b"}, splitLine("a &amp; b", 6))
 }
 
 func TestReceivedTextIsPlain(t *testing.T) {

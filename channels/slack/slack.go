@@ -18,9 +18,9 @@ package slack
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/url"
@@ -36,22 +36,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 )
 
-// metadataType marks the metadata of our messages.
-const metadataType = "lanekeeper_message"
-
 // Transport is the connection to one workspace.
 type Transport struct {
 	api    *slack.Client
 	client *http.Client
-	log    logger
+	log    *slog.Logger
 	socket bool
 	signed signature.Verifier
 
-	mu        sync.Mutex
-	identity  *slack.AuthTestResponse
-	noStatus  atomic.Bool // Slack refused to show that the agent writes an answer
-	pingEvery time.Duration
-	probe     time.Duration
+	socketPing   time.Duration // interval of Slack's pings on a socket
+	pingInterval time.Duration // interval of ping
+	noStatus     atomic.Bool   // Slack refused to show that the agent writes an answer
+
+	mu       sync.Mutex
+	identity *slack.AuthTestResponse // nil before the first answer
 }
 
 // Open opens a transport. It implements [channels.Open].
@@ -65,7 +63,7 @@ func Open(c channels.Config) (channels.Transport, error) {
 		options = append(options, slack.OptionAPIURL(strings.TrimSuffix(base, "/")+"/api/"))
 	}
 	return &Transport{
-		api: slack.New(c.Secrets["token"], options...), client: client, log: logger{c.Logger}, socket: socketMode(c),
+		api: slack.New(c.Secrets["token"], options...), client: client, log: c.Logger, socket: socketMode(c),
 		signed: signature.Verifier{
 			Scheme: signature.HMAC, Secrets: []string{c.Secrets["signing_secret"]},
 			Layout: signature.Layout{
@@ -73,13 +71,13 @@ func Open(c channels.Config) (channels.Transport, error) {
 				Signed: "v0:{timestamp}:{body}",
 			},
 		},
-		pingEvery: 30 * time.Second, probe: 30 * time.Second,
+		socketPing: 30 * time.Second, pingInterval: 30 * time.Second,
 	}, nil
 }
 
 func socketMode(c channels.Config) bool { return c.Channel.Settings["mode"] != "events" }
 
-// Limits implements [channels.Transport]. Slack takes about one change of a message a second.
+// Limits implements [channels.Transport]. Slack allows about one edit of a message a second.
 func (t *Transport) Limits() channels.Limits {
 	return channels.Limits{Text: maxPart, Length: length, Edits: 1500 * time.Millisecond, Buttons: true}
 }
@@ -93,166 +91,23 @@ func (t *Transport) Issuer(ctx context.Context) (string, error) {
 	return "slack:" + me.TeamID, nil
 }
 
-// self returns the bot's identity. It asks Slack once.
+// self returns the bot's identity, which Slack reports once per transport.
 func (t *Transport) self(ctx context.Context) (*slack.AuthTestResponse, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.identity == nil {
 		me, err := t.api.AuthTestContext(ctx)
 		if err != nil {
-			return nil, fmt.Errorf("log in at Slack: %w", classify(err)) // not "auth.test:", whose value is redacted
+			// Not "auth.test: …": package redact would hide the reason.
+			return nil, fmt.Errorf("log in at Slack: %w", classify(err))
 		}
 		t.identity = me
 	}
 	return t.identity, nil
 }
 
-// place is the place of a conversation.
-type place struct{ channel, thread string }
-
-func placeOf(conversation string) place {
-	channel, thread, _ := strings.Cut(conversation, ":")
-	return place{channel, thread}
-}
-
-// Send implements [channels.Transport].
-func (t *Transport) Send(ctx context.Context, m channels.Message) (string, error) {
-	to := placeOf(m.Conversation)
-	options := content(m)
-	if to.thread != "" {
-		options = append(options, slack.MsgOptionTS(to.thread))
-	}
-	channel, ts, err := t.api.PostMessageContext(ctx, to.channel, options...)
-	if err != nil {
-		return "", classify(err)
-	}
-	return channel + ":" + ts, nil
-}
-
-// Edit implements [channels.Editor].
-func (t *Transport) Edit(ctx context.Context, externalID string, m channels.Message) error {
-	channel, ts, _ := strings.Cut(externalID, ":")
-	if _, _, _, err := t.api.UpdateMessageContext(ctx, channel, ts, content(m)...); err != nil {
-		return classify(err)
-	}
-	return nil
-}
-
-// content renders a message: blocks, and a plain text for notifications and clients without blocks.
-func content(m channels.Message) []slack.MsgOption {
-	var blocks []slack.Block
-	texts := sections(m.Markdown)
-	for _, text := range texts {
-		blocks = append(blocks, slack.NewSectionBlock(slack.NewTextBlockObject(slack.MarkdownType, text, false, false),
-			nil, nil, slack.SectionBlockOptionExpand(true)))
-	}
-	if len(m.Buttons) > 0 {
-		var elements []slack.BlockElement
-		for i, b := range m.Buttons {
-			elements = append(elements, slack.NewButtonBlockElement(fmt.Sprintf("lanekeeper:%d", i), b.Nonce,
-				slack.NewTextBlockObject(slack.PlainTextType, short(b.Label, 75), false, false)))
-		}
-		blocks = append(blocks, slack.NewActionBlock("lanekeeper", elements...))
-	}
-	return []slack.MsgOption{
-		slack.MsgOptionText(cmp.Or(strings.Join(texts, "\n"), "…"), false), slack.MsgOptionBlocks(blocks...),
-		slack.MsgOptionDisableLinkUnfurl(), slack.MsgOptionDisableMediaUnfurl(),
-		slack.MsgOptionMetadata(slack.SlackMetadata{
-			EventType: metadataType, EventPayload: map[string]any{"id": m.ID, "part": m.Part},
-		}),
-	}
-}
-
-func short(text string, n int) string {
-	if runes := []rune(text); len(runes) > n {
-		return string(runes[:n-1]) + "…"
-	}
-	return text
-}
-
-// Find implements [channels.Finder]: it reads the thread, or the latest messages outside of threads. Only messages of
-// the bot count, because others could copy the metadata.
-func (t *Transport) Find(ctx context.Context, m channels.Message) (string, bool, error) {
-	me, err := t.self(ctx)
-	if err != nil {
-		return "", false, err
-	}
-	const pages, size = 5, 200
-	at, cursor := placeOf(m.Conversation), ""
-	for range pages {
-		got, next, err := t.read(ctx, at, cursor, size)
-		if err != nil {
-			return "", false, err
-		}
-		for _, one := range got {
-			id, part := one.Metadata.EventPayload["id"], fmt.Sprint(one.Metadata.EventPayload["part"])
-			ours := one.User == me.UserID || one.BotID != "" && one.BotID == me.BotID
-			if ours && one.Metadata.EventType == metadataType && id == m.ID && part == fmt.Sprint(m.Part) {
-				return at.channel + ":" + one.Timestamp, true, nil
-			}
-		}
-		if cursor = next; cursor == "" {
-			return "", false, nil
-		}
-	}
-	return "", false, errors.New("the conversation is too long to be read back")
-}
-
-// read reads a page of a conversation.
-func (t *Transport) read(ctx context.Context, at place, cursor string, size int) ([]slack.Message, string, error) {
-	if at.thread != "" {
-		got, _, next, err := t.api.GetConversationRepliesContext(ctx, &slack.GetConversationRepliesParameters{
-			ChannelID: at.channel, Timestamp: at.thread, Cursor: cursor, Limit: size, IncludeAllMetadata: true,
-		})
-		if err != nil {
-			return nil, "", classify(err)
-		}
-		return got, next, nil
-	}
-	got, err := t.api.GetConversationHistoryContext(ctx, &slack.GetConversationHistoryParameters{
-		ChannelID: at.channel, Cursor: cursor, Limit: size, IncludeAllMetadata: true,
-	})
-	if err != nil {
-		return nil, "", classify(err)
-	}
-	return got.Messages, got.ResponseMetaData.NextCursor, nil
-}
-
-// Typing implements [channels.Typist], in threads of an app that Slack permits to show it.
-func (t *Transport) Typing(ctx context.Context, conversation string) error {
-	at := placeOf(conversation)
-	if at.thread == "" || t.noStatus.Load() {
-		return nil
-	}
-	err := t.api.SetAssistantThreadsStatusContext(ctx, slack.AssistantThreadsSetStatusParameters{
-		ChannelID: at.channel, ThreadTS: at.thread, Status: "is writing…",
-	})
-	if err == nil {
-		return nil
-	}
-	if refused, is := errors.AsType[slack.SlackErrorResponse](err); is && !unavailable(refused.Err) {
-		t.noStatus.Store(true)
-	}
-	return classify(err)
-}
-
-// Acknowledge implements [channels.Acknowledger]: a line that only the person who pressed the button sees.
-func (t *Transport) Acknowledge(ctx context.Context, click channels.Incoming, text string) error {
-	var ref clickRef
-	if err := json.Unmarshal([]byte(click.Ref), &ref); err != nil {
-		return fmt.Errorf("acknowledge click: %w", err)
-	}
-	options := []slack.MsgOption{slack.MsgOptionText(escape(text), false)}
-	if ref.Thread != "" {
-		options = append(options, slack.MsgOptionTS(ref.Thread))
-	}
-	if _, err := t.api.PostEphemeralContext(ctx, ref.Channel, ref.User, options...); err != nil {
-		return classify(err)
-	}
-	return nil
-}
-
-// Fetch implements [channels.Fetcher]. The address is read now: the token goes to Slack's own hosts only.
+// Fetch implements [channels.Fetcher]. It reads the address of the file from Slack and not from the message, because
+// the request has the bot's token.
 func (t *Transport) Fetch(ctx context.Context, f channels.File, limit int64) ([]byte, error) {
 	info, _, _, err := t.api.GetFileInfoContext(ctx, f.ID, 0, 0)
 	if err != nil {
@@ -282,7 +137,7 @@ func (l *limited) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// unavailable reports Slack's errors about the service, not the call: the call may have succeeded.
+// unavailable reports errors of Slack's service: the call may have succeeded.
 func unavailable(why string) bool {
 	return slices.Contains([]string{"internal_error", "fatal_error", "service_unavailable", "request_timeout"}, why)
 }
@@ -295,15 +150,15 @@ func unauthorized(why string) bool {
 	}, why)
 }
 
-// classify describes the outcome of a call.
+// classify converts an error of a call to a [channels.SendError].
 func classify(err error) error {
-	if failed, is := errors.AsType[*url.Error](err); is {
-		err = failed.Err // the URL, and "auth.test:" in it, adds nothing
+	if failed, ok := errors.AsType[*url.Error](err); ok {
+		err = failed.Err // without the URL: package redact would hide the text after "auth.test:"
 	}
-	if limit, is := errors.AsType[*slack.RateLimitedError](err); is {
+	if limit, ok := errors.AsType[*slack.RateLimitedError](err); ok {
 		return &channels.SendError{Err: err, RetryAfter: max(limit.RetryAfter, time.Second)}
 	}
-	if refused, is := errors.AsType[slack.SlackErrorResponse](err); is {
+	if refused, ok := errors.AsType[slack.SlackErrorResponse](err); ok {
 		switch {
 		case unavailable(refused.Err):
 			return &channels.SendError{Err: err, MaybeSent: true}
@@ -314,10 +169,10 @@ func classify(err error) error {
 		}
 		return &channels.SendError{Err: fmt.Errorf("answer of Slack: %s", refused.Err), Permanent: true}
 	}
-	if status, is := errors.AsType[slack.StatusCodeError](err); is && status.Code < 500 {
+	if status, ok := errors.AsType[slack.StatusCodeError](err); ok && status.Code < 500 {
 		return channels.NotSent(err)
 	}
-	if dial, is := errors.AsType[*net.OpError](err); is && dial.Op == "dial" {
+	if dial, ok := errors.AsType[*net.OpError](err); ok && dial.Op == "dial" {
 		return channels.NotSent(err)
 	}
 	return &channels.SendError{Err: err, MaybeSent: true}

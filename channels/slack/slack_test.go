@@ -209,8 +209,8 @@ func TestABurstIsStoredAtOnce(t *testing.T) {
 	client.Events <- event("message", "2", "1")
 	client.Events <- socketmode.Event{Type: socketmode.EventTypeHello}
 	client.Events <- event("app_mention", "3", "")
-	rest := w.take(t.Context(), client, event("app_mention", "1", ""), w.inbox)
-	assert.Equal(t, socketmode.EventTypeHello, rest.Type)
+	connection := w.handleEvents(t.Context(), client, event("app_mention", "1", ""), w.inbox)
+	assert.Equal(t, socketmode.EventTypeHello, connection.Type)
 	assert.NoDiff(t, []string{"U1 C1:1 hello", "U1 C1:1 hello"}, w.inbox.texts())
 	assert.Equal(t, 1, w.inbox.calls)
 	assert.Equal(t, 1, len(client.Events))
@@ -233,18 +233,18 @@ func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	w.inbox.stored = cancel // the client has no room for 100 acknowledgements
-	w.take(ctx, client, event(1, "hello"), w.inbox)
+	w.handleEvents(ctx, client, event(1, "hello"), w.inbox)
 	w.inbox.stored = nil
 	assert.Equal(t, 1, w.inbox.calls)
 	assert.Equal(t, 100, len(w.inbox.texts()))
-	w.take(t.Context(), socketmode.New(w.api), <-client.Events, w.inbox)
+	w.handleEvents(t.Context(), socketmode.New(w.api), <-client.Events, w.inbox)
 	assert.Equal(t, 101, len(w.inbox.texts()))
 
 	client, w.inbox.rejectedText = socketmode.New(w.api), "bad"
 	for i, text := range []string{"good", "bad", "good"} {
 		client.Events <- event(103+i, text)
 	}
-	w.take(t.Context(), client, event(102, "good"), w.inbox)
+	w.handleEvents(t.Context(), client, event(102, "good"), w.inbox)
 	assert.Equal(t, 104, len(w.inbox.texts()))
 }
 
@@ -309,7 +309,7 @@ func TestHookVerifiesSignatures(t *testing.T) {
 // The client reconnects after a disconnect, and when an open socket carries no data.
 func TestSocketsReconnect(t *testing.T) {
 	t.Parallel()
-	w := newFixture(t, "socket", func(t *Transport) { t.pingEvery, t.probe = 400*time.Millisecond, 100*time.Millisecond })
+	w := newFixture(t, "socket", func(t *Transport) { t.socketPing, t.pingInterval = 400*time.Millisecond, 100*time.Millisecond })
 	w.fake.Disconnect()
 	w.eventually(func() bool { return w.fake.Calls("apps.connections.open") >= 2 && w.fake.Connected() == 1 })
 	w.fake.DropFrames(true)
@@ -335,10 +335,10 @@ func TestFindFindsLostSends(t *testing.T) {
 		_, err := w.Send(t.Context(), m)
 		failure, is := errors.AsType[*channels.SendError](err)
 		require.Truef(t, is && failure.MaybeSent, "%s: %v", conversation, err)
-		sent := w.fake.Messages(placeOf(conversation).channel)[0]
+		sent := w.fake.Messages(parseAddress(conversation).channel)[0]
 		id, found, err := w.Find(t.Context(), m)
 		assert.Truef(t, found && err == nil && id == sent.Channel+":"+sent.TS &&
-			sent.ThreadTS == placeOf(conversation).thread, "%s: %q %v %v", conversation, id, found, err)
+			sent.ThreadTS == parseAddress(conversation).thread, "%s: %q %v %v", conversation, id, found, err)
 		m.Part = 2
 		_, found, _ = w.Find(t.Context(), m)
 		assert.Truef(t, !found, "%s: another part was found", conversation)

@@ -1,0 +1,99 @@
+package telegram
+
+import (
+	"cmp"
+	"strconv"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/channels"
+)
+
+// update is an update of the Bot API, with the fields that this package reads.
+type update struct {
+	ID      int64     `json:"update_id"`
+	Message *message  `json:"message"`
+	Click   *callback `json:"callback_query"`
+}
+
+type message struct {
+	ID       int64  `json:"message_id"`
+	Topic    int64  `json:"message_thread_id"`
+	IsTopic  bool   `json:"is_topic_message"`
+	From     *user  `json:"from"`
+	Chat     chat   `json:"chat"`
+	Text     string `json:"text"`
+	Caption  string `json:"caption"`
+	Photo    []file `json:"photo"` // sizes of one photo, the largest last
+	Document *file  `json:"document"`
+}
+
+type user struct {
+	ID       int64  `json:"id"`
+	IsBot    bool   `json:"is_bot"`
+	First    string `json:"first_name"`
+	Last     string `json:"last_name"`
+	Username string `json:"username"`
+}
+
+type chat struct {
+	ID int64 `json:"id"`
+}
+
+type file struct {
+	ID   string `json:"file_id"`
+	Name string `json:"file_name"`
+	Type string `json:"mime_type"`
+	Size int64  `json:"file_size"`
+	Path string `json:"file_path"`
+}
+
+type callback struct {
+	ID      string   `json:"id"`
+	From    user     `json:"from"`
+	Message *message `json:"message"`
+	Data    string   `json:"data"`
+}
+
+// incoming converts updates. It omits messages of bots, messages without a sender, and clicks on messages that Telegram
+// no longer has.
+func incoming(updates ...update) (list []channels.Incoming) {
+	for _, u := range updates {
+		switch {
+		case u.Click != nil && u.Click.Message != nil:
+			m := u.Click.Message
+			list = append(list, channels.Incoming{
+				ExternalID: "click " + u.Click.ID, Conversation: m.conversation(), Sender: id(u.Click.From.ID),
+				SenderName: u.Click.From.name(), Click: u.Click.Data, Ref: u.Click.ID, MessageRef: id(m.ID),
+			})
+		case u.Message != nil && u.Message.From != nil && !u.Message.From.IsBot:
+			m := u.Message
+			in := channels.Incoming{
+				ExternalID: "message " + id(m.Chat.ID) + ":" + id(m.ID), Conversation: m.conversation(), Sender: id(m.From.ID),
+				SenderName: m.From.name(), Text: cmp.Or(m.Text, m.Caption), MessageRef: id(m.ID),
+			}
+			if n := len(m.Photo); n > 0 {
+				p := m.Photo[n-1]
+				in.Files = append(in.Files, channels.File{ID: p.ID, Name: "photo.jpg", Type: "image/jpeg", Size: p.Size})
+			}
+			if d := m.Document; d != nil {
+				in.Files = append(in.Files, channels.File{ID: d.ID, Name: cmp.Or(d.Name, "document"), Type: d.Type, Size: d.Size})
+			}
+			list = append(list, in)
+		}
+	}
+	return list
+}
+
+func id(n int64) string { return strconv.FormatInt(n, 10) }
+
+// conversation is the chat, with its topic in a forum.
+func (m *message) conversation() string {
+	if m.IsTopic {
+		return id(m.Chat.ID) + "/" + id(m.Topic)
+	}
+	return id(m.Chat.ID)
+}
+
+func (u user) name() string {
+	return cmp.Or(strings.TrimSpace(u.First+" "+u.Last), u.Username)
+}
