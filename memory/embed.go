@@ -22,7 +22,7 @@ const (
 	embedOverlap  = 10 * time.Minute
 	embedBatch    = 32 // texts in one request
 	embedTimeout  = time.Minute
-	embedClaim    = 5 * time.Minute // then another process may claim it
+	embedClaim    = 5 * time.Minute // lifetime of a claim; after it, another process may claim the entry
 	maxEmbedPause = 5 * time.Minute // between passes while the server fails
 	maxEmbedded   = 8000            // bytes of a text that are embedded
 	shortEmbedded = 2000            // of a text that the server rejected
@@ -35,12 +35,12 @@ func (x *Index) Run(ctx context.Context, db postgres.DB) error {
 	if x == nil {
 		return nil
 	}
-	var all time.Time // time of the next full comparison
+	var nextFull time.Time // time of the next full comparison
 	var since time.Time
 	pause, failing := embedEvery, false
 	for {
 		began := time.Now()
-		full := !began.Before(all)
+		full := !began.Before(nextFull)
 		if full {
 			since = time.Time{}
 		}
@@ -59,7 +59,7 @@ func (x *Index) Run(ctx context.Context, db postgres.DB) error {
 			}
 			failing, pause, since = false, embedEvery, began.Add(-embedOverlap)
 			if full {
-				all = began.Add(embedAllEvery)
+				nextFull = began.Add(embedAllEvery)
 			}
 		}
 		if !sleep.For(ctx, pause) {
@@ -137,8 +137,8 @@ func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]c
 		})
 }
 
-// embed embeds claimed entries in one request, or one by one if the server rejects that. The pass ends with an error
-// if the server fails, or rejects every text.
+// embed embeds claimed entries in one request, or one by one if the server rejects the request. A rejected text is
+// shortened once, then delayed. embed returns an error if the server fails, or rejects each of several texts.
 func (x *Index) embed(ctx context.Context, db postgres.DB, list []claimedEntry) (int, error) {
 	vectors, err := x.requestVectors(ctx, list, maxEmbedded)
 	switch {
@@ -183,8 +183,8 @@ func (x *Index) requestVectors(ctx context.Context, list []claimedEntry, most in
 	return x.model.Embed(ctx, texts)
 }
 
-// refused reports an error that may concern the texts, not the server. Some servers answer 500 to a text that is too
-// long.
+// refused reports an error that may concern the texts and not the server. Some servers respond with status 500 to a text
+// that is too long.
 func refused(err error) bool {
 	modelErr, ok := errors.AsType[*models.Error](err)
 	return ok && slices.Contains([]int{
@@ -203,7 +203,7 @@ func (c claimedEntry) text(most int) string {
 	return truncateBytes(c.Key+": "+value, most)
 }
 
-// truncateBytes cuts a text to a number of bytes at a whole character.
+// truncateBytes cuts a text to a number of bytes, at the start of a character.
 func truncateBytes(text string, most int) string {
 	if len(text) <= most {
 		return text
@@ -286,7 +286,7 @@ func keys(list []claimedEntry) (ids []string, revisions []int) {
 // deleteOtherModels removes vectors of other models after a day. Until then, a process with the other setting may need
 // them.
 func (x *Index) deleteOtherModels(ctx context.Context, db postgres.DB) error {
-	const piece = 1000
+	const batch = 1000
 	for {
 		tag, err := db.Exec(ctx, `
 			delete from agent_memory_embeddings e
@@ -294,46 +294,12 @@ func (x *Index) deleteOtherModels(ctx context.Context, db postgres.DB) error {
 			         select o.memory_id, o.model from agent_memory_embeddings o
 			          where o.model <> @model and o.updated_at < statement_timestamp() - make_interval(secs => @kept::float8)
 			            limit @most)`,
-			postgres.Strict{"model": x.model.Model(), "kept": otherModelTTL.Seconds(), "most": piece})
+			postgres.Strict{"model": x.model.Model(), "kept": otherModelTTL.Seconds(), "most": batch})
 		if err != nil {
 			return fmt.Errorf("remove embeddings of other models: %w", err)
 		}
-		if tag.RowsAffected() < piece {
+		if tag.RowsAffected() < batch {
 			return nil
 		}
 	}
-}
-
-// EmbeddingState is the progress of the embedding.
-type EmbeddingState struct {
-	Extension string // version of the extension vector; empty if the database has none
-	Available bool   // the server offers the extension
-	Server    int    // major version of PostgreSQL
-	Entries   int
-	Embedded  int // current revisions embedded by the model
-}
-
-// State returns the progress of the embedding.
-func (x *Index) State(ctx context.Context, db postgres.DB) (s EmbeddingState, err error) {
-	err = db.QueryRow(ctx, `
-		select coalesce(`+vectorVersion+`, ''), exists (select from pg_available_extensions where name = 'vector'),
-		       current_setting('server_version_num')::int / 10000,
-		       count(*), count(*) filter (where e.dimensions is not null)
-		  from agent_memory m
-		  left join agent_memory_embeddings e on e.memory_id = m.id and e.model = @model and e.revision = m.revision
-		 where m.expires_at is null or m.expires_at > clock_timestamp()`,
-		postgres.Strict{"model": x.model.Model()}).Scan(&s.Extension, &s.Available, &s.Server, &s.Entries, &s.Embedded)
-	if err != nil {
-		return s, fmt.Errorf("count embeddings of memories: %w", err)
-	}
-	return s, nil
-}
-
-// Check embeds a word and returns the length of its vector.
-func (x *Index) Check(ctx context.Context) (dimensions int, err error) {
-	vectors, err := x.model.Embed(ctx, []string{"ping"})
-	if err != nil {
-		return 0, err
-	}
-	return len(vectors[0]), nil
 }

@@ -41,7 +41,7 @@ var composed = map[string]string{
 	"internal/testkit/rows/rows.go":     "pgtest takes the test first",
 	"internal/postgres/listener.go":     "names a channel",
 	"internal/postgres/revision.go":     "runs the statements of its callers, which are checked where they stand",
-	"memory/search.go":                  "names the schema of the extension vector",
+	"memory/index.go":                   "names the schema of the extension vector",
 	"migrations/apply.go":               "runs the embedded migrations",
 	"migrations/client.go":              "runs the embedded grants",
 	"migrations/months.go":              "names a partition",
