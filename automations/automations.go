@@ -64,19 +64,6 @@ const (
 // Manual is the cause of a run that an admin started; the others are the triggers.
 const Manual = "manual"
 
-// maxUndecided bounds the number of undecided proposals.
-const maxUndecided = 20
-
-// States of a run.
-const (
-	DueNow  = "due"     // requested by an event, a signal or an admin; not claimed yet
-	Claimed = "claimed" // running, or its process died
-	Success = "success"
-	Error   = "error" // retried at retry_at
-	Dead    = "dead"  // its attempts are used up
-	Skipped = "skipped"
-)
-
 // SelfHeal is the disabled_by of an automation paused for a skill that self-heal disabled.
 const SelfHeal = "self_heal"
 
@@ -121,37 +108,8 @@ type Automation struct {
 	UpdatedAt      time.Time       `json:"updated_at"`
 }
 
-// Run is a row of agent_automation_runs.
-type Run struct {
-	ID           string          `json:"id"`
-	AutomationID string          `json:"automation_id"`
-	Cause        string          `json:"cause"` // cron, event, signal, manual
-	ScheduledFor time.Time       `json:"scheduled_for"`
-	EventID      *string         `json:"event_id"`
-	Status       string          `json:"status"`
-	Attempt      int             `json:"attempt"`
-	RetryAt      *time.Time      `json:"retry_at"`
-	ExecutionID  *string         `json:"execution_id"`
-	TraceID      string          `json:"trace_id"`
-	ErrorMessage *string         `json:"error_message"`
-	Output       json.RawMessage `json:"output"`
-	CreatedAt    time.Time       `json:"created_at"`
-	FinishedAt   *time.Time      `json:"finished_at"`
-}
-
-// AwaitedApproval returns the approval that the run's call waits for; empty for none.
-func (r Run) AwaitedApproval() string {
-	var output struct {
-		ApprovalID string `json:"approval_id"`
-	}
-	if r.Status != Skipped || json.Unmarshal(r.Output, &output) != nil {
-		return ""
-	}
-	return output.ApprovalID
-}
-
 // PausedFor lists the automations that are paused for a skill, by name. The database pauses them when the skill is
-// disabled, and resumes them when it is enabled. A time that passed meanwhile is due once.
+// disabled, and resumes them when it is enabled. Times of the schedule that passed meanwhile cause one run.
 func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, error) {
 	return postgres.Names(ctx, db, "list automations paused for skill "+skill, `
 		select name from agent_automations where skill_name = @skill and paused_for = @skill and not enabled`,
@@ -167,8 +125,8 @@ func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, paused_for = '',
 		       updated_at = clock_timestamp()
 		 where a.name = @name and not a.enabled and a.disabled_by <> 'proposal'
-		   and not exists (select from agent_skills k where k.name = a.skill_name
-		     and not k.enabled)`, pgx.StrictNamedArgs{"name": name})
+		   and not exists (select from agent_skills k where k.name = a.skill_name and not k.enabled)`,
+		pgx.StrictNamedArgs{"name": name})
 	if err != nil {
 		return false, fmt.Errorf("enable automation %q: %w", name, err)
 	}
@@ -184,8 +142,8 @@ func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	return tag.RowsAffected() > 0, nil
 }
 
-// Disable disables an automation for an admin. The automation then does not resume with its skill. Disable also rejects
-// a proposal. It returns false if an admin has disabled the automation already, and [ErrNotFound] for an unknown one.
+// Disable disables an automation for an admin, so it does not resume with its skill. For a proposal, that is the
+// rejection. It returns false if an admin has disabled the automation already, and [ErrNotFound] for an unknown one.
 func Disable(ctx context.Context, db postgres.DB, name, by, reason string) (bool, error) {
 	if strings.TrimSpace(by) == "" || by == SelfHeal || by == Proposal {
 		return false, fmt.Errorf("disable automation %q: %w", name, errors.New("an admin is required"))
@@ -210,111 +168,6 @@ func changedOrFound(ctx context.Context, db postgres.DB, name string, rows int64
 	}
 	_, err := Get(ctx, db, name)
 	return false, err
-}
-
-// Propose stores an automation that the agent by proposes, and returns it. The automation is disabled until an admin
-// accepts it; earlier events and signals cause no runs. An identical proposal changes nothing. Propose returns
-// [ErrNameTaken] for the name of another automation, and [ErrTooMany] while 20 proposals are undecided.
-func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceID string) (a Automation, err error) {
-	r, err := resolve(d)
-	if err != nil {
-		return Automation{}, fmt.Errorf("propose automation %q: %w", d.Name, err)
-	}
-	if strings.TrimSpace(by) == "" || traceID == "" {
-		return Automation{}, fmt.Errorf("propose automation %q: the proposer or its trace is missing", d.Name)
-	}
-	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		inserted, err := insertProposal(ctx, tx, r, by, traceID)
-		if err != nil {
-			return err
-		}
-		if a, err = Get(ctx, tx, d.Name); err == nil && !inserted && !a.equals(r) {
-			err = ErrNameTaken
-		}
-		return err
-	})
-	if err != nil {
-		return Automation{}, fmt.Errorf("propose automation %q: %w", d.Name, err)
-	}
-	return a, nil
-}
-
-// insertProposal inserts the row; false if the name is taken. A lock makes the count of open proposals exact.
-func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID string) (bool, error) {
-	if _, err := tx.Exec(ctx,
-		`select pg_advisory_xact_lock(hashtextextended('lanekeeper automation proposals', 0))`); err != nil {
-		return false, err
-	}
-	var taken bool
-	var open int
-	err := tx.QueryRow(ctx, `
-		select exists (select from agent_automations where name = @name),
-		       (select count(*) from agent_automations where disabled_by = 'proposal')`,
-		pgx.StrictNamedArgs{"name": r.Name}).Scan(&taken, &open)
-	if err != nil || taken {
-		return false, err
-	}
-	if open >= maxUndecided {
-		return false, ErrTooMany
-	}
-	tag, err := tx.Exec(ctx, `
-		insert into agent_automations
-		       (name, description, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, flow,
-		        max_attempts, enabled, disabled_by, disabled_reason, disabled_at, proposed_by, last_trace_id, source)
-		values (@name, @description, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt,
-		  @flow, @max_attempts, false, 'proposal', 'proposed by the agent; an admin accepts it', clock_timestamp(), @by,
-		  @trace_id, @source)
-		on conflict (name) do nothing`,
-		pgx.StrictNamedArgs{
-			"name": r.Name, "description": r.Description, "trigger": r.Trigger, "cron": r.Cron,
-			"timezone": r.Timezone, "event": r.Event,
-			"condition": r.When, "signal": r.Signal, "skill": r.Skill, "arguments": r.arguments, "prompt": r.Prompt,
-			"flow": r.Flow, "max_attempts": r.MaxAttempts, "by": by, "trace_id": traceID, "source": SourceAgent,
-		})
-	return tag.RowsAffected() > 0, err
-}
-
-// equals reports whether a proposal of the agent equals r.
-func (a Automation) equals(r resolved) bool {
-	return a.ProposedBy != "" && a.Trigger == r.Trigger && a.Cron == r.Cron && a.Event == r.Event &&
-		a.Condition == r.When &&
-		a.Signal == r.Signal && a.SkillName == r.Skill && a.Prompt == r.Prompt && a.Flow == r.Flow
-}
-
-// Accept enables a proposal for an admin; a schedule starts now. It returns false if the automation is not a proposal,
-// and [ErrNotFound] for an unknown automation. [Disable] rejects a proposal.
-func Accept(ctx context.Context, db postgres.DB, nameOrID, by string) (bool, error) {
-	if strings.TrimSpace(by) == "" {
-		return false, fmt.Errorf("accept automation %q: an admin is required", nameOrID)
-	}
-	a, err := Get(ctx, db, nameOrID)
-	if err != nil {
-		return false, err
-	}
-	r, err := resolve(a.definition())
-	if err != nil {
-		return false, fmt.Errorf("accept automation %q: %w", nameOrID, err)
-	}
-	next, err := firstTime(ctx, db, r)
-	if err != nil {
-		return false, fmt.Errorf("accept automation %q: %w", nameOrID, err)
-	}
-	tag, err := db.Exec(ctx, `
-		update agent_automations
-		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, decided_by = @by,
-		       next_run_at = @next, updated_at = clock_timestamp()
-		 where id = @id and disabled_by = 'proposal' and revision = @revision`,
-		pgx.StrictNamedArgs{"id": a.ID, "by": truncate(by), "next": next, "revision": a.Revision})
-	return postgres.Changed(tag, err, fmt.Sprintf("accept automation %q", nameOrID))
-}
-
-// definition returns the fields that determine an automation's times.
-func (a Automation) definition() Definition {
-	return Definition{
-		Name: a.Name, Trigger: a.Trigger, Cron: a.Cron, Timezone: a.Timezone, Event: a.Event,
-		When: a.Condition, Signal: a.Signal,
-		Skill: a.SkillName, Prompt: a.Prompt, Flow: a.Flow, MaxAttempts: a.MaxAttempts,
-	}
 }
 
 // AtRevision locks an automation until the transaction ends. It returns a [*postgres.StaleError] if the automation has
@@ -365,15 +218,6 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, erro
 		pgx.StrictNamedArgs{"key": nameOrID})
 }
 
-// trialPredicate matches an automation a that self-heal has paused for its own skill, and whose next time or pending
-// run can be the skill's trial. Without it, a skill that no model uses would never return. It excludes skills that
-// need approval, because the time of the call is unknown, and a second concurrent trial.
-const trialPredicate = `(a.disabled_by = 'self_heal' and a.paused_for = a.skill_name and exists (
-	select from agent_skills s where s.name = a.paused_for and not s.enabled and s.disabled_by = 'self_heal' and s.trial_at is not null
-	   and s.trust <> 'approve' and coalesce((s.evidence #>> '{trial,until}')::timestamptz <= clock_timestamp(), true))
-	and not exists (select from agent_automation_runs c join agent_automations o on o.id = c.automation_id
-	                 where c.status = 'claimed' and o.paused_for = a.paused_for))`
-
 // Due returns the due automations, the longest waiting first: enabled ones, and those that can try their skill. Claim
 // each with its NextRunAt. limit is 100 when 0.
 func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
@@ -384,48 +228,9 @@ func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
 		 order by next_run_at, id limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
 }
 
-// RunFilter narrows [Runs]; the zero value lists the newest 100.
-type RunFilter struct {
-	AutomationID string
-	Status       string // "dead" is the dead letter box
-	Before       string // an id; returns only older rows
-	Limit        int    // 100 when 0, at most 1000
-}
-
-const runColumns = `id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id,
-	trace_id, error_message, output, created_at, finished_at`
-
-// Runs returns runs, newest first.
-func Runs(ctx context.Context, db postgres.DB, f RunFilter) ([]Run, error) {
-	return postgres.Rows[Run](ctx, db, "list automation runs", `
-		select `+runColumns+`
-		  from agent_automation_runs
-		 where (@automation = '' or automation_id = nullif(@automation, '')::uuid) and (@status = '' or status = @status)
-		   and (@before = '' or id < nullif(@before, '')::uuid)
-		 order by id desc limit @limit`,
-		pgx.StrictNamedArgs{
-			"automation": f.AutomationID, "status": f.Status, "before": f.Before,
-			"limit": postgres.PageSize(f.Limit, defaultPage, maxPage),
-		})
-}
-
-// Abandoned returns claimed runs that no process will finish, oldest first. Their execution has ended or is missing, or
-// they have none and were claimed over a day ago. Call [Finish] for each; one of several callers succeeds.
-func Abandoned(ctx context.Context, db postgres.DB) ([]Run, error) {
-	return postgres.Rows[Run](ctx, db, "list abandoned runs", `
-		select r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at, r.execution_id,
-		       r.trace_id, r.error_message, r.output, r.created_at, r.finished_at
-		  from agent_automation_runs r
-		 where r.status = 'claimed'
-		   and case when r.execution_id is null then r.claimed_at < clock_timestamp() - interval '1 day'
-		       else not exists (select from agent_executions e
-		                         where e.id = r.execution_id and e.status in ('pending', 'running', 'waiting')) end
-		 order by r.id limit @limit`, pgx.StrictNamedArgs{"limit": defaultPage})
-}
-
 // Upcoming returns the next n times of an automation's schedule, from its next_run_at on, in its time zone. It
-// returns none for a disabled automation, another trigger, or an invalid schedule. The first may have passed: it is
-// due. Other missed times are not run, so the second is to come.
+// returns none for a disabled automation, another trigger, or an invalid schedule. The first time may have passed: it
+// is due. The others are in the future, because all missed times cause one run.
 func (a Automation) Upcoming(n int) []time.Time {
 	times := []time.Time{}
 	if a.Trigger != Cron || !a.Enabled || a.NextRunAt == nil {
@@ -441,6 +246,7 @@ func (a Automation) Upcoming(n int) []time.Time {
 	}
 	zone = s.Location() // the expression may name another one
 	times = append(times, a.NextRunAt.In(zone))
+	// Like a claim: the times between next_run_at and now are skipped.
 	later, err := timing{Cron: a.Cron, Timezone: a.Timezone, NextRunAt: a.NextRunAt, Now: time.Now()}.next()
 	if err != nil {
 		return times

@@ -90,10 +90,16 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 	a := get(t, pool, "watch")
 	assert.Truef(t, !a.Enabled && a.DisabledBy == automations.Proposal && a.NextRunAt == nil && a.LastTraceID == traceID,
 		"got %+v", a)
-	other := d
-	other.Prompt = "do something else"
-	_, err := automations.Propose(t.Context(), pool, other, "agent", traceID)
-	assert.ErrorIs(t, err, automations.ErrNameTaken, "a proposal was replaced")
+	for name, change := range map[string]func(*automations.Definition){
+		"prompt":   func(d *automations.Definition) { d.Prompt = "do something else" },
+		"timezone": func(d *automations.Definition) { d.Timezone = "Europe/Madrid" },
+		"attempts": func(d *automations.Definition) { d.MaxAttempts = 7 },
+	} {
+		other := d
+		change(&other)
+		_, err := automations.Propose(t.Context(), pool, other, "agent", traceID)
+		assert.ErrorIs(t, err, automations.ErrNameTaken, name)
+	}
 	ok, err := automations.Enable(t.Context(), pool, "watch")
 	assert.Truef(t, !ok && errors.Is(err, automations.ErrProposal), "enabled: %v, %v", ok, err)
 	_, err = pool.Exec(t.Context(), `update agent_automations set enabled = true, disabled_by = ''`)

@@ -1,0 +1,156 @@
+package automations
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
+)
+
+// Result is the outcome of a run. A run with an Error is retried, or dead. A skipped run counts neither as a success
+// nor as a failure.
+type Result struct {
+	Output   any    // encodes as JSON; stored up to 256 KiB
+	Error    string // empty for a success
+	Skipped  bool   // there was no work, or another run blocked it
+	Released bool   // with an Error: the run was interrupted, so it is retried even after its last attempt
+}
+
+const (
+	firstRetry = time.Minute
+	lastRetry  = time.Hour
+	maxOutput  = 256 << 10
+	maxMessage = 2000
+)
+
+// Finish ends a claimed run and returns its row. A failed run is retried after 1, 4, 16 and then 60 minutes, until its
+// attempts are used up. A released run is always retried. Finish returns false if the caller's attempt does not hold
+// the claim any more.
+func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, result Result) (Run, bool, error) {
+	output, err := result.encode()
+	if err != nil {
+		return Run{}, false, fmt.Errorf("finish automation run: %w", err)
+	}
+	rows, err := db.Query(ctx, `
+		update agent_automation_runs r
+		   set status = case
+		                  when @skipped::boolean then 'skipped'
+		                  when @error::text = '' then 'success'
+		                  when r.attempt < a.max_attempts or @released::boolean then 'error'
+		                  else 'dead'
+		                end,
+		       retry_at = case
+		                    when not @skipped::boolean and @error::text <> ''
+		                         and (r.attempt < a.max_attempts or @released::boolean)
+		                    then clock_timestamp() + make_interval(secs => @retry)
+		                  end,
+		       error_message = nullif(@error, ''), output = @output, finished_at = clock_timestamp()
+		  from agent_automations a
+		 where r.id = @id and a.id = r.automation_id and r.status = 'claimed' and r.attempt = @attempt
+		returning r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at,
+		          r.execution_id, r.trace_id, r.error_message, r.output, r.created_at, r.finished_at`,
+		pgx.StrictNamedArgs{
+			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": truncate(result.Error), "output": output,
+			"retry": backoff(attempt).Seconds(), "released": result.Released,
+		})
+	run, ok, err := collectRun(rows, err)
+	if err != nil {
+		return Run{}, false, fmt.Errorf("finish automation run: %w", err)
+	}
+	return run, ok, nil
+}
+
+// backoff returns the pause after a failed attempt.
+func backoff(attempt int) time.Duration {
+	wait := firstRetry
+	for range attempt - 1 {
+		if wait = 4 * wait; wait >= lastRetry {
+			return lastRetry
+		}
+	}
+	return wait
+}
+
+// encode returns the output as JSON; nil for none. It replaces an output of more than maxOutput bytes by its size.
+func (r Result) encode() (*json.RawMessage, error) {
+	if r.Output == nil {
+		return nil, nil
+	}
+	raw, err := json.Marshal(r.Output)
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("encode output: %w", err)
+	case len(raw) > maxOutput:
+		raw = fmt.Appendf(nil, `{"omitted": "the output has %d bytes of JSON"}`, len(raw))
+	case strings.Contains(strings.ReplaceAll(string(raw), `\\`, ""), `\u0000`):
+		return nil, errors.New("encode output: it has a NUL character")
+	}
+	return (*json.RawMessage)(&raw), nil
+}
+
+func truncate(text string) string { return textcut.Stored(text, maxMessage) }
+
+// Settle records the outcome of a run that was skipped for an approval, after the approved call has ended. failure is
+// empty for a success.
+func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) error {
+	_, err := db.Exec(ctx, `
+		update agent_automation_runs
+		   set status = case when @failure::text = '' then 'success' else 'dead' end, error_message = nullif(@failure, ''),
+		       finished_at = clock_timestamp()
+		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
+		pgx.StrictNamedArgs{"approval": approvalID, "failure": truncate(failure)})
+	if err != nil {
+		return fmt.Errorf("settle the runs of approval %s: %w", approvalID, err)
+	}
+	return nil
+}
+
+// RecordDenial records why the call of a run that was skipped for an approval was not made.
+func RecordDenial(ctx context.Context, db postgres.DB, approvalID, why string) error {
+	_, err := db.Exec(ctx, `
+		update agent_automation_runs set error_message = @why
+		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
+		pgx.StrictNamedArgs{"approval": approvalID, "why": truncate(why)})
+	if err != nil {
+		return fmt.Errorf("record the denied approval %s: %w", approvalID, err)
+	}
+	return nil
+}
+
+// Redrive gives a dead run one more attempt, due now. If its condition failed before it started, the condition is
+// evaluated again. Redrive returns false if the run is not dead.
+func Redrive(ctx context.Context, db postgres.DB, runID string) (bool, error) {
+	tag, err := db.Exec(ctx, `
+		update agent_automation_runs
+		   set status = case when cause = 'event' and execution_id is null then 'due' else 'error' end,
+		       retry_at = case when cause <> 'event' or execution_id is not null then clock_timestamp() end,
+		       finished_at = null
+		 where id = @id and status = 'dead'`,
+		pgx.StrictNamedArgs{"id": runID})
+	return postgres.Changed(tag, err, "redrive automation run")
+}
+
+// Skip ends a due run whose condition is false. It returns false if the run is not due any more.
+func Skip(ctx context.Context, db postgres.DB, runID string) (bool, error) {
+	tag, err := db.Exec(ctx, `
+		update agent_automation_runs
+		   set status = 'skipped', finished_at = clock_timestamp(), output = '{"condition": false}'
+		 where id = @id and status = 'due'`, pgx.StrictNamedArgs{"id": runID})
+	return postgres.Changed(tag, err, "skip automation run")
+}
+
+// MarkDead makes a due run dead because its condition fails; a retry would fail, too. It returns false if the run is
+// not due any more.
+func MarkDead(ctx context.Context, db postgres.DB, runID, why string) (bool, error) {
+	tag, err := db.Exec(ctx, `
+		update agent_automation_runs set status = 'dead', finished_at = clock_timestamp(), error_message = @why
+		 where id = @id and status = 'due'`, pgx.StrictNamedArgs{"id": runID, "why": truncate(why)})
+	return postgres.Changed(tag, err, "mark automation run dead")
+}
