@@ -24,11 +24,9 @@
 package objectives
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -70,11 +68,8 @@ const (
 	Skipped = "skipped"
 )
 
-// Unread is the revision that a caller of [SetNote] passes who has not read the objective.
+// Unread is the revision for [SetNote] of a caller that has not read the objective.
 const Unread = -1
-
-// MaxAttempts is the number of failures after which a step is [Failed].
-const MaxAttempts = 3
 
 // Sources of objectives: a workspace file, the agent, or an admin's command.
 const (
@@ -99,10 +94,10 @@ type Objective struct {
 	Goal            string `json:"goal"`
 	SuccessCriteria string `json:"success_criteria"`
 	Status          string `json:"status"`
-	// agent of the heartbeat that works on it; empty for the default agent
+	// Agent is the agent whose heartbeat works on the objective; empty for the default agent.
 	Agent              string     `json:"agent"`
-	Priority           int        `json:"priority"`             // 1 is first
-	ReviewEverySeconds int64      `json:"review_every_seconds"` // 0: completed with its steps
+	Priority           int        `json:"priority"`             // 1 comes first
+	ReviewEverySeconds int64      `json:"review_every_seconds"` // pause between rounds; 0: there is one round
 	DueAt              time.Time  `json:"due_at"`
 	IdleRuns           int        `json:"idle_runs"` // consecutive runs without progress; each one delays DueAt
 	Round              int        `json:"round"`
@@ -121,34 +116,7 @@ type Objective struct {
 	Done               int        `json:"done"`
 	Failed             int        `json:"failed"`
 	Pending            int        `json:"pending"`
-	Progress           float64    `json:"progress"` // markDone / total, 0 to 1
-}
-
-// Step is a row of agent_objective_steps.
-type Step struct {
-	ID          string    `json:"id"`
-	ObjectiveID string    `json:"objective_id"`
-	Position    int       `json:"position"`
-	Title       string    `json:"title"`
-	Status      string    `json:"status"`
-	Result      string    `json:"result"` // of the last round, until the next completion
-	Attempts    int       `json:"attempts"`
-	TraceID     string    `json:"trace_id"`
-	StartedAt   time.Time `json:"started_at"` // start of this round; older calls are no evidence
-	CreatedAt   time.Time `json:"created_at"`
-	UpdatedAt   time.Time `json:"updated_at"`
-}
-
-// Evidence is a row of agent_objective_evidence: a successful call, or an admin's confirmation.
-type Evidence struct {
-	ID         string    `json:"id"`
-	StepID     string    `json:"step_id"`
-	ActivityID *string   `json:"activity_id"` // nil for an admin's confirmation
-	SkillName  string    `json:"skill_name"`
-	TraceID    string    `json:"trace_id"`
-	GivenBy    string    `json:"given_by"` // the admin
-	Reason     string    `json:"reason"`
-	CreatedAt  time.Time `json:"created_at"`
+	Progress           float64    `json:"progress"` // done / total, 0 to 1
 }
 
 // Filter narrows [List]; the zero value lists the newest 100.
@@ -185,7 +153,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Objective, error) {
 		pgx.StrictNamedArgs{"status": f.Status, "source": f.Source, "before": f.Before, "limit": min(f.Limit, 1000)})
 }
 
-// AgentFilter selects objectives by agent: one agent's, or, without one, all but those of the others.
+// AgentFilter selects the objectives of one agent or, if Agent is empty, all except those of the agents in Except.
 type AgentFilter struct {
 	Agent  string
 	Except []string
@@ -211,19 +179,14 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Objective, error
 		 order by o.id::text = @key desc limit 1`, pgx.StrictNamedArgs{"key": nameOrID})
 }
 
-// Steps returns the steps of an objective in order.
-func Steps(ctx context.Context, db postgres.DB, objectiveID string) ([]Step, error) {
-	return postgres.Rows[Step](ctx, db, "list steps", `
-		select id, objective_id, position, title, status, result, attempts, trace_id, started_at, created_at, updated_at
-		  from agent_objective_steps where objective_id = @id order by position`, pgx.StrictNamedArgs{"id": objectiveID})
-}
-
 // SetStatus pauses, resumes or ends an objective. from is the required status; for another it returns false. Only
 // [Accept] and [Reject] decide a proposal.
 func SetStatus(ctx context.Context, db postgres.DB, objectiveID, from, to string) (bool, error) {
 	tag, err := db.Exec(ctx, `
-		update agent_objectives set status = @to, updated_at = clock_timestamp() where id = @id and status = @from
-		  and status not in ('proposed', 'rejected') and @to not in ('proposed', 'rejected')`,
+		update agent_objectives
+		   set status = @to, updated_at = clock_timestamp()
+		 where id = @id and status = @from
+		   and status not in ('proposed', 'rejected') and @to not in ('proposed', 'rejected')`,
 		pgx.StrictNamedArgs{"id": objectiveID, "from": from, "to": to})
 	return postgres.Changed(tag, err, fmt.Sprintf("set objective to %s", to))
 }
@@ -236,125 +199,10 @@ func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error
 		 order by id::text = @name desc limit 1 for update`, name, revision, ErrNotFound)
 }
 
-// Propose stores an objective that the agent by proposes, and returns it. Work starts after an admin accepts it.
-// Proposing the same again changes nothing. It returns [ErrNameTaken] for the name of a different objective, and
-// [ErrTooMany] while 20 proposals are undecided.
-func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceID string) (o Objective, err error) {
-	if err := Validate(d); err != nil {
-		return Objective{}, fmt.Errorf("propose objective %q: %w", d.Name, err)
-	}
-	if strings.TrimSpace(by) == "" || traceID == "" {
-		return Objective{}, fmt.Errorf("propose objective %q: the proposer or its trace is missing", d.Name)
-	}
-	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		id, err := insertProposal(ctx, tx, d, by, traceID)
-		if err == nil && id != "" {
-			_, err = addSteps(ctx, tx, id, d.Steps)
-		}
-		if err != nil {
-			return err
-		}
-		if o, err = Get(ctx, tx, d.Name); err == nil && id == "" {
-			err = sameProposal(ctx, tx, o, d)
-		}
-		return err
-	})
-	if err != nil {
-		return Objective{}, fmt.Errorf("propose objective %q: %w", d.Name, err)
-	}
-	return o, nil
-}
-
-// insertProposal inserts the row; no id if the name is taken. A lock makes the count of open proposals exact.
-func insertProposal(ctx context.Context, tx pgx.Tx, d Definition, by, traceID string) (id string, err error) {
-	review, err := parseReview(d.ReviewEvery)
-	if err != nil {
-		return "", err
-	}
-	d.Priority = cmp.Or(d.Priority, defaultPriority)
-	if _, err := tx.Exec(ctx,
-		`select pg_advisory_xact_lock(hashtextextended('lanekeeper objective proposals', 0))`); err != nil {
-		return "", err
-	}
-	var taken bool
-	var open int
-	err = tx.QueryRow(ctx, `
-		select exists (select from agent_objectives where name = @name),
-		       (select count(*) from agent_objectives where status = 'proposed')`,
-		pgx.StrictNamedArgs{"name": d.Name}).Scan(&taken, &open)
-	if err != nil || taken {
-		return "", err
-	}
-	if open >= maxUndecided {
-		return "", ErrTooMany
-	}
-	err = tx.QueryRow(ctx, `
-		insert into agent_objectives (name, goal, success_criteria, priority, review_every, status, proposed_by,
-		  proposed_trace, source)
-		values (@name, @goal, @criteria, @priority, make_interval(secs => nullif(@review::float8, 0)), 'proposed', @by,
-		  @trace_id, @source)
-		on conflict (name) do nothing returning id`,
-		pgx.StrictNamedArgs{
-			"name": d.Name, "goal": strings.TrimSpace(d.Goal), "criteria": strings.TrimSpace(d.SuccessCriteria),
-			"priority": d.Priority,
-			"review":   review.Seconds(), "by": by, "trace_id": traceID, "source": SourceAgent,
-		}).Scan(&id)
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = nil
-	}
-	return id, err
-}
-
-// sameProposal accepts a repeated, equal proposal.
-func sameProposal(ctx context.Context, tx pgx.Tx, o Objective, d Definition) error {
-	if o.ProposedBy == "" || o.Goal != strings.TrimSpace(d.Goal) ||
-		o.SuccessCriteria != strings.TrimSpace(d.SuccessCriteria) {
-		return ErrNameTaken
-	}
-	var missing bool
-	err := tx.QueryRow(ctx, `
-		select exists (select from unnest(@titles::text[]) t (title)
-		                where not exists (select from agent_objective_steps s where s.objective_id = @id
-		                  and s.title = t.title))`,
-		pgx.StrictNamedArgs{"id": o.ID, "titles": append([]string{}, d.Steps...)}).Scan(&missing)
-	if err == nil && missing {
-		err = ErrNameTaken
-	}
-	return err
-}
-
-// Accept activates a proposal for an admin; it is due now. It returns false for an objective that is no proposal. A
-// rejected one can still be accepted. [ErrNotFound] reports an unknown one.
-func Accept(ctx context.Context, db postgres.DB, nameOrID, by, reason string) (bool, error) {
-	return decide(ctx, db, nameOrID, Active, by, reason)
-}
-
-// Reject rejects a proposal for an admin. It returns false if the objective is no undecided proposal, and
-// [ErrNotFound] for none.
-func Reject(ctx context.Context, db postgres.DB, nameOrID, by, reason string) (bool, error) {
-	return decide(ctx, db, nameOrID, Rejected, by, reason)
-}
-
-func decide(ctx context.Context, db postgres.DB, nameOrID, status, by, reason string) (bool, error) {
-	if strings.TrimSpace(by) == "" {
-		return false, fmt.Errorf("decide objective %q: an admin is required", nameOrID)
-	}
-	o, err := Get(ctx, db, nameOrID)
-	if err != nil {
-		return false, err
-	}
-	tag, err := db.Exec(ctx, `
-		update agent_objectives
-		   set status = @status, decided_by = @by, decided_reason = @reason, decided_at = clock_timestamp(),
-		       due_at = clock_timestamp(), updated_at = clock_timestamp()
-		 where id = @id and (status = 'proposed' or status = 'rejected' and @status = 'active')`,
-		pgx.StrictNamedArgs{"id": o.ID, "status": status, "by": truncate(by), "reason": truncate(reason)})
-	return postgres.Changed(tag, err, fmt.Sprintf("decide objective %q", nameOrID))
-}
-
 // SetNote replaces the note on an objective's progress and returns the objective. revision is the one that the caller
-// read, or [Unread], which demands that no note exists; 0 replaces any note. [ErrConflict] reports another revision
-// and returns the current objective. [ErrNotActive] reports an objective that is neither active nor proposed.
+// read; 0 replaces any note, and [Unread] requires that there is none. If the objective has another revision, SetNote
+// returns [ErrConflict] and the current objective. It returns [ErrNotActive] for an objective that is not active, paused
+// or proposed.
 func SetNote(ctx context.Context, db postgres.DB, nameOrID, note, traceID string, revision int) (Objective, error) {
 	if err := checkText("note", note, maxNote); err != nil {
 		return Objective{}, fmt.Errorf("set note of objective %q: %w", nameOrID, err)
@@ -367,9 +215,13 @@ func SetNote(ctx context.Context, db postgres.DB, nameOrID, note, traceID string
 		return Objective{}, fmt.Errorf("set note of objective %q: %w", nameOrID, ErrNotActive)
 	}
 	tag, err := db.Exec(ctx, `
-		update agent_objectives set note = @note, last_trace_id = @trace_id, updated_at = clock_timestamp()
-		 where id = @id and status = @status and (@revision = 0 or revision = @revision or @revision = -1 and note = '')`,
-		pgx.StrictNamedArgs{"id": o.ID, "note": note, "trace_id": traceID, "status": o.Status, "revision": revision})
+		update agent_objectives
+		   set note = @note, last_trace_id = @trace_id, updated_at = clock_timestamp()
+		 where id = @id and status = @status
+		   and (@revision = 0 or revision = @revision or @revision = @unread and note = '')`,
+		pgx.StrictNamedArgs{
+			"id": o.ID, "note": note, "trace_id": traceID, "status": o.Status, "revision": revision, "unread": Unread,
+		})
 	if err != nil {
 		return Objective{}, fmt.Errorf("set note of objective %q: %w", nameOrID, err)
 	}
