@@ -3,10 +3,8 @@ package agents
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"slices"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -86,7 +84,7 @@ func Find(all []Agent, name string) (Agent, error) {
 	return Agent{}, fmt.Errorf("find agent %q: %w", name, ErrNotFound)
 }
 
-// Acting returns the agent of an execution by the name on its row: the default agent for an unknown name.
+// Acting returns the agent that an execution's row names, or the default agent if there is no such agent.
 func (d *Directory) Acting(ctx context.Context, db postgres.DB, name string) (Agent, error) {
 	all, err := d.List(ctx, db)
 	if err != nil {
@@ -113,7 +111,8 @@ func (d *Directory) Version(ctx context.Context, db postgres.DB, name string, nu
 	return d.fill(r), nil
 }
 
-// Of adds the defaults to a document that is stored elsewhere. Version 0 is the agent of the installation.
+// Of returns the agent of a document that the caller has stored, with the defaults. Version 0 is the agent of the
+// installation.
 func (d *Directory) Of(declared Definition, version int) Agent {
 	return d.fill(row{Name: declared.Name, Version: version, Definition: declared})
 }
@@ -139,12 +138,12 @@ func (d *Directory) undeclared() Agent {
 
 // fill adds the defaults to a document.
 func (d *Directory) fill(r row) Agent {
-	r.Definition.Name = cmp.Or(r.Name, r.Definition.Name) // the column wins
+	r.Definition.Name = cmp.Or(r.Name, r.Definition.Name) // the column is the name, if there is a row
 	a := Agent{
 		Definition: r.Definition, Version: r.Version, Source: r.Source, CreatedAt: r.CreatedAt, declared: r.Definition,
 	}
 	a.Model = cmp.Or(a.Model, d.Settings.Model)
-	if a.Temperature == nil {
+	if a.Temperature == nil { // models that reason take no temperature
 		a.Effort = cmp.Or(a.Effort, d.Settings.Effort)
 	}
 	a.Timezone = cmp.Or(a.Timezone, d.Settings.Timezone, "UTC")
@@ -173,112 +172,4 @@ func tighter[N int | float64](a, b N) N {
 		return a + b
 	}
 	return min(a, b)
-}
-
-// row is a row of agent_agents.
-type row struct {
-	Name       string
-	Version    int
-	Definition Definition
-	Source     string
-	CreatedAt  time.Time
-}
-
-// Put makes d the current version of d.Name and reports whether anything changed. Running turns keep their version.
-// The caller serializes calls for one name, as a workspace's apply does.
-func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err error) {
-	verb := fmt.Sprintf("put agent %q", d.Name)
-	if err := Validate(d); err != nil {
-		return false, fmt.Errorf("%s: %w", verb, err)
-	}
-	return postgres.PutVersion(ctx, db, verb, "agent_agents", d.Name, d, postgres.Strict{"is_default": d.Default})
-}
-
-// Remove retires the workspace's agents except keep, and returns their names. Their versions stay, for running turns.
-func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
-	return postgres.RetireOthers(ctx, db, "agents", "agent_agents", keep)
-}
-
-// current reads the current agents: the default first, then by name.
-func current(ctx context.Context, db postgres.DB) (all []row, err error) {
-	b := &pgx.Batch{}
-	queueCurrent(b, func(rows []row) { all = rows })
-	if err := db.SendBatch(ctx, b).Close(); err != nil {
-		return nil, fmt.Errorf("list agents: %w", err)
-	}
-	return all, nil
-}
-
-func queueCurrent(b *pgx.Batch, use func([]row)) {
-	b.Queue(`
-		select name, version, definition, source, created_at from agent_agents
-		 where current order by not is_default, name`).Query(func(rows pgx.Rows) error {
-		all, err := pgx.CollectRows(rows, pgx.RowToStructByName[row])
-		if err == nil {
-			use(all)
-		}
-		return err
-	})
-}
-
-// version reads one version of an agent, even of a removed one.
-func version(ctx context.Context, db postgres.DB, name string, number int) (row, error) {
-	return postgres.RowOr[row](ctx, db, ErrNotFound, fmt.Sprintf("read version %d of agent %s", number, name), `
-		select name, version, definition, source, created_at from agent_agents
-		 where name = @name and version = @version`,
-		postgres.Strict{"name": name, "version": number})
-}
-
-// Versions lists the versions of an agent, the newest first, or returns [ErrNotFound].
-func Versions(ctx context.Context, db postgres.DB, name string) ([]int, error) {
-	all, err := postgres.Values[int](ctx, db, "list versions of agent "+name,
-		`select version from agent_agents where name = @name order by version desc`,
-		postgres.Strict{"name": name})
-	if err == nil && len(all) == 0 {
-		err = fmt.Errorf("list versions of agent %s: %w", name, ErrNotFound)
-	}
-	return all, err
-}
-
-// ErrNoMemory reports an agent with memory: none.
-var ErrNoMemory = errors.New("the agent has no memory (memory: none)")
-
-type actingKey struct{}
-
-// With sets the acting agent in the context.
-func With(ctx context.Context, a Agent) context.Context {
-	return context.WithValue(ctx, actingKey{}, a)
-}
-
-// ActingMemory returns the owner of the acting agent's memory. The agent is that of the context ([With]), or else the
-// one with the name on the execution's row. It returns [ErrNoMemory] for an agent without memory.
-func (d *Directory) ActingMemory(ctx context.Context, db postgres.DB, name string) (string, error) {
-	a, known := ctx.Value(actingKey{}).(Agent)
-	if !known {
-		var err error
-		if a, err = d.Acting(ctx, db, name); err != nil {
-			return "", err
-		}
-	}
-	return a.MemoryOwner()
-}
-
-// MemoryOf returns the owner of a named agent's memory, even of a removed agent; the shared one for "". It returns
-// [ErrNotFound] for an unknown agent, and [ErrNoMemory] for an agent without memory.
-func (d *Directory) MemoryOf(ctx context.Context, db postgres.DB, name string) (string, error) {
-	if name == "" {
-		return "", nil
-	}
-	a, err := d.Find(ctx, db, name)
-	if errors.Is(err, ErrNotFound) {
-		versions, gone := Versions(ctx, db, name)
-		if gone != nil {
-			return "", gone
-		}
-		a, err = d.Version(ctx, db, name, versions[0])
-	}
-	if err != nil {
-		return "", err
-	}
-	return a.MemoryOwner()
 }

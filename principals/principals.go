@@ -23,8 +23,8 @@
 // Guarantees:
 //
 //   - Only digests of secrets are stored. A secret is returned once, by the function that creates it.
-//   - Every process rejects a revoked token or session, and those of a disabled principal, from the commit on: each
-//     request reads its row. A notification on [Channel] or a poll ends open streams.
+//   - After a revocation has committed, no process accepts a new request with the token or session; the same holds for a
+//     disabled principal. Each request reads the row. A notification on [Channel], or a poll, ends open streams.
 //   - The database's clock decides whether a credential has expired.
 //   - An identity is an issuer with the id of an account there. Names and e-mail addresses identify nobody.
 //   - The principal root stands for AGENT_ADMIN_TOKEN. It cannot be disabled, and its role stays admin.
@@ -35,7 +35,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"path"
 	"slices"
 	"strings"
 	"time"
@@ -46,59 +45,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
-
-// Role bounds the rights of a principal.
-type Role string
-
-// The roles.
-const (
-	None     Role = "none"
-	Viewer   Role = "viewer"
-	Operator Role = "operator"
-	Approver Role = "approver"
-	Admin    Role = "admin"
-)
-
-// Roles lists the roles, the one without rights first.
-func Roles() []string {
-	return []string{string(None), string(Viewer), string(Operator), string(Approver), string(Admin)}
-}
-
-// Scope is a right that a route requires.
-type Scope string
-
-// The scopes.
-const (
-	RunsRead        Scope = "runs:read"
-	RunsWrite       Scope = "runs:write"
-	ThreadsRead     Scope = "threads:read"
-	ThreadsWrite    Scope = "threads:write"
-	Operate         Scope = "operate"
-	ApprovalsRead   Scope = "approvals:read"
-	ApprovalsDecide Scope = "approvals:decide"
-	Administer      Scope = "admin"
-	// Work is the scope of routes for workers. A token grants it as work:GLOB, for the flows that match.
-	Work Scope = "work"
-	// Authenticated is the scope of routes that every enabled principal may use.
-	Authenticated Scope = "authenticated"
-)
-
-// All grants all scopes of the role, in a token.
-const All = "*"
-
-// scopesOf are the scopes by role.
-var scopesOf = map[Role][]Scope{
-	Viewer:   {RunsRead, ApprovalsRead},
-	Operator: {RunsRead, RunsWrite, ThreadsRead, ThreadsWrite, Operate, ApprovalsRead},
-	Approver: {RunsRead, ThreadsRead, ApprovalsRead, ApprovalsDecide},
-	Admin:    {RunsRead, RunsWrite, ThreadsRead, ThreadsWrite, Operate, ApprovalsRead, ApprovalsDecide, Administer, Work},
-}
-
-// Scopes lists the scopes that a role has.
-func (r Role) Scopes() []Scope { return slices.Clone(scopesOf[r]) }
-
-// May reports whether a role has a scope.
-func (r Role) May(s Scope) bool { return slices.Contains(scopesOf[r], s) }
 
 // The kinds of principals.
 const (
@@ -131,93 +77,6 @@ type Principal struct {
 // Enabled reports whether the principal is not disabled.
 func (p Principal) Enabled() bool { return p.DisabledAt == nil }
 
-// Caller is an authenticated principal with the rights of its credential.
-type Caller struct {
-	Principal
-	TokenID   string // of the API token, or empty
-	SessionID string // of the browser's session, or empty
-	// Scopes are those of the token. All grants the scopes of the role.
-	Scopes []string
-	// ExpiresAt is the expiry of the session. It is zero for a token.
-	ExpiresAt time.Time
-}
-
-// RootCaller returns the caller of a request with AGENT_ADMIN_TOKEN.
-func RootCaller() *Caller {
-	return &Caller{Principal: Principal{Name: Root, Kind: User, Role: Admin}, Scopes: []string{All}}
-}
-
-// May reports whether the caller may use routes of a scope: role ∩ scopes. For [Work] it reports whether the caller may
-// run executions of some flow; see [Caller.MayWork].
-func (c *Caller) May(s Scope) bool {
-	if s == Authenticated {
-		return true
-	}
-	if s == Work {
-		return c.AllFlows() || len(c.globs()) > 0
-	}
-	return c.Role.May(s) && (slices.Contains(c.Scopes, All) || slices.Contains(c.Scopes, string(s)))
-}
-
-// AllFlows reports whether the caller may run executions of all flows.
-func (c *Caller) AllFlows() bool { return c.Role == Admin && slices.Contains(c.Scopes, All) }
-
-// MayWork reports whether the caller may run executions of a flow.
-func (c *Caller) MayWork(flow string) bool {
-	return c.AllFlows() || slices.ContainsFunc(c.globs(), func(glob string) bool {
-		ok, err := path.Match(glob, flow)
-		return err == nil && ok
-	})
-}
-
-// globs lists the flows of the scopes work:GLOB, which services and admins may have.
-func (c *Caller) globs() (globs []string) {
-	if c.Kind != Service && c.Role != Admin {
-		return nil
-	}
-	for _, s := range c.Scopes {
-		if glob, ok := strings.CutPrefix(s, string(Work)+":"); ok {
-			globs = append(globs, glob)
-		}
-	}
-	return globs
-}
-
-// Effective lists the scopes that the caller has, with work:GLOB.
-func (c *Caller) Effective() []string {
-	list := []string{}
-	for _, s := range scopesOf[c.Role] {
-		if s != Work && c.May(s) {
-			list = append(list, string(s))
-		}
-	}
-	if c.AllFlows() {
-		return append(list, "work:*")
-	}
-	for _, glob := range c.globs() {
-		list = append(list, "work:"+glob)
-	}
-	return list
-}
-
-type callerKey struct{}
-
-// WithCaller returns a context with the caller, for handlers, and as the actor of their activities. A caller without
-// [ThreadsRead] receives no texts of conversations; see [activity.WithoutTexts].
-func WithCaller(ctx context.Context, c *Caller, via string) context.Context {
-	ctx = activity.WithActor(ctx, activity.Actor{Name: c.Name, TokenID: c.TokenID, Via: via})
-	if !c.May(ThreadsRead) {
-		ctx = activity.WithoutTexts(ctx)
-	}
-	return context.WithValue(ctx, callerKey{}, c)
-}
-
-// From returns the caller; nil outside an authenticated request.
-func From(ctx context.Context) *Caller {
-	c, _ := ctx.Value(callerKey{}).(*Caller)
-	return c
-}
-
 const columns = `p.id::text as id, p.name, p.kind, p.role, p.created_at, p.disabled_at`
 
 // Find returns a principal by its name or id.
@@ -242,7 +101,8 @@ func List(ctx context.Context, db postgres.DB) ([]Principal, error) {
 		`select `+columns+` from agent_principals p order by p.name`)
 }
 
-// recordAct runs change and records it as an act, in one transaction. input identifies the changed object.
+// recordAct runs change and records it as an act, in one transaction. input identifies the changed object; change may
+// add to it.
 func recordAct(ctx context.Context, db postgres.Beginner, name, reason string, input map[string]any,
 	change func(tx pgx.Tx) (output any, err error),
 ) error {
@@ -273,13 +133,6 @@ func (n CreateParams) check() error {
 		return fmt.Errorf("%w: kind must be user or service; got %.40q", ErrInvalid, n.Kind)
 	}
 	return n.Role.check()
-}
-
-func (r Role) check() error {
-	if !slices.Contains(Roles(), string(r)) {
-		return fmt.Errorf("%w: role must be one of %s; got %.40q", ErrInvalid, strings.Join(Roles(), ", "), string(r))
-	}
-	return nil
 }
 
 func isUnprintable(r rune) bool { return r <= ' ' || r == 0x7f || r > 0x7f && !unicode.IsPrint(r) }
@@ -343,21 +196,21 @@ func update(ctx context.Context, db postgres.Beginner, act, name, reason string,
 	}
 	input["principal"] = name
 	err = recordAct(ctx, db, act, reason, input, func(tx pgx.Tx) (any, error) {
-		was, err := getForUpdate(ctx, tx, name)
+		before, err := getForUpdate(ctx, tx, name)
 		if err != nil {
 			return nil, err
 		}
-		if was.Name == Root {
+		if before.Name == Root {
 			return nil, fmt.Errorf("%w: root is the bearer of AGENT_ADMIN_TOKEN; it stays an enabled admin", ErrInvalid)
 		}
-		input["principal"] = was.Name
-		if err := change(tx, was); err != nil {
+		input["principal"] = before.Name // name may be the id
+		if err := change(tx, before); err != nil {
 			return nil, fmt.Errorf("change principal: %w", err)
 		}
-		if p, err = Find(ctx, tx, was.ID); err != nil {
+		if p, err = Find(ctx, tx, before.ID); err != nil {
 			return nil, err
 		}
-		return map[string]any{"was": map[string]any{"role": string(was.Role), "enabled": was.Enabled()}},
+		return map[string]any{"was": map[string]any{"role": string(before.Role), "enabled": before.Enabled()}},
 			notify(ctx, tx, p.ID)
 	})
 	return p, err
@@ -376,9 +229,4 @@ const Channel = "agent_access"
 func notify(ctx context.Context, db postgres.DB, id string) error {
 	_, err := db.Exec(ctx, `select pg_notify(@channel, @id)`, postgres.Strict{"channel": Channel, "id": id})
 	return err
-}
-
-// Matches reports whether a notification on [Channel] is about the caller.
-func (c *Caller) Matches(payload string) bool {
-	return payload != "" && (payload == c.ID || payload == c.TokenID || payload == c.SessionID)
 }

@@ -66,12 +66,14 @@ type Record struct {
 	options  json.RawMessage
 	newParts map[digest]digest // parts to store, as in Recorder.known
 
+	// The parts to store, one index each.
 	digests   [][]byte
 	bodies    []string
 	truncated []bool
 
-	missing int
-	problem *string
+	// The result of the statement of Add.
+	missing int     // parts that were sent as a digest only, and that retention has deleted
+	problem *string // why nothing was recorded; nil if it was
 }
 
 // options are the settings of a request.
@@ -79,11 +81,11 @@ type options struct {
 	Effort      string          `json:"effort,omitempty"`
 	Temperature *float32        `json:"temperature,omitempty"`
 	MaxTokens   int             `json:"max_tokens,omitempty"`
-	Schema      string          `json:"schema,omitempty"` // its name
+	Schema      string          `json:"schema,omitempty"` // name of the schema of the answer
 	Format      json.RawMessage `json:"response_format,omitempty"`
 }
 
-// maxFormat bounds the schema of an answer, in bytes.
+// maxFormat bounds the schema of an answer, in bytes. It leaves room for the other options.
 const maxFormat = redact.DefaultLimit - 1024
 
 func optionsOf(req models.Request) json.RawMessage {
@@ -114,7 +116,8 @@ func (p *Record) addMessages(messages []models.Message) (list [][]byte) {
 	return list
 }
 
-// addPart returns the digest of a redacted part.
+// addPart redacts a part and returns the digest of the result. It adds the part to those to store, unless the recorder
+// or this record has stored it.
 func (p *Record) addPart(v any) []byte {
 	raw, err := json.Marshal(v)
 	if err != nil { // a tool's parameters are invalid JSON; redact describes them
@@ -160,8 +163,7 @@ func (p *Record) Add(b *pgx.Batch, executionID string, claim int64, step string)
 		  @tools, @messages, @options, @digests, @bodies, @truncated)`,
 		postgres.Strict{
 			"execution_id": executionID, "claim": claim, "step": step, "tools": p.tools, "messages": p.messages,
-			"options": p.options,
-			"digests": p.digests, "bodies": p.bodies, "truncated": p.truncated,
+			"options": p.options, "digests": p.digests, "bodies": p.bodies, "truncated": p.truncated,
 		}).QueryRow(func(row pgx.Row) error { return row.Scan(&p.missing, &p.problem) })
 }
 

@@ -64,7 +64,7 @@ type Filter struct {
 	Cursor     string // Page.Next of the previous page
 }
 
-// callRow is a row of the query.
+// callRow is a row of the query for calls.
 type callRow struct {
 	Call
 
@@ -95,6 +95,7 @@ func read(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error
 	if limit <= 0 || limit > MaxCalls {
 		limit = MaxCalls
 	}
+	// QueryExecModeCacheDescribe plans the statement for its arguments; a generic plan would scan the log.
 	rows, err := db.Query(ctx, `
 		select a.id::text as activity_id, a.agent, a.purpose, a.model, a.status, a.step, a.created_at, a.token_usage,
 		       a.cost_usd::float8 as cost_usd, p.activity_id is not null as recorded,
