@@ -5,12 +5,14 @@
 // much is a nuisance, a leaked key is an incident.
 //
 // The rules by file:
-//   - named.go: names of secrets (password, api_key, contraseña, 密码, …; see [Key]), and how a name and its value are
-//     joined (name=value, --name value).
-//   - scrub.go: URLs, markup, YAML, invisible characters and letters that resemble Latin ones.
+//   - names.go: names of secrets (password, api_key, contraseña, 密码, …; see [Key]).
+//   - named.go: values under such a name in text (name=value, --name value); yaml.go and markup.go: in YAML and XML.
+//   - urls.go: passwords in URLs.
 //   - commands.go: arguments of commands (curl -u, mysql -p, …).
 //   - rule.go: tokens, webhook addresses and key files, by rules.json and the kept rules of gitleaks. One pass finds
-//     the few rules that a text needs; their expressions are compiled on first use.
+//     the few rules that a text needs; their expressions are compiled on first use. tokens.go: tokens that need code.
+//   - letters.go: invisible characters and letters that resemble Latin ones.
+//   - walk.go: values of JSON.
 //
 // Guarantees:
 //   - It never fails. A value that JSON cannot hold becomes an object with the reason.
@@ -138,7 +140,7 @@ func encode(tree any) []byte {
 	return bytes.TrimRight(b.Bytes(), "\n")
 }
 
-// preview replaces a value that stays too large.
+// preview returns the object for a value that is still too large after its strings were cut.
 func preview(whole []byte, limit int) json.RawMessage {
 	object := map[string]any{"_truncated": true, "_bytes": len(whole)}
 	for size := limit; size >= MinLimit/4; size = size * 3 / 4 {
@@ -168,7 +170,7 @@ func cut(s string, size int) string {
 	return cutMark(len(s))
 }
 
-// cutMark replaces n bytes.
+// cutMark returns the text that stands for n removed bytes.
 func cutMark(n int) string { return cutPrefix + strconv.Itoa(n) + " bytes]" }
 
 // clip returns at most size bytes from the front of s, in whole characters and whole markers.
@@ -186,161 +188,6 @@ func clip(s string, size int) string {
 		}
 	}
 	return s
-}
-
-// maxDepth bounds the nesting of objects, arrays and JSON inside strings.
-const maxDepth = 100
-
-// tooDeep replaces a value nested deeper.
-const tooDeep = "[cut: nested too deeply]"
-
-// walk returns tree without its secrets.
-func walk(tree any, depth int) any {
-	switch v := tree.(type) {
-	case map[string]any:
-		if depth >= maxDepth {
-			return tooDeep
-		}
-		return walkObject(v, depth)
-	case []any:
-		if depth >= maxDepth {
-			return tooDeep
-		}
-		return walkList(v, depth)
-	case string:
-		return scrub(v, depth+1)
-	case json.Number:
-		return number(v)
-	}
-	return tree
-}
-
-// walkObject decides by name first, then searches the value. It tests both the original and the shown name, which may
-// be shorter.
-func walkObject(members map[string]any, depth int) map[string]any {
-	out := newObject(len(members))
-	for _, name := range slices.Sorted(maps.Keys(members)) {
-		value, shown := any(Marker), scrubPlain(name)
-		if !hide(max(classify(name), classify(shown)), members[name]) {
-			value = walk(members[name], depth+1)
-		}
-		out.add(shown, value)
-	}
-	hideDescribed(out.members)
-	return out.members
-}
-
-// hideDescribed redacts the text of an object that states its name: {"name": "password", "value": "…"}.
-func hideDescribed(members map[string]any) {
-	how := ordinary
-	for _, member := range [...]string{"name", "Name", "key", "Key"} {
-		if name, ok := members[member].(string); ok {
-			how = max(how, wordStrength(name))
-		}
-	}
-	for _, member := range [...]string{"value", "Value"} {
-		if _, text := members[member].(string); text && hide(how, members[member]) {
-			members[member] = Marker
-		}
-	}
-}
-
-// wordStrength returns the strength of a value that may name another: one word, short enough never to be cut.
-func wordStrength(word string) nameStrength {
-	if len(word) > MinLimit/2 || strings.Contains(word, cutPrefix) || strings.ContainsAny(word, " \t\n") {
-		return ordinary
-	}
-	return classify(word)
-}
-
-// walkList searches the items of a list. In the words of a command, the value after a secret's flag is a secret.
-func walkList(items []any, depth int) []any {
-	out := make([]any, len(items))
-	after := ordinary
-	for i, item := range items {
-		if hide(after, item) {
-			out[i] = Marker
-		} else {
-			out[i] = walk(item, depth+1)
-		}
-		after = flagStrength(out[i])
-	}
-	return withoutPasswords(out)
-}
-
-// flagStrength returns the strength of a flag such as --password.
-func flagStrength(item any) nameStrength {
-	word, ok := item.(string)
-	if !ok || !strings.HasPrefix(word, "-") || strings.ContainsAny(word, " =:") {
-		return ordinary
-	}
-	return wordStrength(word)
-}
-
-// hide reports whether a value under a name of this strength is a secret.
-func hide(s nameStrength, value any) bool {
-	switch v := value.(type) {
-	case nil, bool:
-		return false
-	case string:
-		return s != ordinary && v != ""
-	case json.Number:
-		return s == strong
-	case []any:
-		return s == strong && len(v) > 0 || s == weak && slices.ContainsFunc(v, isString)
-	case map[string]any:
-		return s == strong && len(v) > 0
-	}
-	return s == strong
-}
-
-// isString reports whether a value is a string.
-func isString(v any) bool {
-	_, ok := v.(string)
-	return ok
-}
-
-// object collects members whose names may have become equal: it numbers later ones.
-type object struct {
-	members map[string]any
-	next    map[string]int
-}
-
-// newObject allocates size members.
-func newObject(size int) object {
-	return object{members: make(map[string]any, size), next: map[string]int{}}
-}
-
-// add adds a member, under another name if its own exists.
-func (o object) add(name string, value any) {
-	tried := name
-	for {
-		if _, taken := o.members[tried]; !taken {
-			o.members[tried] = value
-			return
-		}
-		o.next[name]++
-		tried = name + " " + strconv.Itoa(o.next[name]+1)
-	}
-}
-
-// number keeps all digits of n. A number beyond PostgreSQL's numeric becomes a string.
-func number(n json.Number) any {
-	const (
-		digits   = 1000
-		exponent = 1000
-	)
-	s := n.String()
-	if len(s) > digits {
-		return s
-	}
-	if at := strings.IndexAny(s, "eE"); at >= 0 {
-		e, err := strconv.Atoi(s[at+1:])
-		if err != nil || e > exponent || e < -exponent {
-			return s
-		}
-	}
-	return n
 }
 
 // shorten returns tree with names and strings cut to at most longest bytes.

@@ -65,7 +65,7 @@ func readRules(text []byte) []rule {
 	return list
 }
 
-// compiled caches the expressions of the rules in use.
+// compiled caches the expressions of the rules, by their index in rules.
 var compiled = make([]atomic.Pointer[regexp.Regexp], len(rules))
 
 // expression returns the compiled expression of a rule.
@@ -132,9 +132,13 @@ func insideBase64(s string, from, to int) bool {
 }
 
 func isLetter(b byte) bool { return b|0x20 >= 'a' && b|0x20 <= 'z' }
-func isDigit(b byte) bool  { return b >= '0' && b <= '9' }
-func isWord(b byte) bool   { return isLetter(b) || isDigit(b) || b == '_' }
-func isToken(b byte) bool  { return isWord(b) || b == '-' }
+
+func isDigit(b byte) bool { return b >= '0' && b <= '9' }
+
+func isWord(b byte) bool { return isLetter(b) || isDigit(b) || b == '_' }
+
+func isToken(b byte) bool { return isWord(b) || b == '-' }
+
 func isBase64(b byte) bool { return isLetter(b) || isDigit(b) || b == '+' || b == '/' }
 
 // isHex reports whether s consists of hexadecimal digits.
@@ -145,30 +149,6 @@ func isHex(s string) bool {
 		}
 	}
 	return true
-}
-
-// telegram finds the token of a Telegram bot.
-var telegram = rule{name: "telegram", keywords: []string{":aa", "%3aaa"}, find: telegramToken}
-
-// telegramToken finds the secret of a bot's token, after the bot's number and a colon.
-func telegramToken(s string, at int) (from, to int) {
-	const number, length = 6, 30
-	digits := at
-	for digits > 0 && at-digits < number && isDigit(s[digits-1]) {
-		digits--
-	}
-	from = at + 1
-	if s[at] == '%' {
-		from = at + len("%3A")
-	}
-	to = from
-	for to < len(s) && isToken(s[to]) {
-		to++
-	}
-	if at-digits < number || to-from < length || s[from:from+2] != "AA" {
-		return at, at
-	}
-	return from, to
 }
 
 // A rule runs only at one of its keywords. One pass over the text finds all keywords: a table indexes them by their
@@ -243,7 +223,7 @@ func scrubTokens(s string) string {
 }
 
 // Known applies hide, which redacts known secrets, to every text of a decoded JSON value, including keys. It changes
-// lists in place. Of keys that become equal, one value stays.
+// lists in place. If keys become equal, the value of one of them stays, at random.
 func Known(value any, hide func(string) string) any {
 	switch v := value.(type) {
 	case string:
@@ -260,58 +240,4 @@ func Known(value any, hide func(string) string) any {
 		return hidden
 	}
 	return value
-}
-
-// query finds parameters of a URL that carry a secret under a short name.
-var query = rule{
-	name: "query", keywords: queryKeywords(),
-	pattern: `(?i)(?:[?&]|0026|amp;)(?:key|sig|signature|code|x-(?:amz|goog)-signature)=([^&\s"'#]{8,})`,
-}
-
-// queryKeywords are the parameters with the preceding sign, also escaped for JSON and HTML.
-func queryKeywords() []string {
-	var all []string
-	for _, sign := range []string{"?", "&", "0026", "amp;"} {
-		for _, name := range []string{"key=", "sig=", "signature=", "code=", "x-amz-signature=", "x-goog-signature="} {
-			all = append(all, sign+name)
-		}
-	}
-	return all
-}
-
-// scrubDiscord redacts tokens of Discord bots. They have no prefix: the bot's number in base64, six characters of
-// time, and a signature, joined by dots.
-func scrubDiscord(s string) string {
-	const middle, signature, least, most = 6, 27, 23, 28
-	for i := 0; ; i++ {
-		next := strings.IndexByte(s[i:], '.')
-		if next < 0 {
-			return s
-		}
-		i += next
-		last := i + 1 + middle
-		if last >= len(s) || s[last] != '.' || run(s[i+1:]) != middle || run(s[last+1:]) < signature {
-			continue
-		}
-		from := i
-		for from > 0 && i-from <= most && isToken(s[from-1]) {
-			from--
-		}
-		if i-from < least || i-from > most || strings.IndexByte("MNO", s[from]) < 0 {
-			continue
-		}
-		to := last + 1 + run(s[last+1:])
-		s = s[:from] + Marker + s[to:]
-		i = from + len(Marker)
-	}
-}
-
-// run counts the token characters at the front of s.
-func run(s string) int {
-	for i := range len(s) {
-		if !isToken(s[i]) {
-			return i
-		}
-	}
-	return len(s)
 }

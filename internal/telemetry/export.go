@@ -23,7 +23,7 @@ const (
 	Backlog = time.Hour
 	// passInterval is the pause between export passes.
 	passInterval = time.Second
-	// senderLease is the lease of the right to send: a silent sender loses the right after this time.
+	// senderLease is the lease of the right to send. A sender that does not renew it loses the right after this time.
 	senderLease = 10 * time.Second
 	// longestTransaction bounds the wait of a pass for a running transaction.
 	longestTransaction = 30 * time.Second
@@ -33,11 +33,10 @@ const (
 	flushLimit = 5 * time.Second
 )
 
-// The bounds of one request: rows with content are large.
+// Bounds of the activities and of the executions of one request. Rows with content are large.
 const (
 	maxRows            = 1000
 	maxRowsWithContent = 100
-	maxPending         = 20000
 )
 
 // Exporter sends spans while its process has the right to send.
@@ -50,17 +49,17 @@ type Exporter struct {
 	content  bool
 	rowLimit int
 
-	mark       *mark // the end of the next pass
-	failures   int   // consecutive
-	advancedAt time.Time
-	final      bool // the process ends
+	mark       *mark     // the end of the next pass; nil before it is chosen
+	failures   int       // consecutive failed passes
+	advancedAt time.Time // time of the last advance of the position
+	final      bool      // flush runs
 }
 
-// mark is the end of a pass, and the transactions that were writing just after it.
+// mark is the end of a pass, with the transactions that were writing then. They may still commit rows with earlier ids.
 type mark struct {
-	end     string
-	writers []string
-	at      time.Time
+	end     string    // id of the last row of the pass
+	writers []string  // virtual ids of these transactions that have not ended
+	at      time.Time // by the clock of this process
 }
 
 // NewExporter returns the exporter of a process; nil if the settings name no receiver. The methods of a nil exporter do
@@ -163,7 +162,8 @@ func (e *Exporter) flush(ctx context.Context) {
 		if pos, err = e.acquireLease(ctx); err != nil || pos == nil || pos.SentUpto >= end {
 			return
 		}
-		timer := time.NewTimer(20 * time.Millisecond) // the millisecond has not ended, or another transaction is running
+		// The present millisecond may still get ids, or another transaction is writing.
+		timer := time.NewTimer(20 * time.Millisecond)
 		select {
 		case <-ctx.Done():
 		case <-timer.C:
@@ -172,7 +172,7 @@ func (e *Exporter) flush(ctx context.Context) {
 	}
 }
 
-// releaseLease releases the right to send. So another process can acquire the right at once.
+// releaseLease releases the right to send, so another process can acquire it at once.
 func (e *Exporter) releaseLease(ctx context.Context) {
 	_, err := e.pool.Exec(ctx, `update agent_span_export set sender = '', sender_until = '-infinity' where sender = @me`,
 		postgres.Strict{"me": e.senderID})
@@ -181,12 +181,12 @@ func (e *Exporter) releaseLease(ctx context.Context) {
 	}
 }
 
-// position is the end of the sent spans.
+// position is the position of the export, as position.sql returns it.
 type position struct {
-	SentUpto string
-	Pending  []string
-	Now      string
-	Next     string
+	SentUpto string   // id up to which rows were sent
+	Pending  []string // activities up to there that had not ended
+	Now      string   // an id before all ids of the present millisecond
+	Next     string   // an id after all ids of the present millisecond
 }
 
 //go:embed position.sql
@@ -249,124 +249,12 @@ func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
 	return batch.more, nil
 }
 
-// isPermanent reports that the receiver rejects the batch itself, so a retry is useless.
+// isPermanent reports that the receiver rejects the batch itself, so a retry is useless. The exporter of OpenTelemetry
+// has no error type, so isPermanent searches the text for the status.
 func isPermanent(err error) bool {
 	text := err.Error()
 	return strings.Contains(text, ": 400 ") || strings.Contains(text, ": 413 ") || strings.Contains(text, ": 422 ") ||
 		strings.Contains(text, "request body too large")
-}
-
-// writersEnded reports whether all writes that were running at the mark have ended. Without a mark, the present time
-// becomes the mark.
-//
-// A writer of an activity or an event locks the table before the row gets its id, until the transaction ends. A
-// transaction without such a lock after the mark has committed its earlier ids, or will write later ids.
-func (e *Exporter) writersEnded(ctx context.Context, pos *position) (bool, error) {
-	var writing []string
-	err := e.pool.QueryRow(ctx, `
-		select array(select distinct l.virtualtransaction from pg_locks l
-		              where l.locktype = 'relation' and l.database = (select d.oid from pg_database d
-		                where d.datname = current_database())
-		                and l.relation in ('agent_activity'::regclass, 'agent_events'::regclass)
-		                  and l.mode = 'RowExclusiveLock')`).Scan(&writing)
-	if err != nil {
-		return false, fmt.Errorf("look for transactions under way: %w", err)
-	}
-	if e.mark == nil || e.mark.end <= pos.SentUpto {
-		e.mark = &mark{pos.Now, writing, time.Now()}
-	}
-	e.mark.writers = slices.DeleteFunc(e.mark.writers, func(w string) bool { return !slices.Contains(writing, w) })
-	return len(e.mark.writers) == 0 || time.Since(e.mark.at) > longestTransaction, nil
-}
-
-// batch is the content of one pass.
-type batch struct {
-	end     string
-	ended   []string // activities
-	pending []string // activities that had not ended
-	runs    []string
-	more    bool
-}
-
-// collectBatch finds the ids of rows that ended up to the mark. Of many rows, it finds the first.
-func (e *Exporter) collectBatch(ctx context.Context, pos *position) (batch, error) {
-	b := batch{end: e.mark.end}
-	type activityState struct {
-		ID    string
-		Ended bool
-	}
-	rows, err := postgres.Rows[activityState](ctx, e.pool, "look for activities", `
-		select a.id::text, a.status <> 'running' as ended from agent_activity a
-		 where a.id > @since::uuid and a.id <= @upto::uuid order by a.id limit @most`, customPlan,
-		postgres.Strict{"since": pos.SentUpto, "upto": b.end, "most": e.rowLimit})
-	if err != nil {
-		return b, err
-	}
-	type end struct{ ID, Run string }
-	ends, err := postgres.Rows[end](ctx, e.pool, "look for ends of executions", `
-		select v.id::text, v.execution_id::text as run from agent_events v
-		 where v.id > @since::uuid and v.id <= @upto::uuid and v.event = 'AGENT_COMPLETED' and v.execution_id is not null
-		   and v.key = v.execution_id::text
-		 order by v.id limit @most`, customPlan,
-		postgres.Strict{"since": pos.SentUpto, "upto": b.end, "most": e.rowLimit})
-	if err != nil {
-		return b, err
-	}
-	if len(rows) == e.rowLimit {
-		b.end, b.more = rows[len(rows)-1].ID, true
-	}
-	if len(ends) == e.rowLimit {
-		b.end, b.more = min(b.end, ends[len(ends)-1].ID), true
-	}
-	for _, end := range ends {
-		if end.ID <= b.end && !slices.Contains(b.runs, end.Run) {
-			b.runs = append(b.runs, end.Run)
-		}
-	}
-	for _, row := range rows {
-		switch {
-		case row.ID > b.end:
-		case row.Ended:
-			b.ended = append(b.ended, row.ID)
-		default:
-			b.pending = append(b.pending, row.ID)
-		}
-	}
-	return b, e.readPending(ctx, pos.Pending, &b)
-}
-
-// readPending reads pending activities again. It drops activities that no longer exist.
-func (e *Exporter) readPending(ctx context.Context, pending []string, b *batch) error {
-	if len(pending) == 0 {
-		return nil
-	}
-	rows, err := e.pool.Query(ctx, `
-		select a.id::text, a.status <> 'running' from agent_activity a where a.id = any (@ids::uuid[]) order by a.id`,
-		postgres.Strict{"ids": pending})
-	if err != nil {
-		return fmt.Errorf("look at open activities: %w", err)
-	}
-	var id string
-	var ended bool
-	_, err = pgx.ForEachRow(rows, []any{&id, &ended}, func() error {
-		switch {
-		case !ended || len(b.ended) >= 2*e.rowLimit:
-			b.pending = append(b.pending, id)
-			b.more = b.more || ended
-		default:
-			b.ended = append(b.ended, id)
-		}
-		return nil
-	})
-	if err != nil {
-		return fmt.Errorf("look at open activities: %w", err)
-	}
-	if excess := len(b.pending) - maxPending; excess > 0 {
-		slices.Sort(b.pending)
-		b.pending = b.pending[excess:]
-		e.metrics.exported("forgotten", excess)
-	}
-	return nil
 }
 
 // errLeaseLost reports that another process has acquired the right to send. That process may send the spans of this

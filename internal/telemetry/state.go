@@ -3,7 +3,6 @@ package telemetry
 import (
 	"context"
 	_ "embed"
-	"encoding/json"
 	"log/slog"
 	"sync"
 	"time"
@@ -15,9 +14,9 @@ import (
 )
 
 const (
-	queryInterval = 3 * time.Second // for any number of scrapes
-	queryTimeout  = time.Second     // the time limit of the database
-	maxCount      = 100_000
+	queryInterval = 3 * time.Second // shortest time between two queries, for any number of scrapes
+	queryTimeout  = time.Second
+	maxCount      = 100_000 // executions of a status that are counted
 )
 
 var (
@@ -38,7 +37,7 @@ var (
 //go:embed state.sql
 var stateSQL string
 
-// state is the result of one query.
+// state is a row of state.sql.
 type state struct {
 	Pending, Running, Waiting, Approvals int64
 	Oldest, Beat                         float64
@@ -51,7 +50,7 @@ type State struct {
 	db  postgres.DB
 	log *slog.Logger
 
-	mu        sync.Mutex // held during a query; all other scrapes wait for the result
+	mu        sync.Mutex // held during a query, so concurrent scrapes share one result
 	queriedAt time.Time
 	last      *state // nil if the database did not answer
 }
@@ -62,8 +61,7 @@ func NewState(db postgres.DB, log *slog.Logger) *State { return &State{db: db, l
 // Describe implements prometheus.Collector.
 func (s *State) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		upDesc, executionsDesc, oldestDesc, approvalsDesc, heartbeatDesc, pausedDesc,
-		heldDesc,
+		upDesc, executionsDesc, oldestDesc, approvalsDesc, heartbeatDesc, pausedDesc, heldDesc,
 	} {
 		ch <- d
 	}
@@ -122,88 +120,4 @@ func (s *State) read() *state {
 	}
 	s.queriedAt = time.Now()
 	return s.last
-}
-
-// activityRow is an activity and its place in the trace.
-type activityRow struct {
-	ID, TraceID                                            string
-	ExecutionID                                            *string
-	Kind, SkillName, Agent, Surface, Status, Purpose, Step string
-	Model, ErrorClass, ErrorMessage                        string
-	PromptTokens, CompletionTokens, UnknownTokens          string
-	Estimated                                              bool
-	CostUsd                                                float64
-	ThreadID, Lane, IdempotencyKey                         string
-	CreatedAt, FinishedAt                                  time.Time
-	Input, Output                                          json.RawMessage
-	ParentID                                               *string
-	ParentEnded, RunEnded                                  *time.Time
-	RunID, RootID                                          *string
-}
-
-// runRow is an execution that has ended, and its place in the trace.
-type runRow struct {
-	ID, TraceID, Surface, Agent, Flow, Status, ResultType, ErrorMessage, FailedStep string
-	Claim                                                                           int64
-	ThreadID                                                                        string
-	CreatedAt, StartedAt, CompletedAt                                               time.Time
-	Detached                                                                        bool
-	ParentID                                                                        *string
-	ParentTrace                                                                     string
-	RootID, ForkedFrom                                                              *string
-	ForkedTrace                                                                     string
-	Links                                                                           []string
-}
-
-// waitRow is a wait of an execution that has ended.
-type waitRow struct {
-	ExecutionID, Step, Event string
-	TimedOut                 bool
-	EndedAt                  time.Time
-	PhaseID                  *string
-	BeganAt                  time.Time
-}
-
-//go:embed read_activities.sql
-var activitiesSQL string
-
-//go:embed read_runs.sql
-var runsSQL string
-
-//go:embed read_waits.sql
-var waitsSQL string
-
-// maxWaits bounds the waits per pass: a loop may have waited any number of times.
-const maxWaits = 5000
-
-// passRows are the rows of one pass.
-type passRows struct {
-	activities []activityRow
-	runs       []runRow
-	waits      []waitRow
-}
-
-// customPlan plans a statement for the given ids: a generic plan would scan a whole table.
-const customPlan = pgx.QueryExecModeCacheDescribe
-
-// read reads finished rows by their ids.
-func read(ctx context.Context, db postgres.DB, activities, runs []string, content bool) (f passRows, err error) {
-	if len(activities) > 0 {
-		f.activities, err = postgres.Rows[activityRow](ctx, db, "read activities for spans", activitiesSQL, customPlan,
-			postgres.Strict{"ids": activities, "content": content})
-		if err != nil {
-			return passRows{}, err
-		}
-	}
-	if len(runs) == 0 {
-		return f, nil
-	}
-	f.runs, err = postgres.Rows[runRow](ctx, db, "read executions for spans", runsSQL, customPlan,
-		postgres.Strict{"ids": runs})
-	if err != nil {
-		return passRows{}, err
-	}
-	f.waits, err = postgres.Rows[waitRow](ctx, db, "read waits for spans", waitsSQL, customPlan,
-		postgres.Strict{"ids": runs, "most": maxWaits})
-	return f, err
 }
