@@ -2,23 +2,14 @@ package app
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
-	"fmt"
 	"log/slog"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
-
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/principals"
-	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/retention"
-	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // linkRetention keeps trace links long enough for their traces to end.
@@ -64,7 +55,8 @@ func runExecutionCounts(ctx context.Context, db postgres.Beginner, interval time
 		func(ctx context.Context) (bool, error) { return executions.Count(ctx, db) })
 }
 
-// runCounts calls count until ctx ends. It works off a backlog at half speed.
+// runCounts calls count once in interval until ctx ends. While count reports more rows, it pauses only as long as the
+// last call took, so a backlog costs half of one connection's time.
 func runCounts(
 	ctx context.Context, interval time.Duration, log *slog.Logger, kind string, count func(context.Context) (bool, error),
 ) error {
@@ -101,73 +93,4 @@ func (a *App) warnUnpriced(ctx context.Context) {
 		a.Log.WarnContext(ctx, "the model has no price, so dollar limits have no effect; set AGENT_PRICES", "model",
 			a.Loop.Model.Model())
 	}
-}
-
-// approvers finds the principals of accounts that press buttons in channels. Only a linked account has a principal;
-// pairing creates none.
-type approvers struct{ pool *pgxpool.Pool }
-
-// Approver implements [channels.Principals].
-func (a approvers) Approver(
-	ctx context.Context, issuer, subject, via, message string,
-) (context.Context, string, error) {
-	p, err := principals.ByIdentity(ctx, a.pool, issuer, subject)
-	switch {
-	case errors.Is(err, principals.ErrNotFound):
-		return nil, "", channels.ErrNotLinked
-	case err != nil:
-		return nil, "", err
-	case !p.Role.May(principals.ApprovalsDecide):
-		return nil, "", channels.ErrMayNot
-	}
-	return actingFor(ctx, p, via, message), p.Name, nil
-}
-
-// Asking implements [channels.Principals].
-func (a approvers) Asking(ctx context.Context, issuer, subject, via, message string) (context.Context, error) {
-	p, err := principals.ByIdentity(ctx, a.pool, issuer, subject)
-	if errors.Is(err, principals.ErrNotFound) {
-		return ctx, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	return actingFor(ctx, p, via, message), nil
-}
-
-func actingFor(ctx context.Context, p principals.Principal, via, message string) context.Context {
-	return activity.WithActor(ctx, activity.Actor{Name: p.Name, Via: via, Message: message})
-}
-
-// CallFlow is the flow of an admin's skill call: one durable step.
-const CallFlow = "skill_call"
-
-// SkillCall is the input of the flow CallFlow.
-type SkillCall struct {
-	Skill string          `json:"skill"`
-	Args  json.RawMessage `json:"args"`
-}
-
-// registerCallFlow lets every process resume a skill call.
-func registerCallFlow(a *App, loop *reason.Loop) error {
-	a.Engine.Unforkable(CallFlow, "a fork would skip the check of its caller; call it again with agent skills call")
-	return a.Engine.Register(CallFlow, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
-		var call SkillCall
-		if err := json.Unmarshal(input, &call); err != nil {
-			return executions.Result{}, fmt.Errorf("read input: %w", err)
-		}
-		skill, err := executions.Step(ctx, "skill", func(ctx context.Context) (skills.Skill, error) {
-			return skills.Get(ctx, a.Pool, call.Skill)
-		})
-		if err != nil {
-			return executions.Result{}, err
-		}
-		value, err := loop.Invoke(ctx, "skill "+skill.Name, skill, call.Args, executions.Call{
-			Entry: activity.Entry{Purpose: "called by an admin"},
-		})
-		if err != nil {
-			return executions.Result{}, err
-		}
-		return executions.Result{Summary: "called " + skill.Name, Value: value}, nil
-	})
 }

@@ -90,7 +90,7 @@ func idleTransaction(lease time.Duration) time.Duration {
 	return min(max(lease, 5*time.Second), time.Minute)
 }
 
-// directConns bounds the connections that bypass a pooler: two listeners and three for a migration.
+// directConns bounds the connections that bypass a pooler. The listener holds one, a migration two.
 const directConns = 4
 
 // openDirect opens a pool that bypasses a connection pooler. It must reach the same database, or notifications and
@@ -147,7 +147,7 @@ const minDividedPool = 6
 // reservation counts a serving process's reserved connections by purpose. The engine gets the rest.
 type reservation struct{ system, admin, visitors int32 }
 
-// reserveConns splits a pool of most connections.
+// reserveConns divides a pool of total connections.
 func reserveConns(total int32) reservation {
 	if total < minDividedPool {
 		return reservation{}
@@ -231,7 +231,7 @@ func hostsOf(url string) int {
 		return net.JoinHostPort(host, strconv.Itoa(int(port)))
 	}
 	hosts := map[string]bool{address(c.Host, c.Port): true}
-	for _, other := range c.Fallbacks { // one server has several fallbacks
+	for _, other := range c.Fallbacks { // pgx may list a server several times, with and without TLS
 		hosts[address(other.Host, other.Port)] = true
 	}
 	return len(hosts)

@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// Handler serves API, pages and surfaces. at signals the phases of the shutdown.
+// Handler returns the handler of the API, the pages and the surfaces. stages signal the phases of a shutdown.
 func (a *App) Handler(stages Stages) (http.Handler, error) {
 	keys := make(map[string]string, len(a.Config.ChatKeys))
 	for name, key := range a.Config.ChatKeys {

@@ -1,5 +1,5 @@
 // Package browser drives a real Chromium in tests. It opens pages, clicks and types like a person, and records the
-// browser's complaints.
+// browser's errors and warnings ([Page.Problems]).
 //
 // One process of the browser serves a test binary. Every Page has a profile of its own, so pages share no cookies and
 // no storage. The browser reaches loopback only. It refuses a request to any other host. Such a request is a problem,
@@ -237,8 +237,8 @@ func (p *Page) PressUntil(keys, condition string) {
 	p.tb.Helper()
 	p.Press(keys)
 	n := 0
-	p.until("the keys "+keys+" are heard", condition, func() {
-		if n++; n%10 == 0 {
+	p.until("the keys "+keys+" have an effect", condition, func() {
+		if n++; n%10 == 0 { // once a second; see poll
 			p.Press(keys)
 		}
 	})
@@ -276,7 +276,7 @@ func (p *Page) poll(what, script string, now any, done func() bool) {
 		}
 		select {
 		case <-ctx.Done():
-			p.tb.Fatalf("%s: it did not come (%v)\n%s", what, last, p.location())
+			p.tb.Fatalf("%s: not within %s (%v)\n%s", what, waitTimeout, last, p.location())
 		case <-tick.C:
 		}
 	}
@@ -334,14 +334,14 @@ func (p *Page) Screenshot(path string, fullPage bool) {
 	}
 }
 
-// Expect declares that the test causes a complaint with these words.
+// Expect declares that the test causes a problem with these words, which Problems then omits.
 func (p *Page) Expect(words string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.expected = append(p.expected, words)
 }
 
-// Problems returns the browser's complaints, without the expected complaints.
+// Problems returns the errors and warnings of the browser, without the expected ones.
 func (p *Page) Problems() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -363,7 +363,7 @@ func (p *Page) isExpected(problem string) bool {
 	return false
 }
 
-// recordEvent records the browser's complaints.
+// recordEvent records the errors and warnings of the browser, and requests to other hosts.
 func (p *Page) recordEvent(event any) {
 	problem := ""
 	switch e := event.(type) {

@@ -1,11 +1,8 @@
 package config
 
 import (
-	"bytes"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"maps"
 	"math"
 	"net"
 	"net/netip"
@@ -19,7 +16,6 @@ import (
 	"unicode"
 
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
-	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
@@ -81,27 +77,6 @@ func (k *checker) connections(c *Config) {
 		if at, err := os.Stat(c.PGBin); err != nil || !at.IsDir() {
 			k.report("AGENT_PG_BIN", "%q is not a directory", c.PGBin)
 		}
-	}
-}
-
-// server validates the URL of a model server.
-func (k *checker) server(name, text string) {
-	if text == "" {
-		return
-	}
-	if u, err := url.Parse(text); err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
-		k.report(name, "it is not an http or https URL")
-	}
-}
-
-// embedding requires a server for an embedding model.
-func (k *checker) embedding(c *Config) {
-	k.server("AGENT_EMBEDDING_BASE_URL", c.Embedding.BaseURL)
-	k.token("AGENT_EMBEDDING_KEY", c.Embedding.Key)
-	if strings.ContainsFunc(c.Embedding.Model, func(r rune) bool { return !unicode.IsPrint(r) }) {
-		k.report("AGENT_EMBEDDING_MODEL", "it has a character that does not print")
-	} else if c.Embedding.Model != "" && c.Embedding.BaseURL == "" && c.OpenAIBaseURL == "" && !c.OpenAIKey.IsSet() {
-		k.report("AGENT_EMBEDDING_MODEL", "no server is set; set AGENT_EMBEDDING_BASE_URL too")
 	}
 }
 
@@ -214,33 +189,6 @@ func (k *checker) number(name string, n, min, max float64) {
 	}
 }
 
-// prices reads the price table from the variable, or from the file it names.
-func (k *checker) prices(c *Config) {
-	const name = "AGENT_PRICES"
-	text := []byte(c.PricesSource)
-	if len(text) == 0 {
-		return
-	}
-	if text[0] != '{' {
-		var err error
-		if text, err = os.ReadFile(c.PricesSource); err != nil {
-			k.report(name, "%v", err)
-			return
-		}
-	}
-	d := json.NewDecoder(bytes.NewReader(text))
-	d.DisallowUnknownFields()
-	if err := d.Decode(&c.Prices); err != nil || d.More() {
-		k.report(name, "it is not a price table (%v)", err)
-		return
-	}
-	for model, p := range c.Prices {
-		if p.Input < 0 || p.Output < 0 {
-			k.report(name, "the price of %q is negative", model)
-		}
-	}
-}
-
 // privateHosts validates the private hosts that skills may reach.
 func (k *checker) privateHosts(c *Config) {
 	for _, item := range c.PrivateHTTP {
@@ -307,87 +255,4 @@ func splitListen(listen string) (string, error) {
 		return "", fmt.Errorf("port %q is not from 0 to 65535", port)
 	}
 	return host, nil
-}
-
-// LoadServe is [Load] for `agent serve`. It reports missing required settings together with invalid ones. See
-// [Config.RequireServe].
-func LoadServe(environ map[string]string, also ...string) (Config, error) {
-	c, err := Load(environ, also...)
-	invalid, ok := errors.AsType[*Error](err)
-	if !ok {
-		return c, err
-	}
-	problems, values := invalid.Problems, nonEmpty(environ)
-	for _, name := range []string{"DATABASE_URL", "AGENT_ADMIN_TOKEN"} {
-		if values[name] == "" && values[name+fileSuffix] == "" {
-			problems = append(problems, unsetProblem(name))
-		}
-	}
-	return c, problemsError(problems)
-}
-
-// RequireServe reports missing settings of `agent serve`: the database and the admin token. Weak secrets are rejected
-// even on loopback, because a proxy may be in front. The error is an [*Error].
-func (c Config) RequireServe() error {
-	var problems []string
-	if !c.DatabaseURL.IsSet() {
-		problems = append(problems, unsetProblem("DATABASE_URL"))
-	}
-	if !c.AdminToken.IsSet() {
-		problems = append(problems, unsetProblem("AGENT_ADMIN_TOKEN"))
-	}
-	return problemsError(append(problems, c.weakSecrets()...))
-}
-
-// RequireDev reports missing settings of `agent dev`. It creates its own database and token, but a port open to other
-// machines needs a chosen token. The error is an [*Error].
-func (c Config) RequireDev() error {
-	problems := c.weakSecrets()
-	if !c.Loopback() && !c.AdminToken.IsSet() {
-		problems = append(problems, fmt.Sprintf("AGENT_LISTEN: %s can be reached from other machines; set "+
-			"AGENT_ADMIN_TOKEN, or AGENT_LISTEN to 127.0.0.1:8080", c.Listen))
-	}
-	return problemsError(problems)
-}
-
-// Loopback reports whether only this machine can reach the listening address.
-func (c Config) Loopback() bool {
-	host, err := splitListen(c.Listen)
-	if err != nil {
-		return false
-	}
-	if strings.EqualFold(host, "localhost") {
-		return true
-	}
-	addr, err := netip.ParseAddr(host)
-	return err == nil && addr.Unmap().IsLoopback()
-}
-
-// weakSecrets reports secrets that are easy to guess.
-func (c Config) weakSecrets() []string {
-	var problems []string
-	check := func(name, prefix string, secret Secret) {
-		if reason := credentials.Weak(secret.Reveal()); reason != "" {
-			problems = append(problems, fmt.Sprintf("%s: %s%s; set %s", name, prefix, reason, helpOf(name)))
-		}
-	}
-	if c.AdminToken.IsSet() {
-		check("AGENT_ADMIN_TOKEN", "", c.AdminToken)
-	}
-	for _, name := range slices.Sorted(maps.Keys(c.ChatKeys)) {
-		check("AGENT_CHAT_KEY", "the key "+name+": ", c.ChatKeys[name])
-	}
-	return problems
-}
-
-func unsetProblem(name string) string {
-	return fmt.Sprintf("%s is not set; set it, or %s%s, to %s", name, name, fileSuffix, helpOf(name))
-}
-
-// problemsError returns an [*Error], or nil without problems.
-func problemsError(problems []string) error {
-	if len(problems) == 0 {
-		return nil
-	}
-	return &Error{Problems: problems}
 }

@@ -1,0 +1,118 @@
+package config
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"maps"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/joho/godotenv"
+)
+
+// DotEnv is the content of a file .env. Another person may have written it, so it never sets a program, a file with a
+// secret, or a destination for secrets from elsewhere.
+type DotEnv struct {
+	// Environ is the given environment with the settings of the file.
+	Environ map[string]string
+	// References are the other variables of the file: ${NAME} in a workspace may refer to them, and nothing else may.
+	References map[string]string
+	// Set and Ignored are the sorted names that the file set, and those that it must never set.
+	Set, Ignored []string
+}
+
+// forbiddenInFile lists names that .env must not set: settings that name programs or other databases, and variables
+// that child processes inherit.
+var forbiddenInFile = []string{"AGENT_PG_BIN", "AGENT_TEST_DATABASE_URL", "PATH", "HOME", "LANG"}
+
+// LoadDotEnv reads .env if it exists. Values of environ take precedence. more reports names that are settings of
+// other components. The error is an [*Error] for a forbidden combination.
+func LoadDotEnv(path string, environ map[string]string, isOther func(name string) bool) (DotEnv, error) {
+	out := DotEnv{Environ: maps.Clone(environ), References: map[string]string{}}
+	if out.Environ == nil {
+		out.Environ = map[string]string{}
+	}
+	text, err := os.ReadFile(path)
+	if errors.Is(err, os.ErrNotExist) {
+		return out, nil
+	}
+	if err != nil {
+		return DotEnv{}, fmt.Errorf("read .env: %w", err)
+	}
+	values, err := godotenv.UnmarshalBytes(bytes.TrimPrefix(text, []byte("\ufeff"))) // editors on Windows write it
+	if err != nil {
+		// The parser's message quotes the file, and the file has secrets.
+		return DotEnv{}, fmt.Errorf("read .env: %s is not lines of NAME=value", path)
+	}
+	settings := map[string]bool{}
+	for _, s := range Settings() {
+		settings[s.Name] = true
+	}
+	for _, name := range slices.Sorted(maps.Keys(values)) {
+		setting := settings[name] || isOther(name)
+		switch {
+		case environ[name] != "" || hasFileVariant(environ, name):
+			continue
+		case slices.Contains(forbiddenInFile, name) || strings.HasSuffix(name, fileSuffix) ||
+			strings.HasPrefix(name, "AGENT_") && !setting:
+			out.Ignored = append(out.Ignored, name)
+			continue
+		case setting:
+			out.Environ[name] = values[name]
+		default:
+			out.References[name] = values[name]
+		}
+		out.Set = append(out.Set, name)
+	}
+	return out, problemsError(out.conflicts(environ))
+}
+
+// conflicts reports secrets from the environment that the file would redirect, and a port that it would open.
+func (d DotEnv) conflicts(environ map[string]string) (problems []string) {
+	for _, pair := range [][2]string{
+		{"OPENAI_BASE_URL", "OPENAI_API_KEY"},
+		{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"},
+		{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
+		{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"},
+		{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
+		{"DATABASE_URL", "PGPASSWORD"},
+		{"DATABASE_DIRECT_URL", "PGPASSWORD"},
+		{"DATABASE_READ_URL", "PGPASSWORD"},
+	} {
+		place, secret := pair[0], pair[1]
+		if !slices.Contains(d.Set, place) || environ[secret] == "" && !hasFileVariant(environ, secret) ||
+			hasPassword(place, d.Environ[place]) {
+			continue
+		}
+		problems = append(problems, fmt.Sprintf("%s is in .env, and %s, which would be sent there, is from the "+
+			"environment; set both in the same place", place, secret))
+	}
+	if listen := (Config{Listen: d.Environ["AGENT_LISTEN"]}); slices.Contains(d.Set, "AGENT_LISTEN") &&
+		!listen.Loopback() {
+		if _, err := splitListen(listen.Listen); err == nil {
+			problems = append(problems, "AGENT_LISTEN: .env cannot open a port to other machines; set it in the environment")
+		}
+	}
+	return problems
+}
+
+// hasPassword reports a database URL with its own password.
+func hasPassword(name, value string) bool {
+	if !strings.HasPrefix(name, "DATABASE_") {
+		return false
+	}
+	u, err := url.Parse(value)
+	if err != nil || u.User == nil {
+		return false
+	}
+	_, has := u.User.Password()
+	return has
+}
+
+// hasFileVariant reports whether NAME_FILE is set, which excludes NAME.
+func hasFileVariant(environ map[string]string, name string) bool {
+	return environ[name+fileSuffix] != ""
+}
