@@ -20,7 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
-// checker collects problems. A variable in wrong is already reported.
+// checker collects problems. It reports no further problem of a variable in invalid.
 type checker struct {
 	invalid  invalidValues
 	problems []string
@@ -43,7 +43,7 @@ func helpOf(name string) string {
 	return "it"
 }
 
-// all validates every value and derives others.
+// all validates the values and derives others from them.
 func (k *checker) all(c *Config) {
 	k.connections(c)
 	k.names(c)

@@ -28,8 +28,9 @@ type DotEnv struct {
 // that child processes inherit.
 var forbiddenInFile = []string{"AGENT_PG_BIN", "AGENT_TEST_DATABASE_URL", "PATH", "HOME", "LANG"}
 
-// LoadDotEnv reads .env if it exists. Values of environ take precedence. more reports names that are settings of
-// other components. The error is an [*Error] for a forbidden combination.
+// LoadDotEnv reads .env if it exists. Values of environ take precedence. isOther reports names that are settings of other
+// components. For a combination that would send a secret of environ to a destination of the file, the error is an
+// [*Error].
 func LoadDotEnv(path string, environ map[string]string, isOther func(name string) bool) (DotEnv, error) {
 	out := DotEnv{Environ: maps.Clone(environ), References: map[string]string{}}
 	if out.Environ == nil {
@@ -70,7 +71,7 @@ func LoadDotEnv(path string, environ map[string]string, isOther func(name string
 	return out, problemsError(out.conflicts(environ))
 }
 
-// conflicts reports secrets from the environment that the file would redirect, and a port that it would open.
+// conflicts reports secrets of environ that would go to a destination of the file, and a port that the file would open.
 func (d DotEnv) conflicts(environ map[string]string) (problems []string) {
 	for _, pair := range [][2]string{
 		{"OPENAI_BASE_URL", "OPENAI_API_KEY"},

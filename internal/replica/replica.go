@@ -13,8 +13,8 @@
 //   - A client that wrote reads from the primary for [FreshFor]. By then every usable standby has replayed the write.
 //   - The reader skips a standby that is unreachable, starting, promoted, too far behind, or of another database. It
 //     logs one line then, and one when it uses the standby again.
-//   - While the primary works, a caller sees no error of the standby. The reader repeats a failed read on the primary,
-//     and cancels the reads of a standby that stops answering.
+//   - While the primary works, a caller of [Reader.Do] sees no error of the standby. Do repeats a failed read on the
+//     primary, and [Reader.Measure] cancels the reads of a standby that stops answering.
 //   - While the primary is unreachable, the reader uses the standby, and the source reports it.
 //
 // The reader measures the lag once a second. The age of the last transaction is no measure, because it grows while the
