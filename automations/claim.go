@@ -115,9 +115,9 @@ func insertRun(
 	return collectRun(rows, err)
 }
 
-// ClaimRun claims a [Ready] run. ok is true for one of several callers. attempt is the attempt that the caller read; the
-// returned run has the new one. The run of an event keeps the trace of the event; any other run gets traceID. A manual
-// run needs no enabled automation.
+// ClaimRun claims a [Ready] run. ok is true for one of several callers. attempt is the attempt that the caller read;
+// the returned run has the new one. The run of an event keeps the trace of the event; any other run gets traceID. A
+// manual run needs no enabled automation.
 func ClaimRun(
 	ctx context.Context, db postgres.DB, runID string, attempt int, executionID, traceID string,
 ) (Run, bool, error) {

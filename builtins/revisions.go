@@ -14,8 +14,8 @@ import (
 // anyRevision replaces any revision. Only people's writes use it, never a model's.
 const anyRevision = -1
 
-// noteRevision converts the argument revision to the revision of a [memory.Note] or an objective's note. An argument of 0,
-// or none, requires that the entry or note does not exist.
+// noteRevision converts the argument revision to the revision of a [memory.Note] or an objective's note. An argument
+// of 0, or none, requires that the entry or note does not exist.
 func noteRevision(value float64) int {
 	switch revision := int(value); revision {
 	case 0:
@@ -160,8 +160,8 @@ func SightsWritten(s skills.Skill, answer json.RawMessage) []memory.Sight {
 	return []memory.Sight{{Name: memory.Name{Category: done.Category, Key: done.Key}, Revision: done.Revision}}
 }
 
-// WithRevisions returns the arguments of a call with the revision that its run has read, in place of the caller's. If seen
-// is nil, it returns them unchanged.
+// WithRevisions returns the arguments of a call with the revision that its run has read, in place of the caller's. If
+// seen is nil, it returns them unchanged.
 func WithRevisions(s skills.Skill, args json.RawMessage, seen memory.Seen) json.RawMessage {
 	if seen == nil || !needsRevision(s) {
 		return args

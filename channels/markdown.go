@@ -45,8 +45,8 @@ func fitting(text string, limit int, length func(string) int) int {
 	return min(end, len(text))
 }
 
-// border returns the index, up to end, to divide text at. It uses no mark in the first third, because parts would become
-// too short.
+// border returns the index, up to end, to divide text at. It uses no mark in the first third, because parts would
+// become too short.
 func border(text string, end int) int {
 	for _, mark := range []string{"\n\n", "\n", " "} {
 		if at := strings.LastIndex(text[:end], mark); at > end/3 {

@@ -33,8 +33,8 @@ const (
 // maxConflicts bounds the open conflicts.
 const maxConflicts = 1000
 
-// Conflict is a row of agent_memory_conflicts: a value that was rejected because its key had changed, after the run that
-// wrote it had ended. The run can no longer resolve it, so an admin decides.
+// Conflict is a row of agent_memory_conflicts: a value that was rejected because its key had changed, after the run
+// that wrote it had ended. The run can no longer resolve it, so an admin decides.
 type Conflict struct {
 	ID            string          `json:"id"`
 	Owner         Owner           `json:"agent,omitempty"` // owner of the memory

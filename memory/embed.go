@@ -183,8 +183,8 @@ func (x *Index) requestVectors(ctx context.Context, list []claimedEntry, most in
 	return x.model.Embed(ctx, texts)
 }
 
-// refused reports an error that may concern the texts and not the server. Some servers respond with status 500 to a text
-// that is too long.
+// refused reports an error that may concern the texts and not the server. Some servers respond with status 500 to a
+// text that is too long.
 func refused(err error) bool {
 	modelErr, ok := errors.AsType[*models.Error](err)
 	return ok && slices.Contains([]int{

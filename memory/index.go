@@ -42,9 +42,9 @@ const (
 	maxScanned   = 50_000           // newest entries whose vectors are compared
 )
 
-// Search is [Owner.Search], fused with the entries nearest in meaning (reciprocal rank fusion). Of those it compares the
-// newest 50,000 of the owner. It uses words alone for a query with a phrase, or or an exclusion, without the extension
-// vector, and while the embedding server fails. It logs the start and the end of the last two.
+// Search is [Owner.Search], fused with the entries nearest in meaning (reciprocal rank fusion). Of those it compares
+// the newest 50,000 of the owner. It uses words alone for a query with a phrase, or or an exclusion, without the
+// extension vector, and while the embedding server fails. It logs the start and the end of the last two.
 func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query string, limit int) ([]Entry, error) {
 	form, err := parseQuery(ctx, db, query)
 	if err != nil {
@@ -118,8 +118,8 @@ func (x *Index) report(ctx context.Context, problem string, err error) {
 	}
 }
 
-// nearest returns the owner's entries nearest to a vector by cosine distance, nearest first. schema is the quoted schema
-// of the extension vector, which need not be in the search path.
+// nearest returns the owner's entries nearest to a vector by cosine distance, nearest first. schema is the quoted
+// schema of the extension vector, which need not be in the search path.
 func (x *Index) nearest(
 	ctx context.Context, db postgres.DB, o Owner, vector []float32, limit int, schema string,
 ) ([]Entry, error) {

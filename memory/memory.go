@@ -12,8 +12,8 @@
 // A value that looks like a secret (package redact) is rejected, because models and people read the memory. A
 // category holds at most 5,000 entries. Concurrent writers may exceed that bound by one entry each.
 //
-// Reads ignore expired entries, by the database's clock; [Expire] deletes them. [Owner.Search] is PostgreSQL's full-text
-// search without a language, because keys and values often hold names. It needs no extension.
+// Reads ignore expired entries, by the database's clock; [Expire] deletes them. [Owner.Search] is PostgreSQL's
+// full-text search without a language, because keys and values often hold names. It needs no extension.
 //
 // An [Index] adds semantic search, if an embedding model is configured and the extension vector is installed. Writers
 // do not wait for the embedding server: [Index.Run] embeds entries later. A vector belongs to one revision of an

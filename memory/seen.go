@@ -6,7 +6,8 @@ import (
 	"encoding/json"
 )
 
-// Seen maps the names that a run has read to their revisions. A key that the run has not read must be new for its write.
+// Seen maps the names that a run has read to their revisions. A key that the run has not read must be new for its
+// write.
 type Seen map[Name]int
 
 // Sight is a name that a run read, and its revision; [Absent] if there was no entry.
@@ -41,8 +42,8 @@ func SightsIn(answer []byte, upto int) []Sight {
 	return found
 }
 
-// ShownIn returns the items of the list of that name, and the value of "theirs", that end within the answer's first upto
-// bytes.
+// ShownIn returns the items of the list of that name, and the value of "theirs", that end within the answer's first
+// upto bytes.
 func ShownIn(answer []byte, upto int, list string) []json.RawMessage {
 	var found []json.RawMessage
 	decoder := json.NewDecoder(bytes.NewReader(answer))
@@ -80,8 +81,8 @@ func ShownIn(answer []byte, upto int, list string) []json.RawMessage {
 	return found
 }
 
-// readShown decodes one value and adds it to found if it ends within upto bytes. It returns false if there is no further
-// value, because the answer is cut.
+// readShown decodes one value and adds it to found if it ends within upto bytes. It returns false if there is no
+// further value, because the answer is cut.
 func readShown(decoder *json.Decoder, upto int, found *[]json.RawMessage) bool {
 	var raw json.RawMessage
 	if decoder.Decode(&raw) != nil {

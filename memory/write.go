@@ -169,8 +169,8 @@ func checkCapacity(ctx context.Context, db postgres.DB, n Note) error {
 	return err
 }
 
-// Forget deletes an entry and reports whether one existed. revision has the meaning of [Note].Revision: if the entry has
-// another one, Forget deletes nothing and returns a [*ConflictError]. An expired entry counts as none.
+// Forget deletes an entry and reports whether one existed. revision has the meaning of [Note].Revision: if the entry
+// has another one, Forget deletes nothing and returns a [*ConflictError]. An expired entry counts as none.
 func (o Owner) Forget(ctx context.Context, db postgres.DB, category, key string, revision int) (bool, error) {
 	var expired bool
 	err := db.QueryRow(ctx, `
@@ -200,8 +200,8 @@ func (o Owner) revisionConflict(ctx context.Context, db postgres.DB, category, k
 	return fmt.Errorf("forget memory %q: %w", key, err)
 }
 
-// ForgetID deletes the entry with an id and returns it; [ErrNotFound] for a missing or expired one. If revision is not 0
-// and the entry has another one, ForgetID deletes nothing and returns a [*ConflictError].
+// ForgetID deletes the entry with an id and returns it; [ErrNotFound] for a missing or expired one. If revision is
+// not 0 and the entry has another one, ForgetID deletes nothing and returns a [*ConflictError].
 func ForgetID(ctx context.Context, db postgres.DB, id string, revision int) (Entry, error) {
 	rows, err := db.Query(ctx, `
 		delete from agent_memory

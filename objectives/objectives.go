@@ -201,8 +201,8 @@ func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error
 
 // SetNote replaces the note on an objective's progress and returns the objective. revision is the one that the caller
 // read; 0 replaces any note, and [Unread] requires that there is none. If the objective has another revision, SetNote
-// returns [ErrConflict] and the current objective. It returns [ErrNotActive] for an objective that is not active, paused
-// or proposed.
+// returns [ErrConflict] and the current objective. It returns [ErrNotActive] for an objective that is not active,
+// paused or proposed.
 func SetNote(ctx context.Context, db postgres.DB, nameOrID, note, traceID string, revision int) (Objective, error) {
 	if err := checkText("note", note, maxNote); err != nil {
 		return Objective{}, fmt.Errorf("set note of objective %q: %w", nameOrID, err)

@@ -23,8 +23,9 @@
 // Guarantees:
 //
 //   - Only digests of secrets are stored. A secret is returned once, by the function that creates it.
-//   - After a revocation has committed, no process accepts a new request with the token or session; the same holds for a
-//     disabled principal. Each request reads the row. A notification on [Channel], or a poll, ends open streams.
+//   - After a revocation has committed, no process accepts a new request with the token or session; the same holds
+//     for a disabled principal. Each request reads the row. A notification on [Channel], or a poll, ends open
+//     streams.
 //   - The database's clock decides whether a credential has expired.
 //   - An identity is an issuer with the id of an account there. Names and e-mail addresses identify nobody.
 //   - The principal root stands for AGENT_ADMIN_TOKEN. It cannot be disabled, and its role stays admin.

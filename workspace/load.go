@@ -35,8 +35,8 @@ func LoadDir(dir string) (Workspace, error) {
 // LoadFrom is LoadDir for files from elsewhere; dir names the folder in positions.
 func LoadFrom(fsys fs.FS, dir string) (Workspace, error) { return load(fsys, dir) }
 
-// Load reads every .yaml and .yml file of a folder and its subfolders, except hidden files and folders. For invalid files
-// it returns [Problems] and an empty workspace. A folder without such files is an error, because an apply with
+// Load reads every .yaml and .yml file of a folder and its subfolders, except hidden files and folders. For invalid
+// files it returns [Problems] and an empty workspace. A folder without such files is an error, because an apply with
 // [PruneAll] would remove everything.
 func Load(fsys fs.FS) (Workspace, error) { return load(fsys, "") }
 

@@ -69,8 +69,8 @@ func position(file string, node *yaml.Node) Position {
 	return Position{File: file, Line: node.Line, Column: node.Column}
 }
 
-// unknownName returns the message about an unknown name, with the nearest known name or all of them. what is the kind of
-// name, shown its spelling in the message.
+// unknownName returns the message about an unknown name, with the nearest known name or all of them. what is the kind
+// of name, shown its spelling in the message.
 func unknownName(what, shown, name string, known []string) string {
 	// "-" is the tag of a field that no file sets.
 	known = slices.DeleteFunc(slices.Clone(known), func(k string) bool { return k == "" || k == "-" })

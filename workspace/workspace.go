@@ -13,8 +13,9 @@
 // and the decisions of admins: enabled states with their reasons, progress of objectives, memories, next runs of
 // automations. [Plan] is Apply with a rollback, so both agree.
 //
-// Concurrent applies are safe. Each apply first acquires the same transaction-level advisory lock ([Lock]), so a second
-// apply sees the commit of the first. Such a lock works behind PgBouncer, and PostgreSQL releases it if its holder dies.
+// Concurrent applies are safe. Each apply first acquires the same transaction-level advisory lock ([Lock]), so a
+// second apply sees the commit of the first. Such a lock works behind PgBouncer, and PostgreSQL releases it if its
+// holder dies.
 package workspace
 
 import (

@@ -41,8 +41,8 @@ func passes(results []authres.Result, domain string) (pass bool) {
 	return pass
 }
 
-// withoutQuotes replaces each comment by a space and each quoted string by _. The sender may have written a semicolon in
-// them, and the parser would end a result there. For an unclosed comment or string, it returns "".
+// withoutQuotes replaces each comment by a space and each quoted string by _. The sender may have written a semicolon
+// in them, and the parser would end a result there. For an unclosed comment or string, it returns "".
 func withoutQuotes(header string) string {
 	var out strings.Builder
 	depth, quoted := 0, false

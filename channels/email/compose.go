@@ -126,8 +126,8 @@ func subject(ref reference, answers bool, markdown string) string {
 	return "A message for you"
 }
 
-// safeHTML renders Markdown. It omits HTML, and turns an image into a link: a program that shows the mail loads nothing,
-// so a text from outside cannot report that the mail was read.
+// safeHTML renders Markdown. It omits HTML, and turns an image into a link: a program that shows the mail loads
+// nothing, so a text from outside cannot report that the mail was read.
 func safeHTML(markdown string) (string, error) {
 	var out bytes.Buffer
 	md := goldmark.New(goldmark.WithExtensions(extension.GFM),

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// listener closes a silent connection after busyTimeout, instead of idleTimeout, while there are maxConnections. So idle
-// connections do not block mail for long.
+// listener closes a silent connection after busyTimeout, instead of idleTimeout, while there are maxConnections. So
+// idle connections do not block mail for long.
 type listener struct {
 	net.Listener
 	mu   sync.Mutex

@@ -309,7 +309,9 @@ func TestHookVerifiesSignatures(t *testing.T) {
 // The client reconnects after a disconnect, and when an open socket carries no data.
 func TestSocketsReconnect(t *testing.T) {
 	t.Parallel()
-	w := newFixture(t, "socket", func(t *Transport) { t.socketPing, t.pingInterval = 400*time.Millisecond, 100*time.Millisecond })
+	w := newFixture(t, "socket", func(t *Transport) {
+		t.socketPing, t.pingInterval = 400*time.Millisecond, 100*time.Millisecond
+	})
 	w.fake.Disconnect()
 	w.eventually(func() bool { return w.fake.Calls("apps.connections.open") >= 2 && w.fake.Connected() == 1 })
 	w.fake.DropFrames(true)

@@ -28,9 +28,9 @@ type DotEnv struct {
 // that child processes inherit.
 var forbiddenInFile = []string{"AGENT_PG_BIN", "AGENT_TEST_DATABASE_URL", "PATH", "HOME", "LANG"}
 
-// LoadDotEnv reads .env if it exists. Values of environ take precedence. isOther reports names that are settings of other
-// components. For a combination that would send a secret of environ to a destination of the file, the error is an
-// [*Error].
+// LoadDotEnv reads .env if it exists. Values of environ take precedence. isOther reports names that are settings of
+// other components. For a combination that would send a secret of environ to a destination of the file, the error is
+// an [*Error].
 func LoadDotEnv(path string, environ map[string]string, isOther func(name string) bool) (DotEnv, error) {
 	out := DotEnv{Environ: maps.Clone(environ), References: map[string]string{}}
 	if out.Environ == nil {

@@ -82,8 +82,8 @@ func pairAt(s string, from, i, width int) (name string, value int) {
 	return qualified(s[from:start], s[start:end]), value
 }
 
-// flagAt returns the name of the command-line flag at index i, and the index of its value after blanks. The name is empty
-// if there is no such flag.
+// flagAt returns the name of the command-line flag at index i, and the index of its value after blanks. The name is
+// empty if there is no such flag.
 func flagAt(s string, i int) (name string, value int) {
 	if i > 0 && !isSpace(s[i-1]) {
 		return "", i

@@ -36,8 +36,8 @@ func scannable(s string) string {
 	return strings.ReplaceAll(strings.ToValidUTF8(s, "\uFFFD"), "\x00", "")
 }
 
-// scrubPlain redacts text that is not JSON, repeatedly until nothing changes: a removal may join the text around it into
-// another secret. A text that still changes after maxRounds becomes [Marker].
+// scrubPlain redacts text that is not JSON, repeatedly until nothing changes: a removal may join the text around it
+// into another secret. A text that still changes after maxRounds becomes [Marker].
 func scrubPlain(s string) string {
 	const maxRounds = 4
 	s = scannable(s)

@@ -96,8 +96,8 @@ func (e *Exporter) collectBatch(ctx context.Context, pos *position) (batch, erro
 	return b, e.readPending(ctx, pos.Pending, &b)
 }
 
-// readPending reads pending activities again. It drops activities that no longer exist. Above maxPending, it forgets the
-// oldest and counts them in the metrics.
+// readPending reads pending activities again. It drops activities that no longer exist. Above maxPending, it forgets
+// the oldest and counts them in the metrics.
 func (e *Exporter) readPending(ctx context.Context, pending []string, b *batch) error {
 	if len(pending) == 0 {
 		return nil
