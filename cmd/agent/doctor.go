@@ -168,15 +168,15 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 
 // verdictText returns the verdict, with the newest error of each failing subject.
 func verdictText(s monitor.Status) string {
-	text := s.String()
+	lines := []string{s.String()}
 	for _, g := range s.Failing {
 		names := make([]string, len(g.Named()))
 		for i, subject := range g.Named() {
 			names[i] = subject.Kind + " " + subject.Name
 		}
-		text += fmt.Sprintf("\n%s: %s", strings.Join(names, ", "), printable(truncate(g.Message, 200)))
+		lines = append(lines, fmt.Sprintf("%s: %s", strings.Join(names, ", "), printable(truncate(g.Message, 200))))
 	}
-	return text
+	return strings.Join(lines, "\n")
 }
 
 // commitTimeout bounds a commit that is tried.

@@ -94,9 +94,10 @@ type request struct {
 // send sends a request, and repeats it while the locks of a migration refuse it: such a request has changed nothing.
 func (l *load) send(r request) (status int, answer []byte, err error) {
 	for {
-		migrating := l.migrating.Load()
+		idle := !l.migrating.Load()
 		got, err := l.sendOne(r)
-		if err != nil || !(migrating || l.migrating.Load()) || got.Status != http.StatusServiceUnavailable ||
+		idle = idle && !l.migrating.Load()
+		if err != nil || idle || got.Status != http.StatusServiceUnavailable ||
 			got.Header.Get("Retry-After") == "" || !bytes.Contains(got.Body, []byte("locked")) {
 			return got.Status, got.Body, err
 		}
