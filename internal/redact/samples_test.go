@@ -124,11 +124,18 @@ var secrets = map[string]secretText{
 	"upside accent": {"pässwörd: hunter2", "hunter2"},
 }
 
+// closed names the secrets that are recognized only with the text that follows them.
+var closed = []string{"xml cdata", "xml nested", "url with at", "url with at last"}
+
 func TestSecretIsRemovedInEveryContext(t *testing.T) {
 	for name, c := range secrets {
 		t.Run(name, func(t *testing.T) {
-			for _, around := range []string{"%s", "before\n%s\nafter", "{\"a\": \"\n%s"} {
-				text := fmt.Sprintf(around, c.text)
+			texts := []string{c.text, "before\n" + c.text + "\nafter", "{\"a\": \"\n" + c.text}
+			if !slices.Contains(closed, name) {
+				ending := c.text[:strings.LastIndex(c.text, c.secret)+len(c.secret)]
+				texts = append(texts, ending, "{\"a\": \"\n"+ending)
+			}
+			for _, text := range texts {
 				if got := redact.Text(text, 0); strings.Contains(got, c.secret) || !strings.Contains(got, redact.Marker) {
 					t.Errorf("Text(%q) = %q", text, got)
 				}

@@ -69,7 +69,7 @@ func scrubDiscord(s string) string {
 		}
 		to := last + 1 + run(s[last+1:])
 		s = s[:from] + Marker + s[to:]
-		i = from + len(Marker)
+		i = from + len(Marker) - 1
 	}
 }
 
