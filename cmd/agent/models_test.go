@@ -199,7 +199,7 @@ func TestMCPCommands(t *testing.T) {
 	says(must("mcp", "ls"), "no MCP servers", "kind: mcp_server")
 	says(must("apply", dir), "create", "mcp_server", "greeter")
 	says(must("mcp", "ls"), "not synced yet")
-	says(must("mcp", "sync"), "greeter: 1 tools", "mounted: greet")
+	says(must("mcp", "sync"), "greeter: 1 tool (", "mounted: greet")
 	says(must("mcp", "ls"), "greeter 3", "mcp__greeter__greet", "mounted")
 	says(must("skills", "call", "mcp__greeter__greet", "--args", `{"name":"you"}`), "hello", "you")
 
