@@ -10,6 +10,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/prompts"
 )
 
+// maxPromptText bounds the characters of all texts of a prompt on the page.
+const maxPromptText = 600_000
+
 // promptView is the prompt of a model call: its messages in their order, the tools, and the answer.
 type promptView struct {
 	prompts.Call

@@ -24,24 +24,14 @@ func (room *Room) tracePage() page {
 	}
 }
 
-// Bounds of the reads of a trace. The page names omitted rows, with a link to the table, and omitted executions.
-const (
-	traceFirst    = 1500   // rows read from the beginning of the trace
-	traceLast     = 500    // rows read from the end of the trace
-	traceFailed   = 50     // failed rows, anywhere in the trace
-	traceRuns     = 200    // executions
-	traceWaits    = 200    // ended waits, places in queues, and lost claims: of each
-	traceSummed   = 20_000 // rows added up and searched for errors
-	tracePerPage  = 100    // rows of a page of the table
-	maxSpanText   = 64_000 // characters of an input or an output
-	maxPromptText = 600_000
-)
+// traceRuns bounds the executions of a trace that the page draws. It draws the oldest.
+const traceRuns = 200
 
 var traceViews = []string{"waterfall", "table"}
 
-// traceSubject is the subject of a trace's page. All viewers of one URL share it.
+// traceSubject holds the parsed URL of a trace's page, and caches its loaded parts. All viewers of one URL share it.
 type traceSubject struct {
-	ID     string // in its stored form
+	ID     string // canonical
 	Flow   string // of its first execution
 	View   string
 	Span   string // the span that the panel shows; empty for the trace as a whole
@@ -49,21 +39,21 @@ type traceSubject struct {
 	After  string // start of the table's page
 	Filter lineFilter
 
-	mu     sync.Mutex
-	loaded map[string]loadedPart // by part, once the trace has ended
+	mu    sync.Mutex
+	cache map[string]cachedPart // the last loaded data, by part
 }
 
 // openTrace finds a trace by any form of its id.
 func (room *Room) openTrace(ctx context.Context, req *pageRequest) (string, error) {
 	if found, ok := req.Subject.(*traceSubject); ok {
-		return found.title(), nil // found for the same address, with the data read so far
+		return found.title(), nil // already parsed for this URL; keeps the cache
 	}
 	q, err := filtersOf(req.Query, "view", "span", "tab", "after", "q", "kind", "errors")
 	if err != nil {
 		return "", err
 	}
 	t := &traceSubject{
-		View: q["view"], Span: q["span"], Tab: q["tab"], loaded: map[string]loadedPart{},
+		View: q["view"], Span: q["span"], Tab: q["tab"], cache: map[string]cachedPart{},
 		Filter: lineFilter{Text: strings.TrimSpace(q["q"]), Kind: q["kind"], Errors: q["errors"] != ""},
 	}
 	if err := checkOneOf("view", t.View, traceViews); err != nil {
@@ -94,11 +84,11 @@ func (room *Room) openTrace(ctx context.Context, req *pageRequest) (string, erro
 // spanIDPattern matches the ids of spans: activities, executions and waits.
 var spanIDPattern = regexp.MustCompile(`^(wait-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(-[0-9a-f]{1,16})?$`)
 
-// head returns the head of the loaded view; nil for none.
+// head returns the head of the cached view; nil if no view is cached.
 func (t *traceSubject) head() *traceHead {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if view, ok := t.loaded["view"].data.(*spansView); ok {
+	if view, ok := t.cache["view"].data.(*spansView); ok {
 		return view.traceHead
 	}
 	return nil
@@ -112,11 +102,11 @@ func (t *traceSubject) title() string {
 	return t.Flow + " " + tail(t.ID)
 }
 
-// findTrace returns the stored form of an id, and the flow of the trace's first execution; empty for none.
-func (room *Room) findTrace(ctx context.Context, anyForm string) (id, flow string, err error) {
-	ids, err := trace.ParseAny(anyForm)
+// findTrace returns the canonical form of a trace's id, and the flow of its first execution; empty for none.
+func (room *Room) findTrace(ctx context.Context, form string) (id, flow string, err error) {
+	ids, err := trace.ParseAny(form)
 	if err != nil {
-		return "", "", problem.New(http.StatusNotFound, "no trace has the id %.60q", anyForm)
+		return "", "", problem.New(http.StatusNotFound, "no trace has the id %.60q", form)
 	}
 	forms := make([]string, len(ids))
 	for i, id := range ids {
@@ -132,69 +122,72 @@ func (room *Room) findTrace(ctx context.Context, anyForm string) (id, flow strin
 		return "", "", err
 	}
 	if len(found) == 0 {
-		return "", "", problem.New(http.StatusNotFound, "no trace has the id %.60q; retention may have removed it", anyForm)
+		return "", "", problem.New(http.StatusNotFound, "no trace has the id %.60q; retention may have removed it", form)
 	}
 	return found[0].ID, found[0].Flow, nil
 }
 
-// loadedPart is the loaded data of a part of an ended trace.
-type loadedPart struct {
-	state traceState
+// traceState is compared to find out whether an ended trace has changed. It covers the oldest executions, which the
+// page draws, and the newest.
+type traceState struct {
+	Ended        bool
+	Executions   int64
+	UpdatedAt    *time.Time // the latest change of an execution
+	LastActivity *time.Time // the beginning of the latest activity
+	Pending      int64      // requested approvals, counted up to 100
+}
+
+// cachedPart is the last loaded data of a part, and the state of the trace before the load.
+type cachedPart struct {
+	state traceState // Ended is false if the data shows running work
 	data  any
 }
 
-// loadUnlessEnded returns a part's loaded data if the trace has ended and not changed since. Otherwise it loads the
+// loadUnlessEnded returns a part's cached data if the trace has ended and not changed since. Otherwise it loads the
 // part. A refresh of an ended trace's page thus costs only the query of the state. load also reports whether the part
 // still shows running work.
 func (room *Room) loadUnlessEnded(
 	ctx context.Context, t *traceSubject, part string, load func(now traceState) (any, bool, error),
 ) (any, error) {
 	now, err := postgres.Row[traceState](ctx, room.Read, "read trace", `
-		select r.runs, r.moved, r.ended and not exists (
+		select r.executions, r.updated_at, r.ended and not exists (
 		         select from agent_activity_open o where o.execution_id = any (r.ids)) as ended,
 		       (select a.created_at from agent_activity a where a.trace_id = @id order by a.created_at desc
-		         limit 1) as latest,
+		         limit 1) as last_activity,
 		       (select count(*) from (select from agent_approvals p
 		          where p.trace_id = @id and p.status = 'pending' limit 100) t) as pending
-		  from (select count(*) as runs, max(e.updated_at) as moved, array_agg(e.id) as ids,
+		  from (select count(*) as executions, max(e.updated_at) as updated_at, array_agg(e.id) as ids,
 		               count(*) > 0 and bool_and(e.completed_at is not null) as ended
-		          from (select x.id, x.updated_at, x.completed_at from agent_executions x
-		                 where x.trace_id = @id order by x.id desc limit @limit) e) r`,
+		          from ((select x.id, x.updated_at, x.completed_at from agent_executions x
+		                  where x.trace_id = @id order by x.id limit @limit)
+		                union
+		                (select x.id, x.updated_at, x.completed_at from agent_executions x
+		                  where x.trace_id = @id order by x.id desc limit @limit)) e) r`,
 		postgres.Strict{"id": t.ID, "limit": traceRuns})
 	if err != nil {
 		return nil, err
 	}
 	t.mu.Lock()
-	previous, ok := t.loaded[part]
+	previous, ok := t.cache[part]
 	t.mu.Unlock()
 	if ok && now.Ended && previous.state.equal(now) {
 		return previous.data, nil
 	}
-	data, open, err := load(now)
+	data, running, err := load(now)
 	if err != nil {
 		return nil, err
 	}
-	now.Ended = now.Ended && !open
+	now.Ended = now.Ended && !running
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.loaded[part] = loadedPart{now, data}
+	t.cache[part] = cachedPart{now, data}
 	return data, nil
-}
-
-// traceState is compared to find out whether an ended trace has changed.
-type traceState struct {
-	Ended  bool
-	Runs   int64
-	Moved  *time.Time // the latest change of an execution
-	Latest *time.Time // the beginning of the latest activity
-	// Pending are the requested approvals, counted up to 100.
-	Pending int64
 }
 
 // equal reports whether two states are equal.
 func (s traceState) equal(other traceState) bool {
-	return s.Ended == other.Ended && s.Runs == other.Runs && s.Pending == other.Pending &&
-		equalTimes(s.Moved, other.Moved) && equalTimes(s.Latest, other.Latest)
+	return s.Ended == other.Ended && s.Executions == other.Executions && s.Pending == other.Pending &&
+		equalTimes(s.UpdatedAt, other.UpdatedAt) && equalTimes(s.LastActivity, other.LastActivity)
 }
 
 func equalTimes(a, b *time.Time) bool {

@@ -12,6 +12,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
+// Bounds of the reads of a trace's rows. The page reports how many rows it omits, with a link to the table.
+const (
+	traceFirst   = 1500   // rows read from the beginning of the trace
+	traceLast    = 500    // rows read from the end of the trace
+	traceFailed  = 50     // failed rows, anywhere in the trace
+	traceSummed  = 20_000 // rows aggregated for totals, and searched for errors
+	tracePerPage = 100    // rows of a page of the table
+	maxSpanText  = 64_000 // characters of an input or an output
+)
+
 // spanRow is an activity of a trace, its long values cut.
 type spanRow struct {
 	ID                                    string

@@ -81,18 +81,18 @@ func (room *Room) traceView(ctx context.Context, req *pageRequest) (any, error) 
 			traceHead: head, View: t.View, Span: t.Span, Filter: t.Filter, Paged: t.After != "",
 			Base: spanBase(req),
 		}
-		open := head.Sums.Running
+		running := head.Sums.Running
 		if t.View == "table" {
-			open, err = room.loadTable(ctx, t, view)
+			running, err = room.loadTable(ctx, t, view)
 		} else {
 			err = room.loadLines(ctx, view)
 		}
 		if err != nil || head.Root == nil {
-			return view, open, err
+			return view, running, err
 		}
 		head.Unforkable = room.Unforkable()[head.Root.Flow] != ""
 		head.First, err = room.firstStep(ctx, head.Root.ID)
-		return view, open, err
+		return view, running, err
 	})
 }
 
@@ -116,8 +116,9 @@ func (room *Room) firstStep(ctx context.Context, id string) (step string, err er
 	return steps[0], nil
 }
 
-// loadTable reads a page of the table, and on the first page the waits.
-func (room *Room) loadTable(ctx context.Context, t *traceSubject, view *spansView) (open bool, err error) {
+// loadTable reads a page of the table, and on the first page the waits. It reports whether a row of that page is
+// running.
+func (room *Room) loadTable(ctx context.Context, t *traceSubject, view *spansView) (running bool, err error) {
 	rows, err := room.pageOf(ctx, view.ID, t.After)
 	if err != nil {
 		return false, err

@@ -14,6 +14,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
+// traceWaits is the limit for each of a trace's ended waits, queue positions and lost claims.
+const traceWaits = 200
+
 // spanWait is a wait of a run.
 type spanWait struct {
 	ExecutionID, Step string
@@ -46,7 +49,7 @@ func (w spanWait) elementID() string {
 	return fmt.Sprintf("wait-%s-%x", w.ExecutionID, sum.Sum64())
 }
 
-// waitsOf reads the past and present waits of runs, and their places in the queues of lanes.
+// waitsOf reads the past and present waits of runs, and their positions in the queues of lanes.
 func (room *Room) waitsOf(ctx context.Context, runs []traceRun) ([]spanWait, error) {
 	var waited, queued []string
 	var waits []spanWait
@@ -105,13 +108,13 @@ func (room *Room) pastWaits(ctx context.Context, runs []string) ([]spanWait, err
 	return waits, nil
 }
 
-// queuedWaits reads the places of runs in the queues of lanes. Such a wait occupies a process and leaves no record.
+// queuedWaits reads the positions of runs in the queues of lanes. Such a wait occupies a process and leaves no record.
 func (room *Room) queuedWaits(ctx context.Context, owners []string) ([]spanWait, error) {
 	rows, err := room.Read.Query(ctx, `
 		select left(w.owner, 36) as execution_id, w.lane, w.since from agent_lock_waiters w
 		 where w.owner = any (@owners) order by w.since limit @limit`,
 		customPlan, postgres.Strict{"owners": owners, "limit": traceWaits})
-	list, err := postgres.Collect(rows, err, "list places in queues", pgx.RowToStructByName[struct {
+	list, err := postgres.Collect(rows, err, "list queue positions", pgx.RowToStructByName[struct {
 		ExecutionID, Lane string
 		Since             time.Time
 	}])

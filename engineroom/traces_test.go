@@ -478,6 +478,37 @@ func TestEndedTraceIsReadOnce(t *testing.T) {
 	require.Equal(t, 4, loads, "loads after a later note")
 }
 
+// The page draws the oldest executions of a trace. Their root may end after hundreds of its children.
+func TestEndOfRootReloadsLargeTrace(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	id := insertRun(t, pool, trace.Heartbeat, "running", 5)
+	exec(t, pool, `
+		insert into agent_executions (trace_id, surface, flow, status, parent_id)
+		select trace_id, 'flow', 'child', 'running', id from agent_executions, generate_series(1, @count)`,
+		postgres.Strict{"count": traceRuns})
+	exec(t, pool, `
+		update agent_executions set status = 'completed', completed_at = now() where parent_id is not null`, nil)
+	subject := &traceSubject{ID: string(id), cache: map[string]cachedPart{}}
+	loads := 0
+	load := func() {
+		t.Helper()
+		_, err := room.loadUnlessEnded(t.Context(), subject, "view", func(traceState) (any, bool, error) {
+			loads++
+			return loads, false, nil
+		})
+		require.NoError(t, err)
+	}
+	load()
+	exec(t, pool, `update agent_executions set status = 'completed', completed_at = now() where parent_id is null`, nil)
+	load()
+	require.Equal(t, 2, loads, "loads before and after the end of the root")
+	load()
+	require.Equal(t, 2, loads, "loads of the ended trace")
+}
+
 func TestTraceScaleKeepsOrder(t *testing.T) {
 	t.Parallel()
 	start := time.Date(2026, 11, 21, 4, 30, 0, 0, time.UTC)
