@@ -18,9 +18,9 @@ type Index struct {
 	model Embedder
 	log   *slog.Logger
 
-	mu      sync.Mutex
-	problem string    // why searches use words alone; empty if they use vectors
-	retryAt time.Time // no query is embedded before
+	mu       sync.Mutex
+	fallback string    // why searches use words alone; empty if they use vectors
+	retryAt  time.Time // earliest time of the next embedding of a query
 }
 
 // Embedder computes vectors of texts. A [models.Client] is one.
@@ -37,7 +37,7 @@ func NewIndex(model Embedder, log *slog.Logger) *Index {
 const (
 	queryTimeout = 2 * time.Second  // for the embedding of a query
 	retryPause   = 30 * time.Second // pause after a failed embedding
-	minRanked    = 50               // matches to rank of each kind, even for a smaller limit
+	minRanked    = 50               // text matches, and vector matches, to fuse at least
 	rankConstant = 60               // of reciprocal rank fusion
 	maxScanned   = 50_000           // newest entries whose vectors are compared
 )
@@ -46,35 +46,35 @@ const (
 // the newest 50,000 of the owner. It uses words alone for a query with a phrase, or or an exclusion, without the
 // extension vector, and while the embedding server fails. It logs the start and the end of the last two.
 func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query string, limit int) ([]Entry, error) {
-	form, err := parseQuery(ctx, db, query)
+	parsed, err := parseQuery(ctx, db, query)
 	if err != nil {
 		return nil, err
 	}
 	var vector []float32
-	if x != nil && form.words > 0 && form.plain {
-		vector = x.queryVector(ctx, form, query)
+	if x != nil && parsed.nodes > 0 && parsed.onlyWords {
+		vector = x.queryVector(ctx, parsed, query)
 	}
 	if vector == nil {
-		return o.search(ctx, db, query, form, limit)
+		return o.search(ctx, db, query, parsed, limit)
 	}
 	limit = postgres.PageSize(limit, defaultLimit, maxLimit)
 	depth := max(limit, minRanked)
-	byWords, err := o.search(ctx, db, query, form, depth)
+	byWords, err := o.search(ctx, db, query, parsed, depth)
 	if err != nil {
 		return nil, err
 	}
-	byMeaning, err := x.nearest(ctx, db, o, vector, depth, *form.vectorSchema)
+	byVector, err := x.vectorSearch(ctx, db, o, vector, depth, *parsed.vectorSchema)
 	if err != nil {
 		return nil, err
 	}
-	found := fuse(byWords, byMeaning)
+	found := fuse(byWords, byVector)
 	return found[:min(len(found), limit)], nil
 }
 
 // queryVector returns the vector of a query; nil if none is available.
-func (x *Index) queryVector(ctx context.Context, form queryForm, query string) []float32 {
-	if form.vectorSchema == nil {
-		x.report(ctx, "the database has no extension vector", nil)
+func (x *Index) queryVector(ctx context.Context, parsed parsedQuery, query string) []float32 {
+	if parsed.vectorSchema == nil {
+		x.setFallback(ctx, "the database has no extension vector", nil)
 		return nil
 	}
 	if x.paused() {
@@ -85,11 +85,11 @@ func (x *Index) queryVector(ctx context.Context, form queryForm, query string) [
 	vectors, err := x.model.Embed(embedCtx, []string{truncateBytes(query, maxEmbedded)})
 	if err != nil {
 		if ctx.Err() == nil {
-			x.report(ctx, "the embedding server does not answer", err)
+			x.setFallback(ctx, "the query was not embedded", err)
 		}
 		return nil
 	}
-	x.report(ctx, "", nil)
+	x.setFallback(ctx, "", nil)
 	return vectors[0]
 }
 
@@ -99,44 +99,46 @@ func (x *Index) paused() bool {
 	return time.Now().Before(x.retryAt)
 }
 
-// report logs a new problem, or the end of one (""). After an error, searches use words alone until retryAt.
-func (x *Index) report(ctx context.Context, problem string, err error) {
+// setFallback stores the reason and logs its change; "" means that searches use vectors again. After an error, searches
+// use words alone until retryAt.
+func (x *Index) setFallback(ctx context.Context, reason string, err error) {
 	x.mu.Lock()
-	before := x.problem
-	x.problem = problem
+	before := x.fallback
+	x.fallback = reason
 	if err != nil {
 		x.retryAt = time.Now().Add(retryPause)
 	}
 	x.mu.Unlock()
-	switch problem {
+	switch reason {
 	case before:
 	case "":
 		x.log.InfoContext(ctx, "semantic memory search resumed", "model", x.model.Model())
 	default:
 		x.log.WarnContext(ctx, "memory search uses words alone; run agent doctor",
-			"reason", problem, "model", x.model.Model(), "error", err)
+			"reason", reason, "model", x.model.Model(), "error", err)
 	}
 }
 
-// nearest returns the owner's entries nearest to a vector by cosine distance, nearest first. schema is the quoted
+// vectorSearch returns the owner's entries nearest to a vector by cosine distance, nearest first. schema is the quoted
 // schema of the extension vector, which need not be in the search path.
-func (x *Index) nearest(
+func (x *Index) vectorSearch(
 	ctx context.Context, db postgres.DB, o Owner, vector []float32, limit int, schema string,
 ) ([]Entry, error) {
 	query := `
-		select m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
+		select ` + entryColumns + `
 		  from (select n.* from agent_memory n
 		         where n.owner = @owner and (n.expires_at is null or n.expires_at > clock_timestamp())
-		         order by n.updated_at desc limit @most) m
+		         order by n.updated_at desc limit @scan_limit) m
 		  join agent_memory_embeddings e on e.memory_id = m.id and e.revision = m.revision
 		 where e.model = @model and e.dimensions = cardinality(@vector::real[])
 		 order by e.vector::` + schema + `.vector operator(` + schema + `.<=>) @vector::real[]::` + schema + `.vector, m.id
 		 limit @limit`
 	return postgres.Rows[Entry](ctx, db, "search memory by meaning", query,
-		postgres.Strict{"owner": o, "model": x.model.Model(), "vector": vector, "most": maxScanned, "limit": limit})
+		postgres.Strict{"owner": o, "model": x.model.Model(), "vector": vector, "scan_limit": maxScanned, "limit": limit})
 }
 
-// fuse merges ranked lists: an entry scores 1 / (60 + rank) in each. The first list wins ties.
+// fuse merges ranked lists: an entry scores 1 / (rankConstant + rank) in each, with ranks from 1. The first list wins
+// ties.
 func fuse(lists ...[]Entry) []Entry {
 	scores := map[string]float64{}
 	var all []Entry

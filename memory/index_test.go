@@ -326,18 +326,24 @@ func TestAnOwnMemoryIsNotFoundByTheMeaningOfAnother(t *testing.T) {
 	}
 }
 
-func TestASilentServerDelaysSearchOnceAndLeavesItToWords(t *testing.T) {
+func TestFailingServerDelaysOnlyOneSearch(t *testing.T) {
 	t.Parallel()
-	x := newVectors(t)
-	x.save(t, memory.Shared, "rule", "the invoice")
-	x.update(t)
-	x.server.Refuse(func([]string) int { return -1 })
-	before := len(x.server.Requests())
-	for range 3 {
-		assert.Equal(t, "rule", x.found(t, memory.Shared, "invoice"))
+	for name, status := range map[string]int{"no response": -1, "invalid key": http.StatusUnauthorized} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			x := newIndexed(t)
+			x.save(t, memory.Shared, "rule", "the invoice")
+			x.update(t)
+			x.server.Refuse(func([]string) int { return status })
+			before := len(x.server.Requests())
+			for range 3 {
+				assert.Equal(t, "rule", x.found(t, memory.Shared, "invoice"))
+			}
+			assert.Equal(t, 1, len(x.server.Requests())-before)
+			assert.Equal(t, 1, strings.Count(x.log.String(), "uses words alone"), x.log)
+			assert.Contains(t, x.log.String(), `reason="the query was not embedded"`)
+		})
 	}
-	assert.Equal(t, 1, len(x.server.Requests())-before)
-	assert.Equal(t, 1, strings.Count(x.log.String(), "searched by words alone"), x.log)
 }
 
 func TestVectorsOfAnotherLengthAreLeftOut(t *testing.T) {

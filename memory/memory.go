@@ -67,6 +67,10 @@ type Entry struct {
 	UpdatedAt time.Time       `json:"updated_at"`
 }
 
+// entryColumns are the columns of an Entry; m is agent_memory.
+const entryColumns = `m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at,
+	m.updated_at`
+
 // Name identifies an entry, or another row whose revision a run has read. That has a Kind and no category.
 type Name struct {
 	Kind     string `json:"kind,omitempty"`
@@ -77,8 +81,8 @@ type Name struct {
 // Get returns one entry, or [ErrNotFound].
 func (o Owner) Get(ctx context.Context, db postgres.DB, category, key string) (Entry, error) {
 	return postgres.RowOr[Entry](ctx, db, ErrNotFound, fmt.Sprintf("get memory %q", key), `
-		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
-		  from agent_memory
+		select `+entryColumns+`
+		  from agent_memory m
 		 where owner = @owner and category = @category and key = @key
 		   and (expires_at is null or expires_at > clock_timestamp())`,
 		postgres.Strict{"owner": o, "category": category, "key": key})
@@ -91,7 +95,7 @@ func (o Owner) Named(ctx context.Context, db postgres.DB, names ...Name) ([]Entr
 		categories[i], keys[i] = name.Category, name.Key
 	}
 	return postgres.Rows[Entry](ctx, db, "get named memories", `
-		select m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
+		select `+entryColumns+`
 		  from unnest(@categories::text[], @keys::text[]) with ordinality n (category, key, place)
 		  join agent_memory m on m.owner = @owner and m.category = n.category and m.key = n.key
 		 where m.expires_at is null or m.expires_at > clock_timestamp()
@@ -102,8 +106,9 @@ func (o Owner) Named(ctx context.Context, db postgres.DB, names ...Name) ([]Entr
 // GetID returns the entry with an id, or [ErrNotFound].
 func GetID(ctx context.Context, db postgres.DB, id string) (Entry, error) {
 	return postgres.RowOr[Entry](ctx, db, ErrNotFound, fmt.Sprintf("get memory %.60q", id), `
-		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
-		  from agent_memory where id = lanekeeper.agent_uuid(@id) and (expires_at is null or expires_at > clock_timestamp())`,
+		select `+entryColumns+`
+		  from agent_memory m
+		 where id = lanekeeper.agent_uuid(@id) and (expires_at is null or expires_at > clock_timestamp())`,
 		postgres.Strict{"id": id})
 }
 

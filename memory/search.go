@@ -14,46 +14,51 @@ import (
 // phrase", or, -not. If the query consists of words only and no entry has all of them, it returns entries with any of
 // them. A query without words is [Owner.Recent]. limit is 20 when 0, at most 1000.
 func (o Owner) Search(ctx context.Context, db postgres.DB, query string, limit int) ([]Entry, error) {
-	form, err := parseQuery(ctx, db, query)
+	parsed, err := parseQuery(ctx, db, query)
 	if err != nil {
 		return nil, err
 	}
-	return o.search(ctx, db, query, form, limit)
+	return o.search(ctx, db, query, parsed, limit)
 }
 
-// queryForm describes a query.
-type queryForm struct {
-	words        int     // number of words and operators
-	plain        bool    // only words: no phrase, no or, no exclusion
+// parsedQuery describes a query that websearch_to_tsquery has parsed.
+type parsedQuery struct {
+	nodes        int     // lexemes and operators; 0 for a query without words
+	onlyWords    bool    // no phrase, no or, no exclusion
 	vectorSchema *string // of the extension vector, quoted; nil if the database lacks it
 }
 
-func parseQuery(ctx context.Context, db postgres.DB, query string) (f queryForm, err error) {
+func parseQuery(ctx context.Context, db postgres.DB, query string) (p parsedQuery, err error) {
 	err = db.QueryRow(ctx, `
 		select numnode(websearch_to_tsquery('simple', @query)),
 		       websearch_to_tsquery('simple', @query) = plainto_tsquery('simple', @query),
 		       (select quote_ident(n.nspname) from pg_extension x join pg_namespace n on n.oid = x.extnamespace
 		         where x.extname = 'vector')`,
-		pgx.StrictNamedArgs{"query": query}).Scan(&f.words, &f.plain, &f.vectorSchema)
+		pgx.StrictNamedArgs{"query": query}).Scan(&p.nodes, &p.onlyWords, &p.vectorSchema)
 	if err != nil {
-		return f, fmt.Errorf("search memory: %w", err)
+		return p, fmt.Errorf("search memory: %w", err)
 	}
-	return f, nil
+	return p, nil
 }
 
 // search is [Owner.Search] for a parsed query.
-func (o Owner) search(ctx context.Context, db postgres.DB, query string, form queryForm, limit int) ([]Entry, error) {
-	if form.words == 0 {
+func (o Owner) search(
+	ctx context.Context, db postgres.DB, query string, parsed parsedQuery, limit int,
+) ([]Entry, error) {
+	if parsed.nodes == 0 {
 		return o.Recent(ctx, db, "", limit)
 	}
-	found, err := o.matching(ctx, db, query, false, limit)
-	if err == nil && len(found) == 0 && form.plain {
-		found, err = o.matching(ctx, db, query, true, limit)
+	found, err := o.fullTextSearch(ctx, db, query, false, limit)
+	if err == nil && len(found) == 0 && parsed.onlyWords {
+		found, err = o.fullTextSearch(ctx, db, query, true, limit)
 	}
 	return found, err
 }
 
-func (o Owner) matching(ctx context.Context, db postgres.DB, query string, anyWord bool, limit int) ([]Entry, error) {
+// fullTextSearch returns the entries that match a query, or that have any word of it, best first.
+func (o Owner) fullTextSearch(
+	ctx context.Context, db postgres.DB, query string, anyWord bool, limit int,
+) ([]Entry, error) {
 	return postgres.Rows[Entry](ctx, db, "search memory", `
 		with q as (
 		  select case
@@ -62,7 +67,7 @@ func (o Owner) matching(ctx context.Context, db postgres.DB, query string, anyWo
 		               from unnest(to_tsvector('simple', @query)))
 		           else websearch_to_tsquery('simple', @query)
 		         end as query)
-		select m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
+		select `+entryColumns+`
 		  from agent_memory m, q
 		 where m.owner = @owner and m.search @@ q.query and (m.expires_at is null or m.expires_at > clock_timestamp())
 		 order by ts_rank(m.search, q.query, 1) desc, m.updated_at desc, m.id desc
@@ -84,8 +89,8 @@ type Filter struct {
 // List returns entries, newest first by creation. It omits expired ones.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 	return postgres.Rows[Entry](ctx, db, "list memory", `
-		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
-		  from agent_memory
+		select `+entryColumns+`
+		  from agent_memory m
 		 where (@owner::text is null or owner = @owner) and (@category = '' or category = @category)
 		   and (@prefix = '' or starts_with(key, @prefix))
 		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
@@ -102,8 +107,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 // 1000.
 func (o Owner) Recent(ctx context.Context, db postgres.DB, category string, limit int) ([]Entry, error) {
 	return postgres.Rows[Entry](ctx, db, "list memory", `
-		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
-		  from agent_memory
+		select `+entryColumns+`
+		  from agent_memory m
 		 where owner = @owner and (@category = '' or category = @category)
 		   and (expires_at is null or expires_at > clock_timestamp())
 		 order by updated_at desc, id desc limit @limit`,

@@ -97,8 +97,8 @@ func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage)
 	})
 	// A trigger may raise the revision after the insert: that of a forgotten key continues. So returning would be wrong.
 	b.Queue(`
-		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
-		  from agent_memory where owner = @owner and category = @category and key = @key`,
+		select `+entryColumns+`
+		  from agent_memory m where owner = @owner and category = @category and key = @key`,
 		postgres.Strict{"owner": n.Owner, "category": n.Category, "key": n.Key}).Query(func(rows pgx.Rows) (err error) {
 		e, err = pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Entry])
 		return err
