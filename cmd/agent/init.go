@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -19,15 +20,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
-// agent dev recognises the workspace of agent init by this folder and file.
+// The folder and the file by which agent dev finds a workspace of agent init.
 const (
 	workspaceDir = "workspace"
 	agentFile    = "agent.yaml"
 )
 
 type initOptions struct {
-	dir, name, purpose, database, timezone, example string
-	yes                                             bool
+	dir      string
+	name     string
+	purpose  string
+	database string // its URL
+	timezone string
+	example  string
+	yes      bool
 }
 
 func (c *cli) initCommand() *cobra.Command {
@@ -65,72 +71,82 @@ func (c *cli) initWorkspace(ctx context.Context, opts initOptions) error {
 	if err := opts.requireEmpty(); err != nil {
 		return err
 	}
-	var begin initFiles
-	var err error
-	if opts.example != "" {
-		begin, err = opts.fromExample()
-	} else if err = c.promptAnswers(&opts); err == nil {
-		begin, err = opts.fromAnswers()
-	}
+	files, err := c.chooseFiles(ctx, &opts)
 	if err != nil {
 		return err
 	}
-	if err := opts.write(begin.workspace); err != nil {
+	if err := ctx.Err(); err != nil {
 		return err
 	}
-	for name, text := range begin.extra {
-		if err := writeNew(filepath.Join(opts.dir, name), string(text), 0o644); err != nil {
-			return err
-		}
+	if err := opts.write(files.workspace); err != nil {
+		return err
 	}
-	missing, err := opts.writeSecrets(begin.databaseEnv)
+	kept, err := opts.writeExtra(files.extra)
 	if err != nil {
 		return err
 	}
-	c.printNextSteps(opts, begin, missing)
-	return ctx.Err()
+	missing, err := opts.writeSecrets(files.databaseEnv)
+	if err != nil {
+		return err
+	}
+	c.printNextSteps(opts, files, kept, missing)
+	return nil
 }
 
-// promptAnswers asks on a terminal for the values that no flag gave.
-func (c *cli) promptAnswers(o *initOptions) error {
+func (c *cli) chooseFiles(ctx context.Context, o *initOptions) (initFiles, error) {
+	if o.example != "" {
+		return o.fromExample()
+	}
+	if err := c.promptAnswers(ctx, o); err != nil {
+		return initFiles{}, err
+	}
+	return o.fromAnswers()
+}
+
+// promptAnswers asks on a terminal for the values that no flag gave. Elsewhere, and with --yes, it takes the defaults.
+func (c *cli) promptAnswers(ctx context.Context, o *initOptions) error {
 	lines := bufio.NewReader(c.in)
 	for _, q := range []initQuestion{
-		{&o.name, "Name of the agent", o.folderName(), o.checkName},
-		{&o.purpose, "Its purpose, in one sentence", "Answer questions about this database.", o.acceptAny},
-		{&o.database, "URL of a database it may read (empty: its own)", "", o.checkDatabase},
+		{&o.name, "Name of the agent", o.folderName(), checkAgentName},
+		{&o.purpose, "Its purpose, in one sentence", "Answer questions about this database.", nil},
+		{&o.database, "URL of a database it may read (empty: its own)", "", checkDatabaseURL},
 	} {
 		if *q.answer != "" {
 			continue
 		}
-		if o.yes || !terminal(c.in) || !terminal(c.out) {
-			*q.answer = q.def
+		if o.yes || !terminal(c.in) || !terminal(c.err) {
+			*q.answer = q.defaultValue
 			continue
 		}
-		if err := q.ask(lines, c.err); err != nil {
+		if err := q.ask(ctx, lines, c.err); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// initQuestion is a question about an option. check validates the option.
+// initQuestion is a question about an option. check may be nil.
 type initQuestion struct {
-	answer    *string
-	text, def string
-	check     func() error
+	answer               *string
+	prompt, defaultValue string
+	check                func(answer string) error
 }
 
-// ask repeats the question until the answer is valid. The end of the input interrupts the command.
-func (q initQuestion) ask(lines *bufio.Reader, out io.Writer) error {
+// ask repeats the question until the answer is valid. After an interrupt, and at the end of the input, it returns
+// exitInterrupted.
+func (q initQuestion) ask(ctx context.Context, lines *bufio.Reader, out io.Writer) error {
 	for {
-		fmt.Fprint(out, q.text+defaultSuffix(q.def)+": ")
-		line, err := lines.ReadString('\n')
-		if err != nil && line == "" {
+		fmt.Fprint(out, q.prompt+defaultSuffix(q.defaultValue)+": ")
+		line, ok := readAnswer(ctx, lines)
+		if !ok {
 			fmt.Fprintln(out)
 			return &exitError{exitInterrupted, nil}
 		}
-		*q.answer = cmp.Or(strings.TrimSpace(line), q.def)
-		err = q.check()
+		*q.answer = cmp.Or(strings.TrimSpace(line), q.defaultValue)
+		if *q.answer == "" || q.check == nil {
+			return nil
+		}
+		err := q.check(*q.answer)
 		if err == nil {
 			return nil
 		}
@@ -138,16 +154,40 @@ func (q initQuestion) ask(lines *bufio.Reader, out io.Writer) error {
 	}
 }
 
+// readAnswer reads a line until ctx ends. ok is false after ctx has ended, and at the end of the input.
+func readAnswer(ctx context.Context, lines *bufio.Reader) (line string, ok bool) {
+	answered := make(chan string, 1)
+	go func() { // a read cannot be interrupted; it ends with the process
+		defer close(answered)
+		if line, err := lines.ReadString('\n'); err == nil || line != "" {
+			answered <- line
+		}
+	}()
+	select {
+	case <-ctx.Done():
+		return "", false
+	case line, ok = <-answered:
+		return line, ok
+	}
+}
+
 var agentName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 
-func (o *initOptions) checkName() error {
-	if !agentName.MatchString(o.name) {
-		return usageError("--name %q: a name is a letter, then letters, digits, _ and -, at most 64", o.name)
+func checkAgentName(name string) error {
+	if !agentName.MatchString(name) {
+		return fmt.Errorf("%q: a name is a letter, then letters, digits, _ and -, at most 64", name)
 	}
 	return nil
 }
 
-func (o *initOptions) acceptAny() error { return nil }
+func checkDatabaseURL(text string) error {
+	u, err := url.Parse(text)
+	if err != nil || u.Scheme != "postgres" && u.Scheme != "postgresql" {
+		return errors.New("not a PostgreSQL URL such as postgres://user:password@host:5432/name; " +
+			"encode @ as %40 and / as %2F in a password")
+	}
+	return nil
+}
 
 func defaultSuffix(text string) string {
 	if text == "" {
@@ -158,7 +198,7 @@ func defaultSuffix(text string) string {
 
 var invalidNameChars = regexp.MustCompile(`[^a-zA-Z0-9_-]+`)
 
-// folderName derives an agent's name from its folder's.
+// folderName derives an agent's name from its folder's. A long name, and the default of AGENT_NAME, become assistant.
 func (o initOptions) folderName() string {
 	path, err := filepath.Abs(o.dir)
 	if err != nil {
@@ -172,21 +212,9 @@ func (o initOptions) folderName() string {
 	return cmp.Or(strings.ToLower(name), "assistant")
 }
 
-func (o *initOptions) checkDatabase() error {
-	if o.database == "" {
-		return nil
-	}
-	u, err := url.Parse(o.database)
-	if err != nil || u.Scheme != "postgres" && u.Scheme != "postgresql" {
-		return usageError("--database is not a PostgreSQL URL such as postgres://user:password@host:5432/name; " +
-			"encode @ as %%40 and / as %%2F in a password")
-	}
-	return nil
-}
-
-// localZone returns this machine's time zone, or UTC when its name is unknown.
+// localZone returns this machine's time zone, or UTC. It skips Etc/UTC, the long name of UTC.
 func localZone() string {
-	for _, find := range []func() string{
+	for _, lookup := range []func() string{
 		func() string { return strings.TrimPrefix(os.Getenv("TZ"), ":") },
 		func() string {
 			text, _ := os.ReadFile("/etc/timezone")
@@ -198,7 +226,7 @@ func localZone() string {
 			return zone
 		},
 	} {
-		if zone := find(); zone != "" && zone != "Etc/UTC" {
+		if zone := lookup(); zone != "" && zone != "Etc/UTC" {
 			if _, err := schedule.Location(zone); err == nil {
 				return zone
 			}
@@ -207,29 +235,44 @@ func localZone() string {
 	return "UTC"
 }
 
-// printNextSteps lists the written files and the next commands.
-func (c *cli) printNextSteps(o initOptions, begin initFiles, missing string) {
-	for _, name := range slices.Sorted(maps.Keys(begin.workspace)) {
+// printNextSteps lists the files of the workspace and of the example, and the next commands. kept are files that
+// existed. missing is the variable that an existing .env lacks.
+func (c *cli) printNextSteps(o initOptions, files initFiles, kept []string, missing string) {
+	for _, name := range slices.Sorted(maps.Keys(files.workspace)) {
 		c.infof("wrote %s", filepath.Join(o.dir, workspaceDir, name))
 	}
-	for _, name := range slices.Sorted(maps.Keys(begin.extra)) {
+	for _, name := range slices.Sorted(maps.Keys(files.extra)) {
+		if slices.Contains(kept, name) {
+			c.infof("%s exists and stays unchanged", filepath.Join(o.dir, name))
+			continue
+		}
 		c.infof("wrote %s", filepath.Join(o.dir, name))
 	}
 	if missing != "" {
 		c.infof(".env exists: add the line %s=… with the database URL", missing)
 	}
-	enter := ""
+	cdCommand := ""
 	if filepath.Clean(o.dir) != "." {
-		enter = "cd " + o.dir + "\n  "
+		cdCommand = "cd " + shellWord(o.dir) + "\n  "
 	}
-	load := ""
+	loadCommand := ""
 	if o.example != "" {
-		load = "psql -f shop.sql URL         # the shop's tables, once; URL is that of its database\n  "
+		loadCommand = "psql -f shop.sql URL         # the shop's tables, once; URL is that of its database\n  "
 	}
 	c.infof(`
 Next:
   %s%sagent dev                    # run it here; ^C stops
   agent chat %q
                                # in another terminal, in the same folder
-  Change workspace/*.yaml, then: agent apply workspace`, enter, load, begin.firstQuestion)
+  Change workspace/*.yaml, then: agent apply workspace`, cdCommand, loadCommand, files.firstQuestion)
+}
+
+var plainShellWord = regexp.MustCompile(`^[a-zA-Z0-9_./~+:@%-]+$`)
+
+// shellWord quotes a text that a shell would split or expand.
+func shellWord(text string) string {
+	if plainShellWord.MatchString(text) {
+		return text
+	}
+	return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'"
 }

@@ -33,14 +33,14 @@ func (o initOptions) fromExample() (initFiles, error) {
 		return initFiles{}, usageError("--example orders needs the URL of a database for the shop: --database " +
 			"postgres://…/shop")
 	}
-	if err := o.checkDatabase(); err != nil {
-		return initFiles{}, err
+	if err := checkDatabaseURL(o.database); err != nil {
+		return initFiles{}, usageError("--database is %w", err)
 	}
 	all, err := examples.Orders()
 	if err != nil {
 		return initFiles{}, err
 	}
-	begin := initFiles{
+	files := initFiles{
 		workspace: map[string][]byte{}, extra: map[string][]byte{}, databaseEnv: "SHOP_DATABASE_URL",
 		firstQuestion: "Where is order 1002 of ana@example.com?",
 	}
@@ -50,13 +50,13 @@ func (o initOptions) fromExample() (initFiles, error) {
 		}
 		text, err := fs.ReadFile(all, path)
 		if name, within := strings.CutPrefix(path, workspaceDir+"/"); within {
-			begin.workspace[name] = text
+			files.workspace[name] = text
 		} else {
-			begin.extra[path] = text
+			files.extra[path] = text
 		}
 		return err
 	})
-	return begin, err
+	return files, err
 }
 
 // fromAnswers returns the files of a new workspace.
@@ -65,21 +65,21 @@ func (o *initOptions) fromAnswers() (initFiles, error) {
 	if _, err := schedule.Location(o.timezone); err != nil {
 		return initFiles{}, usageError("--timezone: %w", err)
 	}
-	if err := o.checkName(); err != nil {
-		return initFiles{}, err
+	if err := checkAgentName(o.name); err != nil {
+		return initFiles{}, usageError("--name %w", err)
 	}
-	begin := initFiles{firstQuestion: "which tables are there?"}
+	files := initFiles{firstQuestion: "which tables are there?"}
 	s := examples.Starter{Name: o.name, Purpose: o.purpose, Timezone: o.timezone}
 	if o.database != "" {
-		if err := o.checkDatabase(); err != nil {
-			return initFiles{}, err
+		if err := checkDatabaseURL(o.database); err != nil {
+			return initFiles{}, usageError("--database is %w", err)
 		}
-		begin.databaseEnv = starterDatabaseEnv
+		files.databaseEnv = starterDatabaseEnv
 		s.Database, s.DatabaseEnv = starterDatabase, starterDatabaseEnv
 	}
 	var err error
-	begin.workspace, err = s.Files()
-	return begin, err
+	files.workspace, err = s.Files()
+	return files, err
 }
 
 // requireEmpty rejects a folder that already has a workspace.
@@ -124,6 +124,19 @@ func (o initOptions) write(files map[string][]byte) error {
 		return fmt.Errorf("make workspace: %w", err)
 	}
 	return nil
+}
+
+// writeExtra writes the files beside the workspace. It leaves existing files unchanged and returns their names.
+func (o initOptions) writeExtra(files map[string][]byte) (kept []string, err error) {
+	for name, text := range files {
+		switch err := writeNew(filepath.Join(o.dir, name), string(text), 0o644); {
+		case errors.Is(err, fs.ErrExist):
+			kept = append(kept, name)
+		case err != nil:
+			return nil, err
+		}
+	}
+	return kept, nil
 }
 
 // writeSecrets writes the database URL to .env and ignores .env and .agent in Git. For an existing .env it returns

@@ -1,14 +1,19 @@
 package main
 
 import (
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
+
+	"github.com/creack/pty"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 func TestInitCreatesWorkingWorkspace(t *testing.T) {
@@ -19,6 +24,7 @@ func TestInitCreatesWorkingWorkspace(t *testing.T) {
 		"--timezone", "Europe/Madrid")
 	require.Truef(t, got.code == 0 && strings.Contains(got.err, "wrote "+filepath.Join(dir, "workspace", "agent.yaml")),
 		"%d %s", got.code, got.err)
+	assert.Contains(t, got.err, `42 Sol'\''s shop!'`)
 	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
 	require.NoError(t, err)
 	assert.Contains(t, string(text), `name: "sol-s-shop"`, "Answer questions about \"orders\": quickly. And {{kindly}}.",
@@ -60,8 +66,8 @@ func TestInitRepeatsQuestion(t *testing.T) {
 	t.Parallel()
 	dir := filepath.Join(t.TempDir(), "desk-2")
 	shown := newProgramWithoutDatabase(t).onTerminal(t, "no good\n\nHelp.\nmysql://x\n\n", "init", dir)
-	assert.Contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is not a PostgreSQL URL",
-		"workspace/agent.yaml")
+	assert.Contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "not a PostgreSQL URL", "workspace/agent.yaml")
+	assert.True(t, !strings.Contains(shown, "--"), "the questions name flags:", shown)
 	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
 	assert.Truef(t, err == nil && strings.Contains(string(text), "name: \"desk-2\"\n"),
 		"the agent's file: %s, %v", text, err)
@@ -84,4 +90,64 @@ func TestInitWritesNoURLIntoWorkspace(t *testing.T) {
 		text, err := os.ReadFile(file)
 		assert.Truef(t, err == nil && !strings.Contains(string(text), "se%40cret"), "%s has the URL, %v", file, err)
 	}
+}
+
+// A question needs a terminal for its text, which goes to stderr, and for the answer.
+func TestInitAsksOnStderr(t *testing.T) {
+	t.Parallel()
+	for name, want := range map[string]string{"stdout redirected": "nora", "stderr redirected": "desk"} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "desk")
+			screen, tty, err := pty.Open()
+			require.NoError(t, err)
+			defer tty.Close()
+			defer screen.Close() // first: ends a pending read of the terminal
+			go func() { _, _ = io.Copy(io.Discard, screen) }()
+			_, err = screen.WriteString("nora\n\n\n")
+			require.NoError(t, err)
+			var file testkit.Log
+			out, errw := io.Writer(&file), io.Writer(tty)
+			if name == "stderr redirected" {
+				out, errw = tty, &file
+			}
+			assert.Equal(t, 0, run(t.Context(), []string{"init", dir}, nil, tty, out, errw), file.String())
+			text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
+			assert.NoError(t, err)
+			assert.Contains(t, string(text), "name: \""+want+"\"\n")
+		})
+	}
+}
+
+func TestInterruptEndsInitQuestion(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	s := newProgramWithoutDatabase(t).startConsole("init", dir)
+	s.waitFor("Name of the agent")
+	s.stop()
+	select {
+	case code := <-s.ended:
+		assert.Equal(t, exitInterrupted, code)
+	case <-time.After(pgtest.Timeout):
+		t.Error("the interrupted command still waits for an answer")
+		s.typeKeys("\n\n\n") // ends the command
+		<-s.ended
+	}
+	left, err := os.ReadDir(dir)
+	assert.NoError(t, err)
+	assert.Equal(t, 0, len(left), left)
+}
+
+func TestInitKeepsExistingExampleFile(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	schema := filepath.Join(dir, "shop.sql")
+	require.NoError(t, os.WriteFile(schema, []byte("mine"), 0o600))
+	got := newProgramWithoutDatabase(t).run("init", dir, "--example", "orders", "--database", "postgres://db/shop")
+	assert.Equal(t, 0, got.code, got.err)
+	assert.Contains(t, got.err, schema+" exists and stays unchanged")
+	text, err := os.ReadFile(schema)
+	assert.NoError(t, err)
+	assert.Equal(t, "mine", string(text))
+	_, err = os.Stat(filepath.Join(dir, ".env"))
+	assert.NoError(t, err)
 }

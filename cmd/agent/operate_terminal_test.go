@@ -36,8 +36,8 @@ func (d *operateTest) startTerminal(args ...string) *terminalTest {
 }
 
 // startConsole runs a command on a terminal.
-func (d *operateTest) startConsole(args ...string) *terminalTest {
-	t := d.t
+func (p program) startConsole(args ...string) *terminalTest {
+	t := p.t
 	t.Helper()
 	keys, tty, err := pty.Open()
 	if err != nil {
@@ -49,7 +49,7 @@ func (d *operateTest) startConsole(args ...string) *terminalTest {
 	var reading, running sync.WaitGroup
 	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the terminal closes
 	running.Go(func() {
-		s.ended <- run(ctx, args, d.environ, tty, tty, tty)
+		s.ended <- run(ctx, args, p.environ, tty, tty, tty)
 		_ = tty.Close()
 	})
 	t.Cleanup(func() {
