@@ -69,7 +69,7 @@ func RecordAround(ctx context.Context, db postgres.DB, a Act, work func() (outpu
 }
 
 func (a Act) entry(ctx context.Context, traceID string) Entry {
-	input := Describe(ctx, maps.Clone(a.Input))
+	input := WithActorFields(ctx, maps.Clone(a.Input))
 	if a.Reason != "" {
 		if input == nil {
 			input = map[string]any{}

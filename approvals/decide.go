@@ -85,7 +85,7 @@ func recordDecision(ctx context.Context, tx pgx.Tx, a Approval, approve bool) er
 		input["four_eyes"] = "the requester decided"
 	}
 	_, err := activity.Note(ctx, tx, activity.Entry{
-		Skill: "decide_approval", Input: activity.Describe(ctx, input),
+		Skill: "decide_approval", Input: activity.WithActorFields(ctx, input),
 	}, activity.Outcome{Output: map[string]string{"status": a.Status, "trace_id": a.TraceID}})
 	return err
 }

@@ -56,7 +56,7 @@ func (linked) Approver(ctx context.Context, issuer, subject, via, message string
 	case issuer != "slack:"+slacktest.Team || via != channels.Slack:
 		return nil, "", channels.ErrNotLinked
 	case subject == "U0ANA":
-		actor := activity.Actor{Name: "ana", Via: via, Message: message}
+		actor := activity.Actor{Name: "ana", Via: via, MessageID: message}
 		return activity.WithActor(ctx, actor), "ana", nil
 	case subject == "U0BOB":
 		return nil, "", channels.ErrMayNot

@@ -178,5 +178,5 @@ func (a approvers) Asking(ctx context.Context, issuer, subject, via, message str
 }
 
 func actingFor(ctx context.Context, p principals.Principal, via, message string) context.Context {
-	return activity.WithActor(ctx, activity.Actor{Name: p.Name, Via: via, Message: message})
+	return activity.WithActor(ctx, activity.Actor{Name: p.Name, Via: via, MessageID: message})
 }
