@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -91,11 +92,12 @@ func text(s string) *sdk.CallToolResult {
 var echoSchema = json.RawMessage(
 	`{"type":"object","properties":{"text":{"type":"string"},"times":{"type":"integer","default":1}},"required":["text"]}`)
 
-// tools returns echo and some tools that report on the process.
+// tools returns echo, hang, which ends with its cancellation, and two tools that report on the call and the process.
 func tools(description string) []tool {
 	if description == "" {
 		description = "Says it again."
 	}
+	var cancelled atomic.Int32 // calls of hang
 	return []tool{
 		{
 			sdk.Tool{Name: "echo", Description: description, InputSchema: echoSchema},
@@ -113,13 +115,14 @@ func tools(description string) []tool {
 		{
 			sdk.Tool{Name: "pid", InputSchema: json.RawMessage(`{"type":"object"}`)},
 			func(context.Context, *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
-				return &sdk.CallToolResult{StructuredContent: map[string]any{"pid": os.Getpid(), "env": os.Environ()}}, nil
+				return &sdk.CallToolResult{StructuredContent: childProcess{os.Getpid(), os.Environ(), cancelled.Load()}}, nil
 			},
 		},
 		{
 			sdk.Tool{Name: "hang", InputSchema: json.RawMessage(`{"type":"object"}`)},
 			func(ctx context.Context, _ *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
 				<-ctx.Done()
+				cancelled.Add(1)
 				return nil, ctx.Err()
 			},
 		},
@@ -130,6 +133,13 @@ func tools(description string) []tool {
 			},
 		},
 	}
+}
+
+// childProcess is the report of the tool pid.
+type childProcess struct {
+	PID       int      `json:"pid"`
+	Env       []string `json:"env"`
+	Cancelled int32    `json:"cancelled"` // calls of hang
 }
 
 // fakeServer is an HTTP server with replaceable tools.
@@ -165,6 +175,12 @@ func (s *fakeServer) sawHeader(name, value string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.ContainsFunc(s.headers, func(h http.Header) bool { return h.Get(name) == value })
+}
+
+func (s *fakeServer) requestCount() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.headers)
 }
 
 func httpServer(url string) mcp.Definition { return mcp.Definition{Name: "test", URL: url} }
@@ -205,6 +221,15 @@ func (f *clientFixture) restart(getenv func(string) string) {
 	registry, err := skills.New(skills.Options{MCP: client.Call, Pool: f.pool})
 	require.NoError(f.t, err)
 	f.client, f.registry = client, registry
+}
+
+// newHTTPFixture returns a client that has synced the tools of an HTTP server.
+func newHTTPFixture(t *testing.T, all ...tool) (*clientFixture, *fakeServer) {
+	t.Helper()
+	f, s := newClientFixture(t, nil), serve(t, all...)
+	f.put(httpServer(s.URL))
+	f.sync()
+	return f, s
 }
 
 func (f *clientFixture) put(d mcp.Definition) {
@@ -254,6 +279,13 @@ func (f *clientFixture) mustCall(tool, args string) string {
 	result, err := f.call(tool, args)
 	require.NoError(f.t, err, "call", tool)
 	return string(result)
+}
+
+// process returns the report of the tool pid.
+func (f *clientFixture) process() (p childProcess) {
+	f.t.Helper()
+	require.NoError(f.t, json.Unmarshal([]byte(f.mustCall("pid", `{}`)), &p))
+	return p
 }
 
 // wantFailure checks that a call fails with a class, and with a part of its message.

@@ -31,7 +31,7 @@ type operateTest struct {
 	model *modeltest.Server
 }
 
-// newOperateTest has two skills: slow takes ten minutes, and wipe needs approval.
+// newOperateTest returns a program with three skills: slow takes ten minutes, wipe needs approval, and look is quick.
 func newOperateTest(t *testing.T, replies ...modeltest.Reply) *operateTest {
 	t.Helper()
 	d := &operateTest{url: pgtest.URL(t), model: modeltest.New(t, replies...)}
@@ -78,6 +78,7 @@ func TestOperateOnce(t *testing.T) {
 	got := d.run("operate", "How many?")
 	assert.Equal(t, 0, got.code)
 	assert.Equal(t, "It is 42.\n", got.out)
+	// 1,200 tokens of the scripted usage, and those of the first response
 	assert.Contains(t, got.err, "✓ look {}", "  answered  1,", " tokens", "op_")
 	var answer operate.Answer
 	d.mustJSON(&answer, "operate", "And now?", "--session", "ses_again")
@@ -86,7 +87,7 @@ func TestOperateOnce(t *testing.T) {
 	assert.True(t, !d.laneHeld(t), "the lane is still held")
 }
 
-// The replay of a turn outside of a phase needs no model either.
+// A replay reads the model's responses from the checkpoints.
 func TestReplayOperateTurn(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
@@ -102,7 +103,7 @@ func TestOperateOnceLeavesApprovalsOpen(t *testing.T) {
 	t.Parallel()
 	wipe := modeltest.ToolCall("wipe", `{}`)
 	d := newOperateTest(t, wipe, wipe, wipe, modeltest.Text("To what?"))
-	got := d.run("operate", "Wipe. Yes, I approve.")
+	got := d.run("operate", "Wipe. Yes, I approve.") // a message never approves
 	assert.Equal(t, exitFailed, got.code)
 	assert.Contains(t, got.err, "waits for approval: wipe {}", "agent serve")
 	got = d.run("operate", "Wipe.", "--json")
@@ -149,8 +150,8 @@ func TestUnreadableInput(t *testing.T) {
 func TestInterruptEndsSilentPipe(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t)
-	silent, keep := io.Pipe()
-	defer keep.Close()
+	silent, inputWriter := io.Pipe()
+	defer inputWriter.Close()
 	ctx, interrupt := context.WithCancel(t.Context())
 	ended := make(chan commandResult, 1)
 	go func() { ended <- d.runWith(ctx, silent, "chat") }()
@@ -160,8 +161,8 @@ func TestInterruptEndsSilentPipe(t *testing.T) {
 	case got := <-ended:
 		assert.Equal(t, exitInterrupted, got.code, got.err)
 	case <-time.After(pgtest.Timeout):
-		t.Error("it waits for the pipe")
-		keep.Close() // ends the command
+		t.Error("the interrupted command still waits for its input")
+		inputWriter.Close() // ends the command
 		<-ended
 	}
 }
@@ -178,7 +179,7 @@ func TestInterruptedVisitorTurn(t *testing.T) {
 	})
 	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
 	assert.Truef(t, err == nil && lines[len(lines)-1] == "cancelled" && !strings.Contains(out.String(), "exit"),
-		"%v, said %q", err, out.String())
+		"error %v, stderr %q", err, out.String())
 }
 
 func TestFailedTurnExitCode(t *testing.T) {
@@ -193,23 +194,22 @@ func TestFailedTurnExitCode(t *testing.T) {
 	assert.Equal(t, "Fine.\n", got.out)
 }
 
-// An interrupt cancels a turn, of an admin or a visitor. The turn's resources stay until its run has handled the
-// cancellation.
+// An interrupt cancels a turn, of an admin or a visitor.
 func TestInterruptCancelsTurn(t *testing.T) {
 	t.Parallel()
 	for _, command := range []string{"operate", "chat"} {
-		d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
-		pgtest.Exec(t, d.pool, `update agent_skills set scope = 'both'`)
-		s := d.start(command, "Be slow.")
-		d.waitSlow()
-		s.stop()
-		if code := <-s.ended; code != exitInterrupted || strings.Contains(s.err.String(), "ERROR") {
-			t.Errorf("agent %s: exit %d, stderr %s", command, code, s.err.String())
-		}
-		if got := pgtest.Value[string](t, d.pool, `select status from agent_executions`); got != "cancelled" ||
-			d.laneHeld(t) {
-			t.Errorf("agent %s: the turn is %s; lane held: %v", command, got, d.laneHeld(t))
-		}
+		t.Run(command, func(t *testing.T) {
+			d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
+			pgtest.Exec(t, d.pool, `update agent_skills set scope = 'both'`)
+			s := d.start(command, "Be slow.")
+			d.waitSlow()
+			s.stop()
+			assert.Equal(t, exitInterrupted, <-s.ended)
+			// The turn's resources stay open until its run has handled the cancellation.
+			assert.True(t, !strings.Contains(s.err.String(), "ERROR"), "stderr:", s.err.String())
+			assert.Equal(t, "cancelled", pgtest.Value[string](t, d.pool, `select status from agent_executions`))
+			assert.True(t, !d.laneHeld(t), "the lane is still held")
+		})
 	}
 }
 
@@ -237,40 +237,45 @@ func TestOperateWatch(t *testing.T) {
 // A turn without an answer must not exit with 0.
 func TestOperateWithoutAnswer(t *testing.T) {
 	t.Parallel()
-	nothing := modeltest.Text("")
+	emptyAnswer := modeltest.Text("")
 	for name, c := range map[string]struct {
 		replies []modeltest.Reply
-		environ string
+		setting string // may be empty
 		ended   string
-		says    []string
+		stderr  string
 	}{
-		"a spent budget": {nil, "AGENT_BUDGET_DAY_TOKENS=10", "day", []string{"its limit of day was reached"}},
+		"a spent budget": {
+			setting: "AGENT_BUDGET_DAY_TOKENS=10", ended: "day", stderr: "its limit of day was reached",
+		},
 		"a small limit": {
-			nil, "AGENT_MAX_TOKENS=10", "tokens", []string{"see AGENT_MAX_TOKENS and limits.tokens of the agent"},
+			setting: "AGENT_MAX_TOKENS=10", ended: "tokens", stderr: "see AGENT_MAX_TOKENS and limits.tokens of the agent",
 		},
 		"a stalled model": {
-			[]modeltest.Reply{nothing, nothing, nothing, nothing},
-			"AGENT_TIMEZONE=UTC", reason.Stalled,
-			[]string{"the model stalled"},
+			replies: []modeltest.Reply{emptyAnswer, emptyAnswer, emptyAnswer, emptyAnswer},
+			ended:   reason.Stalled, stderr: "the model stalled",
 		},
 		"a hung model": {
-			[]modeltest.Reply{modeltest.Hang(), modeltest.Hang()},
-			"AGENT_RUN_TIMEOUT=1s", "time",
-			[]string{"its limit of time was reached"},
+			replies: []modeltest.Reply{modeltest.Hang(), modeltest.Hang()},
+			setting: "AGENT_RUN_TIMEOUT=1s", ended: "time", stderr: "its limit of time was reached",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := newOperateTest(t, c.replies...)
-			d.environ = append(d.environ, c.environ)
+			if c.setting != "" {
+				d.environ = append(d.environ, c.setting)
+			}
 			got := d.run("operate", "How many?")
 			assert.Truef(t, got.code == exitFailed && strings.HasPrefix(got.out, "Stopped because "),
 				"exit %d, stdout %q", got.code, got.out)
-			assert.Contains(t, got.err, append(c.says, "op_")...)
+			assert.Contains(t, got.err, c.stderr, "op_")
 			got = d.run("operate", "How many?", "--json")
 			var answer operate.Answer
 			err := decodeOne(got.out, &answer)
-			assert.Truef(t, err == nil && got.code == exitFailed && answer.Ended == c.ended &&
-				answer.Until.IsZero() != (c.ended == "day"), "exit %d, %v, %+v", got.code, err, answer)
+			assert.NoError(t, err)
+			assert.Equal(t, exitFailed, got.code)
+			assert.Equal(t, c.ended, answer.Ended)
+			hasUntil := c.ended == "day" // only a day's budget renews
+			assert.Equal(t, hasUntil, !answer.Until.IsZero(), "until:", answer.Until)
 		})
 	}
 }
