@@ -163,7 +163,10 @@ func TestWorkerReachesOnlyItsFlows(t *testing.T) {
 			assert.Truef(t, code != 403 || strings.Contains(body, `"scope":"work:external:other"`), "%s: %s", c.name, body)
 		}
 	}
-	code, body := send("POST", "/v1/threads/external:sum/messages", `{"content":"as an admin"}`)
+	upper := "/v1/executions/" + strings.ToUpper(foreign)
+	code, body := send("POST", upper+"/checkpoints", `{"lock_id":"x","step":"s","output":1}`)
+	assert.Equal(t, http.StatusForbidden, code, "an id in upper case", body)
+	code, body = send("POST", "/v1/threads/external:sum/messages", `{"content":"as an admin"}`)
 	assert.Equal(t, http.StatusForbidden, code, "a message outside an execution", body)
 	pgtest.Equal(t, a.pool, "running", `select status from agent_executions where id::text = $1`, foreign)
 }

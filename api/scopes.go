@@ -95,7 +95,7 @@ func (s *server) mayWork(ctx context.Context, executionID string, lockIDs ...str
 	flows, err := postgres.Names(ctx, s.pool, "read the flows of executions", `
 		select distinct x.flow
 		  from agent_executions x
-		 where x.id::text = @id
+		 where x.id = lanekeeper.agent_uuid(@id)
 		    or x.id in (select k.execution_id from agent_workers k where k.lock_id = any (@locks))`,
 		postgres.Strict{"id": executionID, "locks": lockIDs})
 	if err != nil {
