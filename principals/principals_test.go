@@ -93,7 +93,7 @@ func TestATokenEndsAtOnce(t *testing.T) {
 	assert.True(t, n == 0, "the secret is in the activity log")
 	for _, wrong := range []string{
 		"", "lk_", "lk__", text + "A", text[:len(text)-1], "lk_" + made.ID + "_",
-		strings.ToUpper(text), text[3:],
+		strings.ToUpper(text), text[3:], "lk_\xff_" + secret,
 	} {
 		_, err := principals.AuthenticateToken(t.Context(), db, wrong)
 		assert.ErrorIs(t, err, principals.ErrNotFound, wrong)

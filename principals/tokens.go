@@ -202,7 +202,7 @@ const lastUsedInterval = 5 * time.Minute
 func AuthenticateToken(ctx context.Context, db postgres.DB, plaintext string) (*Caller, error) {
 	id, secret, ok := strings.Cut(strings.TrimPrefix(plaintext, TokenPrefix), "_")
 	if !strings.HasPrefix(plaintext, TokenPrefix) || !ok || len(id) > maxTokenID || len(secret) > maxTokenSecret ||
-		strings.ContainsFunc(id, isUnprintable) {
+		strings.ContainsFunc(id, isUnprintable) || !postgres.IsText(id) {
 		return nil, ErrNotFound
 	}
 	c := &Caller{TokenID: id}
