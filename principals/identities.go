@@ -111,7 +111,13 @@ func LogInIdentity(ctx context.Context, db postgres.Beginner, a Account) (p Prin
 	case errors.Is(err, pgx.ErrNoRows) && a.Role == None:
 		return p, ErrInactive
 	case errors.Is(err, pgx.ErrNoRows):
-		return createForAccount(ctx, db, a)
+		p, err = createForAccount(ctx, db, a)
+		if errors.Is(err, ErrTaken) || postgres.IsCode(err, "23505") {
+			if _, missing := ByIdentity(ctx, db, a.Issuer, a.Subject); missing == nil { // by a concurrent first login
+				return LogInIdentity(ctx, db, a)
+			}
+		}
+		return p, err
 	case err != nil:
 		return p, fmt.Errorf("find identity: %w", err)
 	}
@@ -131,22 +137,29 @@ func LogInIdentity(ctx context.Context, db postgres.Beginner, a Account) (p Prin
 }
 
 // createForAccount creates the principal of a new account. A taken name gets a part of the account's digest as suffix.
-func createForAccount(ctx context.Context, db postgres.Beginner, a Account) (p Principal, err error) {
+func createForAccount(ctx context.Context, db postgres.Beginner, a Account) (Principal, error) {
 	n := CreateParams{Name: principalName(a.Name), Kind: User, Role: a.Role}
 	if n.check() != nil {
 		n.Name = "user-" + accountDigest(a)
 	}
-	input := map[string]any{"role": string(a.Role), "issuer": a.Issuer, "subject": a.Subject}
+	p, err := createWithIdentity(ctx, db, a, n)
+	if errors.Is(err, ErrTaken) {
+		n.Name = n.Name[:min(len(n.Name), 80)] + "-" + accountDigest(a)
+		p, err = createWithIdentity(ctx, db, a, n)
+	}
+	return p, err
+}
+
+// createWithIdentity creates a principal with the identity of an account. The new principal is the actor.
+func createWithIdentity(
+	ctx context.Context, db postgres.Beginner, a Account, n CreateParams,
+) (p Principal, err error) {
+	input := map[string]any{"principal": n.Name, "role": string(a.Role), "issuer": a.Issuer, "subject": a.Subject}
 	ctx = activity.WithActor(ctx, activity.Actor{Name: n.Name, Via: "oidc"})
 	err = recordAct(ctx, db, "create_principal", "the first login at its issuer", input, func(tx pgx.Tx) (any, error) {
-		if p, err = insert(ctx, tx, n); errors.Is(err, ErrTaken) {
-			n.Name = n.Name[:min(len(n.Name), 80)] + "-" + accountDigest(a)
-			p, err = insert(ctx, tx, n)
-		}
-		if err != nil {
+		if p, err = insert(ctx, tx, n); err != nil {
 			return nil, err
 		}
-		input["principal"] = p.Name
 		_, err = tx.Exec(ctx, `insert into agent_identities (issuer, subject, principal_id, role_from_claims)
 			values (@issuer, @subject, @id::uuid, true)`,
 			postgres.Strict{"issuer": a.Issuer, "subject": a.Subject, "id": p.ID})

@@ -36,6 +36,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -117,6 +118,8 @@ var reserved = []string{
 	Root, "admin", "agent", "sender", "visitor", "self-heal", "channel", "operate", "chat", "heartbeat",
 }
 
+var idForm = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
+
 // CreateParams are the parameters of [Create].
 type CreateParams struct {
 	Name, Kind string
@@ -130,6 +133,8 @@ func (n CreateParams) check() error {
 		return fmt.Errorf("%w: the name %s is reserved", ErrInvalid, n.Name)
 	case n.Name == "" || len(n.Name) > 100 || strings.ContainsFunc(n.Name, isUnprintable):
 		return fmt.Errorf("%w: a name has 1 to 100 printable characters without spaces; got %.120q", ErrInvalid, n.Name)
+	case idForm.MatchString(n.Name): // functions take a name or an id
+		return fmt.Errorf("%w: a name cannot have the form of an id", ErrInvalid)
 	case n.Kind != User && n.Kind != Service:
 		return fmt.Errorf("%w: kind must be user or service; got %.40q", ErrInvalid, n.Kind)
 	}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -197,9 +198,27 @@ func TestAnIdentityHasOnePrincipal(t *testing.T) {
 	assert.ErrorIs(t, err, principals.ErrNotFound, "of a disabled principal")
 }
 
+func TestFirstLoginsAreTheirOwn(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	create(t, db, "anna", principals.User, principals.Admin)
+	account := principals.Account{Issuer: "https://id.test", Subject: "7", Name: "anna", Role: principals.Viewer}
+	var logins sync.WaitGroup
+	for range 8 {
+		logins.Go(func() {
+			p, err := principals.LogInIdentity(t.Context(), db, account)
+			assert.NoError(t, err)
+			assert.True(t, strings.HasPrefix(p.Name, "anna-"), p.Name)
+		})
+	}
+	logins.Wait()
+	pgtest.Equal(t, db, 0, `select count(*)::int from agent_audit where act = 'create_principal' and actor = 'anna'`)
+}
+
 func TestRootAndReservedNamesStay(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
+	anna := create(t, db, "anna", principals.User, principals.Admin)
 	for what, err := range map[string]error{
 		"disable root": second(principals.SetEnabled(t.Context(), db, principals.Root, false, "x")),
 		"demote root":  second(principals.SetRole(t.Context(), db, principals.Root, principals.Viewer, "x")),
@@ -207,6 +226,8 @@ func TestRootAndReservedNamesStay(t *testing.T) {
 			principals.CreateParams{Name: "admin", Kind: principals.User, Role: principals.Viewer})),
 		"spaces": second(principals.Create(t.Context(), db,
 			principals.CreateParams{Name: "a b", Kind: principals.User, Role: principals.Viewer})),
+		"an id": second(principals.Create(t.Context(), db,
+			principals.CreateParams{Name: anna.ID, Kind: principals.User, Role: principals.Viewer})),
 		"no role": second(principals.Create(t.Context(), db,
 			principals.CreateParams{Name: "a", Kind: principals.User, Role: "boss"})),
 	} {
