@@ -17,7 +17,7 @@ import (
 // approvalPage shows one requested call in full, and accepts the decision.
 func (room *Room) approvalPage() page {
 	return page{
-		path: "/approvals/{id}", name: "approval", title: "Approval",
+		path: "/approvals/{id}", name: "approval", title: "Approval", perViewer: true,
 		open: room.openByID("approval", "Approval of ", `select skill_name from agent_approvals where id = @id`),
 		parts: []part{
 			{name: "decision", interval: 2 * time.Second, load: room.approvalDecision},
@@ -74,7 +74,7 @@ func (room *Room) approvalDecision(ctx context.Context, req *pageRequest) (any, 
 		       octet_length(a.arguments::text) as bytes, s.revision as revision_now
 		  from agent_approvals a left join agent_skills s on s.name = a.skill_name where a.id = @id`,
 		postgres.Strict{"id": req.Subject})
-	principal := principals.From(ctx)
+	principal := req.viewer                                               // a stream's ctx has no caller
 	isRestricted := principal != nil && principal.Name != principals.Root // the page offers root every decision
 	approval.Own = isRestricted && approval.FourEyes && slices.Contains(approval.RequestedBy, principal.Name)
 	approval.Refused = isRestricted && approval.RootOnly

@@ -12,8 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
-// hub has a topic for each viewed URL, and further topics for viewers without the scopes of linked pages. A topic lives
-// while it has viewers.
+// hub has a topic for each viewed URL, and further topics for viewers without the scopes of linked pages, and for each
+// viewer of a page that is perViewer. A topic lives while it has viewers.
 type hub struct {
 	room          *Room
 	readSlots     chan struct{} // a semaphore of maxConcurrentReads
@@ -70,6 +70,9 @@ func (h *hub) join(p page, req *pageRequest, seen string) (sub *subscriber, leav
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	key := req.URL + req.missingScopes
+	if p.perViewer && req.viewer != nil {
+		key += "\n" + req.viewer.Name
+	}
 	t := h.topics[key]
 	if h.viewers >= h.limits.viewers || t == nil && len(h.topics) >= h.limits.topics {
 		return nil, nil, problem.New(http.StatusServiceUnavailable, "too many pages have live updates; this "+

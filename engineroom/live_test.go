@@ -28,6 +28,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // fakePage is a page with parts whose text a test sets. It counts the reads of each part.
@@ -751,4 +752,28 @@ func medianDelay(t *testing.T, pool *pgxpool.Pool, l *streamReader) time.Duratio
 	}
 	slices.Sort(delays)
 	return delays[len(delays)/2]
+}
+
+// The requester of a call with four eyes keeps the note that another approver must decide, also with another viewer.
+func TestStreamOfApprovalIsOfItsViewer(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	mux := muxOf(room)
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		caller := &principals.Caller{
+			Principal: principals.Principal{Name: r.Header.Get("Last-Event-ID"), Role: principals.Admin},
+			Scopes:    []string{principals.All},
+		}
+		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), caller, "session")))
+	}))
+	t.Cleanup(server.Close)
+	id := pgtest.Value[string](t, pool, `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments,
+		arguments_hash, expires_at, four_eyes, requested_by)
+		values ('op_1', 'x', 1, '{}', 'x', clock_timestamp() + interval '1 hour', true, '{ana}') returning id::text`)
+	ben := openStream(t, server.URL+"/live/approvals/"+id, "ben")
+	ben.waitFor("Four eyes")
+	ana := openStream(t, server.URL+"/live/approvals/"+id, "ana")
+	ana.waitFor("You requested this call")
 }

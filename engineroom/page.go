@@ -25,6 +25,8 @@ type page struct {
 	parts []part
 	// fromPrimary marks a page that reads from the primary, to follow a running turn.
 	fromPrimary bool
+	// perViewer marks a page whose parts depend on the viewer, so viewers of different names share no topic.
+	perViewer bool
 	// parallel marks a page whose parts do not change the request. The server reads such parts two at a time.
 	parallel bool
 }

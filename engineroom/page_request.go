@@ -25,6 +25,7 @@ type pageRequest struct {
 	cappedFilters  []string                 // filters that match more names than they compare; see namesLike
 	mayReadThreads bool                     // the viewer may read threads and their quotes
 	missingScopes  string                   // scopes of linked pages that the viewer lacks, each after a space
+	viewer         *principals.Caller       // nil outside an authenticated request; of a topic, the first viewer
 }
 
 // newPageRequest parses a request for a page. prefix is the part of the path before the page's own path: /live for its
@@ -45,6 +46,7 @@ func newPageRequest(r *http.Request, p page, prefix string) *pageRequest {
 		req.fromPrimary = replica.JustWrote(r)
 	}
 	principal := principals.From(r.Context())
+	req.viewer = principal
 	for _, scope := range linkedScopes {
 		if principal != nil && !principal.May(scope) {
 			req.missingScopes += " " + string(scope)
