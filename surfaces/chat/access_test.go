@@ -229,6 +229,11 @@ func TestVisitorIsLimited(t *testing.T) {
 	}
 	r, body := ask("bob", "site")
 	assert.Truef(t, r.StatusCode == http.StatusOK, "another visitor: %d %s", r.StatusCode, body)
+	for range 2 { // a user's name is not an address
+		ask("@127.0.0.1", "site")
+	}
+	r, body = ask("", "site")
+	assert.Truef(t, r.StatusCode == http.StatusOK, "without a user: %d %s", r.StatusCode, body)
 	r, body = ask("ada 2", "shop")
 	assert.Truef(t, r.StatusCode == http.StatusOK, "another key: %d %s", r.StatusCode, body)
 }

@@ -17,7 +17,7 @@ import (
 // messages that the visitor's own limit then refuses.
 func (c *Chat) allow(r *http.Request, owner, user, token string) error {
 	address := c.Address(r)
-	name := "\x00" + user
+	name := "\x00user " + user // no user is named like an address or a token
 	if token != "" {
 		name = "\x00token " + token
 	}
