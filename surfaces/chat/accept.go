@@ -199,7 +199,8 @@ func (c *Chat) replay(ctx context.Context, a *UserMessage, x executions.Executio
 	}
 	id := CompletionID(x.ID)
 	switch {
-	case x.Flow != Flow && x.Flow != RelayFlow || !original.isSentBy(a.principal()) || original.Hash != a.Hash:
+	case x.Flow != Flow && x.Flow != RelayFlow || !original.isSentBy(a.principal()) || original.Hash != a.Hash ||
+		!a.mayRepeat(original):
 		return nil, &Refusal{
 			Status: http.StatusUnprocessableEntity, Type: "invalid_request_error", Code: "idempotency_key_reused",
 			Param: "Idempotency-Key", Message: "This Idempotency-Key was used for another request.",
@@ -213,6 +214,11 @@ func (c *Chat) replay(ctx context.Context, a *UserMessage, x executions.Executio
 	f, release := c.feeds.join(x.ID)
 	f.finish(x)
 	return &startedTurn{exec: x, name: original.name(), feed: f, release: release}, nil
+}
+
+// mayRepeat reports whether a message is for the thread of an earlier one. Two messages without a name are.
+func (a *UserMessage) mayRepeat(original input) bool {
+	return original.Thread == a.thread || a.nameGenerated && a.Join == "" && threads.IsGenerated(original.name())
 }
 
 // attachRetry attaches a retry to the turn of the first request.

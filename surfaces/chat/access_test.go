@@ -267,6 +267,10 @@ func TestIdempotencyKeyCountsOnce(t *testing.T) {
 		"k1"); r.StatusCode != http.StatusUnprocessableEntity {
 		t.Errorf("another request with the key: %d %s", r.StatusCode, text)
 	}
+	other, text := p.post(t, body, "Idempotency-Key", "k1", "X-Thread-Id", "another")
+	assert.Equal(t, http.StatusUnprocessableEntity, other.StatusCode, "the key in another thread", text)
+	same, text := p.post(t, body, "Idempotency-Key", "k1", "X-Thread-Id", first.Header.Get("X-Thread-Id"))
+	assert.Equal(t, http.StatusOK, same.StatusCode, "the key in its thread", text)
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_messages`))
 	stream, err := p.client("Idempotency-Key", "k2").CreateChatCompletionStream(t.Context(), says("slowly"))
 	require.NoError(t, err)
