@@ -94,6 +94,20 @@ func TestOfficialClientHoldsConversationOfResponses(t *testing.T) {
 		"a response that is not the last: %v", err)
 }
 
+func TestRepeatedKeyAfterPreviousResponseIsReplayed(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
+	p := w.process(t)
+	_, first := p.respond(t, "POST", "", `{"model":"agent","input":"hi"}`)
+	var previous struct{ ID string }
+	require.NoError(t, json.Unmarshal([]byte(first), &previous))
+	body := `{"model":"agent","input":"and then?","previous_response_id":"` + previous.ID + `"}`
+	r, answer := p.respond(t, "POST", "", body, "Idempotency-Key", "k")
+	require.Equal(t, http.StatusOK, r.StatusCode, answer)
+	r, again := p.respond(t, "POST", "", body, "Idempotency-Key", "k")
+	assert.Truef(t, r.StatusCode == http.StatusOK && again == answer, "%d %s, want %s", r.StatusCode, again, answer)
+}
+
 func TestResponsesRefuseWhatTheyCannotDo(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

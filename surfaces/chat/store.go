@@ -3,7 +3,6 @@ package chat
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 
@@ -202,17 +201,20 @@ func importHistory(a *UserMessage, from string) []threads.NewMessage {
 	return drafts
 }
 
-// checkLast refuses a message to a response that is not the last of its thread. The thread is locked.
+// checkLast refuses a message to a response that is not the last of its thread. The thread is locked. A repeated
+// message, whose key has a turn already, passes.
 func (a *UserMessage) checkLast(ctx context.Context, tx pgx.Tx) error {
 	var id *string
+	var repeated bool
 	err := tx.QueryRow(ctx, `
-		select m.execution_id::text from agent_messages m
-		 where m.thread_id = @thread and m.role = 'user' and m.seq is not null order by m.seq desc limit 1`,
-		postgres.Strict{"thread": a.thread}).Scan(&id)
-	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
+		select (select m.execution_id::text from agent_messages m
+		         where m.thread_id = @thread and m.role = 'user' and m.seq is not null order by m.seq desc limit 1),
+		       exists (select from agent_executions x where x.dedupe_key = @key)`,
+		postgres.Strict{"thread": a.thread, "key": a.spec().DedupeKey}).Scan(&id, &repeated)
+	if err != nil {
 		return fmt.Errorf("read the thread's last message: %w", err)
 	}
-	if postgres.Deref(id) == a.requiredLast {
+	if repeated || postgres.Deref(id) == a.requiredLast {
 		return nil
 	}
 	r := conflict("previous_response_not_last",
