@@ -119,7 +119,7 @@ func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, err
 	case a.headless(): // any process runs it
 		return &startedTurn{exec: x, name: a.Name}, nil
 	case a.retry != nil && a.retry.attached:
-		return c.attachRetry(x)
+		return c.attachRetry(ctx, x)
 	case !created:
 		return c.replay(ctx, a, x)
 	}
@@ -222,10 +222,16 @@ func (a *UserMessage) mayRepeat(original input) bool {
 }
 
 // attachRetry attaches a retry to the turn of the first request.
-func (c *Chat) attachRetry(x executions.Execution) (*startedTurn, error) {
+func (c *Chat) attachRetry(ctx context.Context, x executions.Execution) (*startedTurn, error) {
 	in, err := readInput(&x)
 	if err != nil {
 		return nil, err
+	}
+	switch allowed, err := c.hasAccess(ctx, in); {
+	case err != nil:
+		return nil, err
+	case !allowed: // it was revoked since
+		return nil, threadError(threads.ErrNotFound)
 	}
 	f, release := c.feeds.join(x.ID)
 	if x.Status.Ended() {

@@ -86,6 +86,10 @@ func TestRevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
 	if r, text := p.post(t, body, headers...); r.StatusCode == http.StatusOK || strings.Contains(text, "a plant") {
 		t.Errorf("after the revocation: %d %s", r.StatusCode, text)
 	}
+	headers = append(headers, "X-Stainless-Retry-Count", "1")
+	if r, text := p.post(t, body, headers...); r.StatusCode == http.StatusOK || strings.Contains(text, "a plant") {
+		t.Errorf("a retry after the revocation: %d %s", r.StatusCode, text)
+	}
 }
 
 // TestVisitorGetsOnlyWhatIsForVisitors has a visitor, and an obedient model, request internal skills.
