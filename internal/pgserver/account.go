@@ -147,18 +147,18 @@ func (s *Server) assignOwner(ctx context.Context, config Config) error {
 	err = pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
 		var owned bool
 		err := tx.QueryRow(ctx, `
-			select pg_get_userbyid(datdba) = @owner from pg_database, pg_advisory_xact_lock(hashtext('lanekeeper owner'))
-			 where datname = current_database()`, postgres.Strict{"owner": config.Owner}).Scan(&owned)
+			select pg_get_userbyid(datdba) = set_config('lanekeeper.owner', @owner, true),
+			       set_config('lanekeeper.role', @role, true)
+			  from pg_database, pg_advisory_xact_lock(hashtext('lanekeeper owner'))
+			 where datname = current_database()`,
+			postgres.Strict{"owner": config.Owner, "role": config.ActsAs}).Scan(&owned, nil)
 		if err == nil && !owned {
-			_, err = tx.Exec(ctx, `select set_config('lanekeeper.owner', @owner, true)`, postgres.Strict{"owner": config.Owner})
-			if err == nil {
-				_, err = tx.Exec(ctx, changeOwner)
-			}
+			_, err = tx.Exec(ctx, changeOwner)
 		}
-		if err != nil || config.ActsAs == "" {
-			return err
+		if err == nil && config.ActsAs != "" {
+			_, err = tx.Exec(ctx, grantRole)
 		}
-		return grantRole(ctx, tx, config.ActsAs, config.Owner)
+		return err
 	})
 	if err = errors.Join(err, conn.Close(ctx)); err != nil {
 		return fmt.Errorf("give the database to %s: %w", config.Owner, err)
@@ -166,25 +166,20 @@ func (s *Server) assignOwner(ctx context.Context, config Config) error {
 	return nil
 }
 
-// grantRole makes member a member of role, which it creates if necessary.
-func grantRole(ctx context.Context, tx pgx.Tx, role, member string) error {
-	var exists, granted bool
-	err := tx.QueryRow(ctx, `
-		select exists (select from pg_roles r where r.rolname = @role), exists (
-		         select from pg_auth_members m join pg_roles r on r.oid = m.roleid join pg_roles u on u.oid = m.member
-		          where r.rolname = @role and u.rolname = @member)`,
-		postgres.Strict{"role": role, "member": member}).Scan(&exists, &granted)
-	if err != nil || granted {
-		return err
-	}
-	name := pgx.Identifier{role}.Sanitize()
-	statements := "grant " + name + " to " + pgx.Identifier{member}.Sanitize()
-	if !exists {
-		statements = "create role " + name + " nologin; " + statements
-	}
-	_, err = tx.Exec(ctx, statements)
-	return err
-}
+// grantRole makes the owner a member of a role without login, which it creates if necessary.
+const grantRole = `
+do $$
+declare
+  role   text := current_setting('lanekeeper.role');
+  member text := current_setting('lanekeeper.owner');
+begin
+  if not exists (select from pg_roles where rolname = role) then
+    execute format('create role %I nologin', role);
+  end if;
+  if not pg_has_role(member, role, 'member') then
+    execute format('grant %I to %I', role, member);
+  end if;
+end $$`
 
 // changeOwner gives the database and all objects in it to a role. Indexes, sequences of columns and row types follow
 // their tables.
