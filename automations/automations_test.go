@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -603,4 +604,30 @@ func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 			}
 		})
 	}
+}
+
+func TestFailingSignalsDoNotStopTheOthers(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for _, name := range []string{"invalid", "refused", "good"} {
+		put(t, pool, automations.Definition{Name: name, Signal: "memories == 0"})
+	}
+	pgtest.Exec(t, pool, `update agent_automations set signal = 'nope' where name = 'invalid'`)
+	pgtest.Exec(t, pool, `alter table agent_automation_runs add constraint refuse
+		check (automation_id <> '`+get(t, pool, "refused").ID+`')`)
+	fired, err := automations.Watch(t.Context(), pool)
+	assert.Equal(t, 1, fired)
+	assert.ErrorContains(t, err, `automation "invalid"`)
+	assert.ErrorContains(t, err, `automation "refused"`)
+}
+
+func TestAManualRunThatCannotBeRecordedIsNotInserted(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	put(t, pool, automations.Definition{Name: "a"})
+	pgtest.Exec(t, pool, `alter table agent_links add constraint refuse check (kind <> 'asked')`)
+	_, err := automations.RunManually(activity.WithActor(t.Context(), activity.Actor{Name: "ana"}), pool, "a", traceID)
+	assert.ErrorContains(t, err, "record who asked")
+	runs, err := automations.Runs(t.Context(), pool, automations.RunFilter{})
+	assert.Truef(t, err == nil && len(runs) == 0, "got %+v, %v", runs, err)
 }

@@ -12,9 +12,9 @@ import (
 )
 
 // Claim claims one time of an automation's schedule. In one transaction it inserts the run and moves the automation
-// to its next time. ok is true for one of several callers. It is false if another caller has claimed this time, if the
-// automation has no schedule or is disabled (and cannot try its skill), or if scheduledFor is not its next_run_at.
-// executionID may be empty. [ErrNotFound] reports an unknown automation.
+// to its next time. Of concurrent callers, exactly one gets ok. ok is false if another caller has claimed this time, if
+// the automation has no schedule or is disabled (and cannot try its skill), or if scheduledFor is in the future or is
+// not its next_run_at. executionID may be empty. [ErrNotFound] reports an unknown automation.
 func Claim(
 	ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, executionID, traceID string,
 ) (run Run, ok bool, err error) {
@@ -42,6 +42,22 @@ func Claim(
 		return Run{}, false, fmt.Errorf("claim automation: %w", err)
 	}
 	return run, ok, nil
+}
+
+// SkipOccurrence skips one time of an automation's schedule and stores the reason. It inserts a skipped run and moves
+// the automation to its next time. Of concurrent callers, exactly one gets ok, as with [Claim].
+func SkipOccurrence(
+	ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, traceID, reason string,
+) (run Run, ok bool, err error) {
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		if run, ok, err = Claim(ctx, tx, automationID, scheduledFor, "", traceID); err != nil || !ok {
+			return err
+		}
+		result := Result{Skipped: true, Output: map[string]string{"skipped": reason}}
+		run, ok, err = Finish(ctx, tx, run.ID, run.Attempt, result)
+		return err
+	})
+	return run, ok && err == nil, err
 }
 
 // timing is the locked row that a claim depends on.
@@ -100,8 +116,7 @@ func insertRun(
 		  insert into agent_automation_runs (automation_id, scheduled_for, execution_id, trace_id)
 		  values (@automation, @scheduled_for, nullif(@execution, '')::uuid, @trace_id)
 		  on conflict (automation_id, scheduled_for) where cause = 'cron' do nothing
-		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id,
-		            error_message, output, created_at, finished_at),
+		  returning `+runColumns+`),
 		linked as (
 		  insert into agent_links (cause, kind, effect)
 		  select 'run ' || run.id, 'ran', 'execution ' || run.execution_id
@@ -115,9 +130,9 @@ func insertRun(
 	return collectRun(rows, err)
 }
 
-// ClaimRun claims a [Ready] run. ok is true for one of several callers. attempt is the attempt that the caller read;
-// the returned run has the new one. The run of an event keeps the trace of the event; any other run gets traceID. A
-// manual run needs no enabled automation.
+// ClaimRun claims a [Ready] run. Of concurrent callers, exactly one gets ok. attempt must equal the stored attempt; a
+// retry increments it. executionID and traceID are those of the new attempt and replace the stored ones. The run of
+// an event keeps the trace of the event, if that has one. A manual run needs no enabled automation.
 func ClaimRun(
 	ctx context.Context, db postgres.DB, runID string, attempt int, executionID, traceID string,
 ) (Run, bool, error) {
@@ -135,8 +150,7 @@ func ClaimRun(
 		     and (r.status = 'due' or r.status = 'error' and r.retry_at <= clock_timestamp())
 		     and (r.cause = 'manual' or exists (select from agent_automations a where a.id = r.automation_id
 		       and (a.enabled or `+trialPredicate+`)))
-		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id,
-		            error_message, output, created_at, finished_at),
+		  returning `+runColumns+`),
 		linked as (
 		  insert into agent_links (cause, kind, effect)
 		  select 'run ' || run.id, 'ran', 'execution ' || run.execution_id
@@ -156,22 +170,6 @@ func ClaimRun(
 		return Run{}, false, fmt.Errorf("claim automation run: %w", err)
 	}
 	return run, ok, nil
-}
-
-// SkipOccurrence skips one time of an automation's schedule and stores the reason. It inserts a skipped run and moves
-// the automation to its next time. ok is true for one of several callers, as with [Claim].
-func SkipOccurrence(
-	ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, traceID, reason string,
-) (run Run, ok bool, err error) {
-	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		if run, ok, err = Claim(ctx, tx, automationID, scheduledFor, "", traceID); err != nil || !ok {
-			return err
-		}
-		result := Result{Skipped: true, Output: map[string]string{"skipped": reason}}
-		run, ok, err = Finish(ctx, tx, run.ID, run.Attempt, result)
-		return err
-	})
-	return run, ok && err == nil, err
 }
 
 // trialPredicate matches an automation a that self-heal has paused for its own skill, and whose next time or pending

@@ -19,13 +19,13 @@ import (
 type Result struct {
 	Output   any    // encodes as JSON; stored up to 256 KiB
 	Error    string // empty for a success
-	Skipped  bool   // there was no work, or another run blocked it
+	Skipped  bool   // there was no work, another run blocked it, or its call awaits an approval
 	Released bool   // with an Error: the run was interrupted, so it is retried even after its last attempt
 }
 
 const (
-	firstRetry = time.Minute
-	lastRetry  = time.Hour
+	minBackoff = time.Minute
+	maxBackoff = time.Hour
 	maxOutput  = 256 << 10
 	maxMessage = 2000
 )
@@ -69,10 +69,10 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 
 // backoff returns the pause after a failed attempt.
 func backoff(attempt int) time.Duration {
-	wait := firstRetry
+	wait := minBackoff
 	for range attempt - 1 {
-		if wait = 4 * wait; wait >= lastRetry {
-			return lastRetry
+		if wait = 4 * wait; wait >= maxBackoff {
+			return maxBackoff
 		}
 	}
 	return wait
@@ -97,8 +97,8 @@ func (r Result) encode() (*json.RawMessage, error) {
 
 func truncate(text string) string { return textcut.Stored(text, maxMessage) }
 
-// Settle records the outcome of a run that was skipped for an approval, after the approved call has ended. failure is
-// empty for a success.
+// Settle sets the final status of a run that awaited an approval, after the approved call has ended. The run was stored
+// as skipped. failure is empty for a success.
 func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) error {
 	_, err := db.Exec(ctx, `
 		update agent_automation_runs
@@ -112,7 +112,7 @@ func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) err
 	return nil
 }
 
-// RecordDenial records why the call of a run that was skipped for an approval was not made.
+// RecordDenial stores why the call of a run that awaited an approval was not made. The run stays skipped.
 func RecordDenial(ctx context.Context, db postgres.DB, approvalID, why string) error {
 	_, err := db.Exec(ctx, `
 		update agent_automation_runs set error_message = @why

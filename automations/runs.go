@@ -43,14 +43,20 @@ func (r Run) AwaitedApproval() string {
 	return output.ApprovalID
 }
 
-// States of a run.
+// States of a run. These functions change them:
+//
+//	due      claimed ([ClaimRun]), skipped ([Skip]), dead ([MarkDead])
+//	claimed  success, skipped, error, dead ([Finish])
+//	error    claimed ([ClaimRun])
+//	skipped  success, dead ([Settle], after an approval)
+//	dead     due, error ([Redrive])
 const (
 	DueNow  = "due"     // requested by an event, a signal or an admin; not claimed yet
 	Claimed = "claimed" // running, or its process died
 	Success = "success"
-	Error   = "error" // retried at retry_at
-	Dead    = "dead"  // its attempts are used up
-	Skipped = "skipped"
+	Error   = "error"   // retried at retry_at
+	Dead    = "dead"    // its attempts are used up
+	Skipped = "skipped" // did no work, or its call awaits an approval ([Run.AwaitedApproval])
 )
 
 // RunFilter narrows [Runs]; the zero value lists the newest 100.
@@ -94,8 +100,8 @@ func Payload(ctx context.Context, db postgres.DB, runID string) (json.RawMessage
 }
 
 // Ready returns the runs to claim now, the longest waiting first, at most one per automation, because an automation's
-// runs are serial. These are runs due by an event or a signal, failed runs whose retry is due, and manual runs whose
-// reservation for their caller has expired. Runs of disabled automations wait, except manual runs and a trial of their
+// runs are serial. These are runs due by an event or a signal, failed runs whose retry is due, and manual runs without a
+// reservation for their caller, or with an expired one. Runs of disabled automations wait, except manual runs and a trial of their
 // skill. limit is 100 when 0.
 func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 	return postgres.Rows[Run](ctx, db, "list runs that are ready", `
@@ -119,8 +125,7 @@ func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 // missing, or they have none and were claimed over a day ago. Call [Finish] for each; one of several callers succeeds.
 func Abandoned(ctx context.Context, db postgres.DB) ([]Run, error) {
 	return postgres.Rows[Run](ctx, db, "list abandoned runs", `
-		select r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at, r.execution_id,
-		       r.trace_id, r.error_message, r.output, r.created_at, r.finished_at
+		select `+runColumns+`
 		  from agent_automation_runs r
 		 where r.status = 'claimed'
 		   and case
@@ -159,44 +164,49 @@ func Notify(ctx context.Context, db postgres.DB) error {
 // RunManually inserts a manual run that is due now, also for a disabled automation. The caller should claim it; after a
 // minute any process may. It returns [ErrNotFound] for an unknown automation, and [ErrProposal] for an undecided
 // proposal.
-func RunManually(ctx context.Context, db postgres.DB, nameOrID, traceID string) (Run, error) {
+func RunManually(ctx context.Context, db postgres.Beginner, nameOrID, traceID string) (Run, error) {
 	return insertManualRun(ctx, db, nameOrID, traceID, time.Minute)
 }
 
 // Enqueue is [RunManually] for a caller that does not claim the run: it is ready at once.
-func Enqueue(ctx context.Context, db postgres.DB, nameOrID, traceID string) (Run, error) {
+func Enqueue(ctx context.Context, db postgres.Beginner, nameOrID, traceID string) (Run, error) {
 	return insertManualRun(ctx, db, nameOrID, traceID, 0)
 }
 
 // insertManualRun inserts a due run and reserves it for its caller. The column claimed_at has the end of the
 // reservation: [Ready] returns the run from then on.
 func insertManualRun(
-	ctx context.Context, db postgres.DB, nameOrID, traceID string, reserved time.Duration,
-) (Run, error) {
+	ctx context.Context, db postgres.Beginner, nameOrID, traceID string, reserved time.Duration,
+) (run Run, err error) {
 	a, err := Get(ctx, db, nameOrID)
 	if err != nil {
 		return Run{}, err
 	}
 	span, _ := trace.From(ctx)
-	rows, err := db.Query(ctx, `
-		with run as (
-		  insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id, claimed_at)
-		  select id, 'manual', clock_timestamp(), 'due', @trace_id, clock_timestamp() + @reserved::interval
-		    from agent_automations where id = @id and disabled_by <> 'proposal'
-		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id,
-		            error_message, output, created_at, finished_at),
-		linked as (
-		  insert into agent_links (cause, kind, effect)
-		  select 'execution ' || @caller::text, 'started', 'run ' || run.id from run where @caller <> '')
-		select `+runColumns+`
-		  from run`,
-		pgx.StrictNamedArgs{"id": a.ID, "trace_id": traceID, "reserved": reserved, "caller": span.ExecutionID})
-	run, ok, err := collectRun(rows, err)
-	if err == nil && !ok {
-		err = ErrProposal
-	}
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, `
+			with run as (
+			  insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id, claimed_at)
+			  select id, 'manual', clock_timestamp(), 'due', @trace_id, clock_timestamp() + @reserved::interval
+			    from agent_automations where id = @id and disabled_by <> 'proposal'
+			  returning `+runColumns+`),
+			linked as (
+			  insert into agent_links (cause, kind, effect)
+			  select 'execution ' || @caller::text, 'started', 'run ' || run.id from run where @caller <> '')
+			select `+runColumns+`
+			  from run`,
+			pgx.StrictNamedArgs{"id": a.ID, "trace_id": traceID, "reserved": reserved, "caller": span.ExecutionID})
+		var ok bool
+		if run, ok, err = collectRun(rows, err); err != nil {
+			return err
+		}
+		if !ok {
+			return ErrProposal
+		}
+		return activity.RecordRequester(ctx, tx, "run "+run.ID)
+	})
 	if err != nil {
 		return Run{}, fmt.Errorf("run automation %q manually: %w", nameOrID, err)
 	}
-	return run, activity.RecordRequester(ctx, db, "run "+run.ID)
+	return run, nil
 }

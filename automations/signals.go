@@ -34,16 +34,16 @@ func Watch(ctx context.Context, db postgres.DB) (fired int, err error) {
 		switch {
 		case err != nil:
 			failures = append(failures, &ConditionError{w.Name, err})
+			continue
 		case active && w.SignalArmed:
-			runs, err := fire(ctx, db, w.ID, w.Signal, counters)
-			if err != nil {
-				return fired, fmt.Errorf("watch signals: %w", err)
-			}
+			var runs int
+			runs, err = fire(ctx, db, w.ID, w.Signal, counters)
 			fired += runs
 		case !active && !w.SignalArmed:
-			if err := rearm(ctx, db, w.ID, w.Signal); err != nil {
-				return fired, fmt.Errorf("watch signals: %w", err)
-			}
+			err = rearm(ctx, db, w.ID, w.Signal)
+		}
+		if err != nil {
+			failures = append(failures, fmt.Errorf("update the signal of automation %q: %w", w.Name, err))
 		}
 	}
 	return fired, errors.Join(failures...)
