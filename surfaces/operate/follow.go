@@ -43,23 +43,33 @@ const (
 // continues to wait, and Done.Ended is WaitingApproval, unless the cause is ErrInterrupt. Errors before the start emit
 // nothing: *lanes.BusyError, ErrBusySession, an invalid message. NUL and invalid UTF-8 are removed from the message.
 func (s *Session) Turn(ctx context.Context, message string, wait bool, emit func(Event)) (Done, error) {
-	return s.runTurn(ctx, message, "", wait, emit)
+	return s.runTurn(ctx, turnRequest{message: message, wait: wait}, emit)
 }
 
-// runTurn is Turn with a dedupe key.
-func (s *Session) runTurn(ctx context.Context, message, key string, wait bool, emit func(Event)) (Done, error) {
-	message = postgres.Text(message)
+// turnRequest is a message with the options of its turn.
+type turnRequest struct {
+	message string
+	agent   string // acts from this turn on; empty keeps the session's agent
+	key     string // the dedupe key; empty for none
+	wait    bool   // wait for the running turn and for the lane
+}
+
+// runTurn is Turn with more options. The agent changes only once the session's earlier turn has ended: a request that
+// is refused meanwhile has no effect.
+func (s *Session) runTurn(ctx context.Context, t turnRequest, emit func(Event)) (Done, error) {
+	message := postgres.Text(t.message)
 	if err := s.o.checkMessage(message); err != nil {
 		return Done{}, err
 	}
-	if err := s.acquireSlot(ctx, wait); err != nil {
+	if err := s.acquireSlot(ctx, t.wait); err != nil {
 		return Done{}, err
 	}
 	defer s.releaseSlot(ctx)
-	if err := s.acquireLane(ctx, wait); err != nil {
+	s.selectAgent(t.agent)
+	if err := s.acquireLane(ctx, t.wait); err != nil {
 		return Done{}, err
 	}
-	claimed, err := s.insertTurn(ctx, message, key)
+	claimed, err := s.insertTurn(ctx, message, t.key)
 	if err != nil {
 		return Done{}, errors.Join(err, s.releaseLane(ctx))
 	}
@@ -128,7 +138,7 @@ func (s *Session) insertTurn(ctx context.Context, message, key string) (claimed 
 			Priority: 1, Input: turnInput{s.id, message}, DedupeKey: key,
 		})
 		if err == nil && !created {
-			return duplicateTurn(claimed)
+			return duplicateProblem(claimed)
 		}
 		if err != nil {
 			return err

@@ -15,6 +15,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -34,15 +35,15 @@ type Body struct {
 	Wait bool `json:"wait,omitempty"`
 }
 
-// Answer is the response of POST /v1/operate for Accept: application/json. With a pending approval Ended is
-// waiting_approval and the status 202; the turn resumes after the decision.
+// Answer is the response of POST /v1/operate for Accept: application/json. The status is 202, and the turn continues
+// without the client, if Ended is waiting_approval or handed_on.
 type Answer struct {
 	Done
 	Tools     []ToolCall `json:"tools"`
 	Approvals []Approval `json:"approvals"`
 }
 
-// Add collects the end of a tool call, or an approval. Other events do not belong to the answer.
+// Add records ended tool calls and approvals, and ignores other events.
 func (a *Answer) Add(e Event) {
 	switch data := e.Data.(type) {
 	case ToolCall:
@@ -54,47 +55,50 @@ func (a *Answer) Add(e Event) {
 	}
 }
 
-// errAnswered is the cause that ends a JSON request at its first pending approval: the response is final then, and the
-// turn continues to wait.
+// errAnswered detaches a JSON request from its turn at the first pending approval. The turn keeps waiting.
 var errAnswered = errors.New("the request was answered")
 
 // Handler serves POST /v1/operate: server-sent events, or one document for Accept: application/json. It does not
 // authenticate.
 func (o *Operate) Handler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		body, err := o.readBody(w, r)
-		if err != nil {
+		s, t, err := o.openTurn(w, r)
+		switch {
+		case err != nil:
 			problem.Write(w, r, err, "", o.log)
-			return
+		case wantsJSON(r):
+			o.respondJSON(w, r, s, t)
+		default:
+			o.respondStream(w, r, s, t)
 		}
-		key, err := o.checkTurnKey(r.Context(), turnKey(r, body))
-		if err != nil {
-			problem.Write(w, r, err, "", o.log)
-			return
-		}
-		s, err := o.Session(body.SessionID, body.SessionID != "")
-		if err != nil {
-			problem.Write(w, r, err, "", o.log)
-			return
-		}
-		if err := s.SetAgent(r.Context(), body.Agent); err != nil {
-			problem.Write(w, r, err, "", o.log)
-			return
-		}
-		if wantsJSON(r) {
-			o.respondJSON(w, r, s, body, key)
-			return
-		}
-		o.respondStream(w, r, s, body, key)
 	})
+}
+
+// openTurn reads a request and opens its session. A rejected request registers no session, which no turn would remove.
+func (o *Operate) openTurn(w http.ResponseWriter, r *http.Request) (s *Session, t turnRequest, err error) {
+	body, err := o.readBody(w, r)
+	if err != nil {
+		return nil, t, err
+	}
+	t = turnRequest{message: body.Message, wait: body.Wait}
+	if t.key, err = o.checkTurnKey(r.Context(), turnKey(r, body)); err != nil {
+		return nil, t, err
+	}
+	if t.agent, err = o.findAgent(r.Context(), body.Agent); err != nil {
+		return nil, t, err
+	}
+	s, err = o.Session(body.SessionID, body.SessionID != "")
+	return s, t, err
 }
 
 func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error) {
 	var body Body
-	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); r.Header.Get("Content-Type") != "" &&
-		(err != nil || kind != "application/json") {
-		return body, problem.New(http.StatusUnsupportedMediaType, "send the body as application/json, not %.60q",
-			r.Header.Get("Content-Type"))
+	if contentType := r.Header.Get("Content-Type"); contentType != "" {
+		mediaType, _, err := mime.ParseMediaType(contentType)
+		if err != nil || mediaType != "application/json" {
+			return body, problem.New(http.StatusUnsupportedMediaType, "send the body as application/json, not %.60q",
+				contentType)
+		}
 	}
 	// JSON may encode each byte of the message with six, such as \u0000. The other fields have 4096 bytes.
 	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, int64(6*o.MaxMessage)+4096))
@@ -107,7 +111,7 @@ func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error)
 	if err != nil {
 		return body, problem.BadBody("the body is not {message, session_id?, agent?, wait?}: %s", describeBodyError(err))
 	}
-	if threads.CheckID(body.SessionID) != nil && body.SessionID != "" {
+	if body.SessionID != "" && threads.CheckID(body.SessionID) != nil {
 		return body, problem.BadBody("session_id: %s", threads.ErrInvalid)
 	}
 	return body, o.checkMessage(postgres.Text(body.Message))
@@ -162,12 +166,12 @@ func (o *Operate) busyProblem(ctx context.Context, session string, err error) er
 }
 
 // respondJSON responds with the whole turn at once.
-func (o *Operate) respondJSON(w http.ResponseWriter, r *http.Request, s *Session, body Body, key string) {
+func (o *Operate) respondJSON(w http.ResponseWriter, r *http.Request, s *Session, t turnRequest) {
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
 	answer := Answer{Tools: []ToolCall{}, Approvals: []Approval{}}
 	traceID, started := "", false
-	done, err := s.runTurn(ctx, body.Message, key, body.Wait, func(e Event) {
+	done, err := s.runTurn(ctx, t, func(e Event) {
 		answer.Add(e)
 		switch data := e.Data.(type) {
 		case Start:
@@ -198,19 +202,19 @@ func (o *Operate) respondJSON(w http.ResponseWriter, r *http.Request, s *Session
 	}
 }
 
-// respondStream responds with events. With wait it opens the stream before it holds the lane, to keep the connection
-// alive.
-func (o *Operate) respondStream(w http.ResponseWriter, r *http.Request, s *Session, body Body, key string) {
+// respondStream responds with events. With wait, the stream opens before the lane is acquired, so keep-alives reach the
+// client.
+func (o *Operate) respondStream(w http.ResponseWriter, r *http.Request, s *Session, t turnRequest) {
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
 	stream := newEventStream(w, cancel)
 	defer stream.keepAlive(o.KeepAlive)()
-	if body.Wait {
+	if t.wait {
 		stream.sendComment("waiting for the lane " + Lane)
 	}
-	_, err := s.runTurn(ctx, body.Message, key, body.Wait, stream.sendEvent)
+	_, err := s.runTurn(ctx, t, stream.sendEvent)
 	switch {
-	case err == nil, stream.hasEvents():
+	case err == nil, stream.hasEvents(): // runTurn has sent done or error
 	case !stream.started():
 		problem.Write(w, r, o.busyProblem(r.Context(), s.id, err), "", o.log)
 	default:
@@ -218,49 +222,52 @@ func (o *Operate) respondStream(w http.ResponseWriter, r *http.Request, s *Sessi
 	}
 }
 
-// keyHeader makes a request run once. Package api rejects a repeated request only while the first process lives. Its
-// turn may outlive that process, so the execution of the turn has a dedupe key of its own.
+// keyHeader makes a request run once. Package api forgets an attempt whose process died. The turn of that attempt may
+// go on, so its execution has a dedupe key, too.
 const keyHeader = "Idempotency-Key"
 
-// turnKey derives the dedupe key of a turn; empty without an Idempotency-Key.
+// turnKey derives the dedupe key of a turn from the Idempotency-Key, the caller and the request; empty without an
+// Idempotency-Key. Callers do not share keys.
 func turnKey(r *http.Request, b Body) string {
 	key := r.Header.Get(keyHeader)
 	if key == "" {
 		return ""
 	}
-	sum := sha256.Sum256([]byte(strings.Join([]string{key, b.SessionID, b.Message}, "\n")))
+	caller := activity.ActorFrom(r.Context()).Name
+	sum := sha256.Sum256([]byte(strings.Join([]string{caller, key, b.SessionID, b.Message}, "\n")))
 	return "operate " + hex.EncodeToString(sum[:])
 }
 
-// checkTurnKey returns the dedupe key for a new turn, or a problem if the turn exists. After a failed turn, or a turn
-// of another day, the same request starts a new one.
+// checkTurnKey returns the dedupe key for a new turn, or a problem if the turn exists. The key is free again after 24
+// hours, or if the turn failed, timed out or was cancelled. Then the new dedupe key names the earlier turn.
 func (o *Operate) checkTurnKey(ctx context.Context, key string) (string, error) {
 	for candidate := key; candidate != ""; {
 		var id string
-		var expired bool // the key is older than 24 hours and may be used again
+		var keyExpired bool
 		err := o.Pool.QueryRow(ctx, `
 			select id::text, created_at < clock_timestamp() - interval '24 hours' from agent_executions where dedupe_key = @key`,
-			postgres.Strict{"key": candidate}).Scan(&id, &expired)
+			postgres.Strict{"key": candidate}).Scan(&id, &keyExpired)
 		if errors.Is(err, pgx.ErrNoRows) {
 			return candidate, nil
 		}
 		if err != nil {
 			return "", fmt.Errorf("read turn of an idempotency key: %w", err)
 		}
-		x, err := executions.Get(ctx, o.Pool, id)
+		existing, err := executions.Get(ctx, o.Pool, id)
 		if err != nil {
 			return "", err
 		}
-		if !expired && (!x.Status.Ended() || x.Status == executions.Completed) {
-			return "", duplicateTurn(x)
+		if !keyExpired && (!existing.Status.Ended() || existing.Status == executions.Completed) {
+			return "", duplicateProblem(existing)
 		}
 		candidate = key + " after " + id
 	}
 	return "", nil
 }
 
-func duplicateTurn(x executions.Execution) error {
-	return problem.New(http.StatusConflict, "an earlier request with this %s began the turn, which is %s: its answer is "+
-		"in thread %s",
-		keyHeader, x.Status, postgres.Deref(x.ThreadID)).Kind("idempotency-key-used", "Already handled").WithTrace(x.TraceID)
+// duplicateProblem is the response to a request whose turn exists.
+func duplicateProblem(existing executions.Execution) error {
+	return problem.New(http.StatusConflict, "this %s was used: its turn is %s; see thread %s",
+		keyHeader, existing.Status, postgres.Deref(existing.ThreadID)).
+		Kind("idempotency-key-used", "Already handled").WithTrace(existing.TraceID)
 }

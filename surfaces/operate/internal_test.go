@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"log/slog"
+	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
@@ -19,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -60,6 +62,26 @@ func TestWaitsInCircleAreNoApproval(t *testing.T) {
 	defer stop()
 	assert.True(t, !(&Operate{Options: Options{Pool: pool}}).isWaitingForApproval(ctx, ids[0], &listener{}), "it waits")
 	assert.NoError(t, ctx.Err())
+}
+
+func TestRejectedRequestChangesNoSession(t *testing.T) {
+	t.Parallel()
+	o := &Operate{
+		Options: Options{Loop: &reason.Loop{}, Agent: "agent", MaxMessage: 100, KeepAlive: time.Minute},
+		log:     slog.New(slog.DiscardHandler), sessions: map[string]*Session{},
+	}
+	post := func(body string) int {
+		w := httptest.NewRecorder()
+		o.Handler().ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "POST", "/v1/operate", strings.NewReader(body)))
+		return w.Code
+	}
+	assert.Equal(t, http.StatusNotFound, post(`{"message":"x","agent":"nobody"}`))
+	assert.Equal(t, 0, len(o.sessions), "sessions of an unknown agent")
+	s, err := o.Session("busy", true)
+	require.NoError(t, err)
+	require.NoError(t, s.acquireSlot(t.Context(), false))
+	assert.Equal(t, http.StatusConflict, post(`{"message":"x","session_id":"busy","agent":"agent"}`))
+	assert.Equal(t, "", s.agent, "the agent of a request during another turn")
 }
 
 // A resumed run that only waits for approval must free the lane that it acquired. Otherwise it would hold the lane

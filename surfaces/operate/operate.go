@@ -47,7 +47,7 @@ const (
 	Channel = "operate"
 )
 
-// owner owns all sessions, because there is one admin token.
+// owner owns the threads of all sessions: admins share them.
 const owner = "admin"
 
 // retryInterval is the pause between attempts to claim a ready turn.

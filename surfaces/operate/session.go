@@ -227,26 +227,37 @@ func NewSessionID() string { return "ses_" + ulid.Make().String() }
 // SetAgent selects the agent from the next turn on; empty keeps the session's. An unknown agent is a problem with
 // status 404.
 func (s *Session) SetAgent(ctx context.Context, agent string) error {
-	if agent == "" {
-		return nil
+	name, err := s.o.findAgent(ctx, agent)
+	if err != nil {
+		return err
 	}
-	name := s.o.Agent
-	if s.o.Loop.Agents != nil {
-		a, err := s.o.Loop.Agents.Find(ctx, s.o.Pool, agent)
-		if errors.Is(err, agents.ErrNotFound) {
-			return problem.New(http.StatusNotFound, "there is no agent %.60q; see GET /v1/models, or agent agents ls", agent)
-		}
-		if err != nil {
-			return err
-		}
-		name = a.Name
-	} else if agent != name {
-		return problem.New(http.StatusNotFound, "there is no agent %.60q", agent)
-	}
+	s.selectAgent(name)
+	return nil
+}
+
+// selectAgent selects a known agent; empty keeps the session's.
+func (s *Session) selectAgent(name string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.agent = name
-	return nil
+	s.agent = cmp.Or(name, s.agent)
+}
+
+// findAgent returns the name of an agent, or a problem if there is none; empty for an empty one.
+func (o *Operate) findAgent(ctx context.Context, agent string) (name string, err error) {
+	if agent == "" {
+		return "", nil
+	}
+	if o.Loop.Agents == nil {
+		if agent != o.Agent {
+			return "", problem.New(http.StatusNotFound, "there is no agent %.60q", agent)
+		}
+		return agent, nil
+	}
+	a, err := o.Loop.Agents.Find(ctx, o.Pool, agent)
+	if errors.Is(err, agents.ErrNotFound) {
+		err = problem.New(http.StatusNotFound, "there is no agent %.60q; see GET /v1/models, or agent agents ls", agent)
+	}
+	return a.Name, err
 }
 
 // agentName returns the agent of a new session.

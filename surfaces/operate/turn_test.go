@@ -13,6 +13,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -160,7 +161,7 @@ func (p *process) postWithKey(t *testing.T, key, body string) *http.Response {
 
 func TestRequestWithKeyIsOneTurn(t *testing.T) {
 	t.Parallel()
-	w := newTestDatabase(t, modeltest.Text("One."), modeltest.Text("Two."))
+	w := newTestDatabase(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
 	p, other := w.process(t, false), w.process(t, false)
 	events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body, nil)
 	start := read[operate.Start](t, events, "start")
@@ -174,6 +175,15 @@ func TestRequestWithKeyIsOneTurn(t *testing.T) {
 		nil); eventNames(events) != "start delta done" {
 		t.Errorf("another message: %s", eventNames(events))
 	}
+	caller := activity.WithActor(t.Context(), activity.Actor{Name: "someone else"})
+	req := httptest.NewRequestWithContext(caller, http.MethodPost, "/v1/operate",
+		strings.NewReader(`{"message":"Hello."}`))
+	req.Header.Set("Idempotency-Key", "k")
+	recorder := httptest.NewRecorder()
+	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
+	p.Handler().ServeHTTP(recorder, req)
+	events, _ = readEvents(recorder.Body, nil)
+	assert.Equal(t, "start delta done", eventNames(events), "the same key of another caller")
 }
 
 func TestWaitingRequestsWithKeyAreOneTurn(t *testing.T) {
