@@ -37,7 +37,7 @@ func Loop[S any](
 		}
 	}
 	for !current.Done {
-		current.State, current.Done, err = body(withScope(ctx, fmt.Sprintf("%s@%d/", s.key, current.Next)), current.State)
+		current.State, current.Done, err = body(withPrefix(ctx, fmt.Sprintf("%s@%d/", s.key, current.Next)), current.State)
 		if err != nil {
 			return current.State, err
 		}

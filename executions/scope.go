@@ -9,14 +9,17 @@ import (
 
 type scopeKey struct{}
 
-// Scope returns a context for a branch whose steps have their own keys. Each parallel branch needs a scope, because the
-// order of steps in different branches differs between runs. Scope replaces a slash in the name by an underscore.
+// Scope returns a context whose step keys begin with name and a slash: a step "pay" in a scope "order" has the key
+// "order/pay", and its second occurrence "order/pay#2". Each parallel branch needs a scope, because the order of steps
+// in different branches differs between runs. Parallel branches need different names, and no step beside them may have
+// the name of a branch: the steps within that step have the same prefix. Scope replaces a slash in the name by an
+// underscore.
 func Scope(ctx context.Context, name string) context.Context {
-	return withScope(ctx, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
+	return withPrefix(ctx, scopeOf(ctx)+strings.ReplaceAll(name, "/", "_")+"/")
 }
 
-// withScope sets the key prefix of the steps under ctx, including slashes.
-func withScope(ctx context.Context, prefix string) context.Context {
+// withPrefix sets the key prefix of the steps under ctx, including slashes.
+func withPrefix(ctx context.Context, prefix string) context.Context {
 	return context.WithValue(ctx, scopeKey{}, prefix)
 }
 
@@ -26,7 +29,7 @@ func scopeOf(ctx context.Context) string {
 }
 
 // stepScope returns the context of the steps within a step.
-func stepScope(ctx context.Context, s stepSpec) context.Context { return withScope(ctx, s.key+"/") }
+func stepScope(ctx context.Context, s stepSpec) context.Context { return withPrefix(ctx, s.key+"/") }
 
 // StepKey returns the key of the step that contains ctx. It is empty outside steps.
 func StepKey(ctx context.Context) string { return strings.TrimSuffix(scopeOf(ctx), "/") }
@@ -34,20 +37,20 @@ func StepKey(ctx context.Context) string { return strings.TrimSuffix(scopeOf(ctx
 type gateKey struct{}
 
 // Gate returns a context under which every step without a checkpoint calls gate first. gate may wait durably, so a run
-// can yield to another run between two steps. The step returns an error of gate.
+// can yield between two steps, for example the lane to an admin. If gate fails, the step returns its error.
 func Gate(ctx context.Context, gate func(ctx context.Context) error) context.Context {
 	return context.WithValue(ctx, gateKey{}, gate)
 }
 
-// passGate calls the gate of ctx, if any, in a scope of its own. The waits of a gate differ between runs, so they must
-// not share keys with other steps.
+// passGate calls the gate of ctx, if any, with its own key prefix. The waits of a gate differ between runs, so they
+// must not share keys with other steps.
 func passGate(ctx context.Context, s stepSpec) error {
 	gate, _ := ctx.Value(gateKey{}).(func(ctx context.Context) error)
 	if gate == nil {
 		return nil
 	}
-	inner := withScope(Gate(ctx, nil), gatePrefix(s.key))
-	_, err := RetryTransient(inner, func(ctx context.Context) (struct{}, error) { return struct{}{}, gate(ctx) })
+	gateCtx := withPrefix(Gate(ctx, nil), gatePrefix(s.key))
+	_, err := RetryTransient(gateCtx, func(ctx context.Context) (struct{}, error) { return struct{}{}, gate(ctx) })
 	return err
 }
 
@@ -63,27 +66,28 @@ func splitKey(key string) (scope, name string) {
 	return key[:i], key[i:]
 }
 
-// nextKey returns the key of a step: its name, and from the second occurrence on its number. The third step "a" and a
-// step named "a#3" get different keys. The caller holds r.mu.
-func (r *run) nextKey(base string) string {
-	if at := strings.LastIndexByte(base, '#'); at >= 0 && r.occurrences[base] == 0 {
-		if n, err := strconv.Atoi(base[at+1:]); err == nil && n > 1 && n <= r.occurrences[base[:at]] {
-			r.occurrences[base] = 1
+// nextKey returns the key of a step: its name with the prefix of its scope, and from the second occurrence on its
+// number. A literal name such as "a#3" may equal the generated key of the third "a". Then it counts as used, so the two
+// steps get different keys. The caller holds r.mu.
+func (r *run) nextKey(name string) string {
+	if hash := strings.LastIndexByte(name, '#'); hash >= 0 && r.occurrences[name] == 0 {
+		if n, err := strconv.Atoi(name[hash+1:]); err == nil && n > 1 && n <= r.occurrences[name[:hash]] {
+			r.occurrences[name] = 1
 		}
 	}
 	for {
-		r.occurrences[base]++
-		n := r.occurrences[base]
+		r.occurrences[name]++
+		n := r.occurrences[name]
 		if n == 1 {
-			return base
+			return name
 		}
-		if key := base + "#" + strconv.Itoa(n); r.occurrences[key] == 0 {
+		if key := name + "#" + strconv.Itoa(n); r.occurrences[key] == 0 {
 			return key
 		}
 	}
 }
 
-// resetKeys resets the occurrences of the inner steps of a step, so they get the same keys when the step is repeated.
+// resetKeys resets the occurrences of the inner steps of a step, so a retry of the step assigns them the same keys.
 func (r *run) resetKeys(step string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

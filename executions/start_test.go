@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"reflect"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -210,6 +211,54 @@ func TestRunSyncWithExpiredLeaseIsQueued(t *testing.T) {
 	assert.NoError(t, group.Wait())
 	startEngine(t, pool, body)
 	pgtest.Until(t, pool, 21, `select count(*) from agent_executions where status = 'completed'`)
+}
+
+// RunSync cancels the execution of a caller who leaves while the engine looks for the flow.
+func TestCallerLeavesBeforeFlow(t *testing.T) {
+	t.Parallel()
+	p := newEngine(t, pgtest.DB(t), flowMap(noop))
+	ctx, leave := context.WithCancel(t.Context())
+	p.Fallback(func(ctx context.Context, _ string) (executions.Func, error) {
+		leave()
+		return nil, ctx.Err()
+	})
+	x, err := p.RunSync(ctx, executions.Spec{Flow: "other", Surface: trace.Flow})
+	assert.Truef(t, err == nil && x.Status == executions.Cancelled, "the execution is %q, %v", x.Status, err)
+}
+
+// RunSync cancels the executions of callers who leave during the inserts, also those that a batch queued because the
+// lease had expired.
+func TestCallersLeaveDuringInsert(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := newEngine(t, pool, flowMap(noop), func(o *executions.Options) { o.LeaseTTL = 10 * time.Minute })
+	_, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow}) // begins the lease
+	require.NoError(t, err)
+	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp();
+		create function await_lock() returns trigger language plpgsql as $$
+		begin
+		  while not pg_try_advisory_xact_lock(7) loop perform pg_sleep(0.01); end loop;
+		  return new;
+		end $$;
+		create trigger await_lock after insert on agent_executions execute function await_lock()`)
+	locked, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	_, err = locked.Exec(t.Context(), `select pg_advisory_xact_lock(7)`)
+	require.NoError(t, err)
+	ctx, leave := context.WithCancel(t.Context())
+	defer leave()
+	var callers sync.WaitGroup
+	for range 20 {
+		callers.Go(func() { // a caller who leaves before the insert gets an error
+			_, _ = p.RunSync(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
+		})
+	}
+	pgtest.Until(t, pool, true, `
+		select exists (select from pg_stat_activity where datname = current_database() and wait_event = 'PgSleep')`)
+	leave()
+	require.NoError(t, locked.Rollback(t.Context()))
+	callers.Wait()
+	pgtest.Equal(t, pool, 0, `select count(*) from agent_executions where not status in ('completed', 'cancelled')`)
 }
 
 // A batch of starts keeps the rules of a single row.

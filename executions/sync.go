@@ -12,14 +12,15 @@ import (
 )
 
 // RunSync inserts an execution with a claim of this process. It runs the execution in the calling goroutine until it
-// ends, waits or is lost, and returns the row. Use RunSync for work with a waiting caller. When ctx ends first, RunSync
-// cancels the execution, unless the database is unavailable for longer than a lease. If the process dies, another
-// process resumes the execution.
+// ends, waits or is lost, and returns the row. RunSync is for callers that wait for the result. If the dedupe key
+// exists, RunSync returns that execution at once, in any status. When ctx ends first, RunSync cancels the execution,
+// unless the database is unavailable for longer than a lease. If the process dies, another process resumes the
+// execution.
 //
-// The insert does not wait for the disk. The next commit of the run makes it durable: a checkpoint, the intent of a
-// call, a lane or the end. The caller gets no result before that commit. If the server crashes before it, the execution
-// never existed and RunSync returns ErrNotFound. While the agent is paused and the surface is not attended, RunSync
-// inserts no execution and returns ErrPaused.
+// The insert does not wait for the disk. The next commit of the run makes it durable: a checkpoint, a call's intent, an
+// acquired lane or the completion. The caller gets no result before that commit. If the server crashes before it, the
+// execution never existed and RunSync returns ErrNotFound. While the agent is paused and the surface is not attended,
+// RunSync inserts no execution and returns ErrPaused.
 func (e *Engine) RunSync(ctx context.Context, s Spec) (Execution, error) {
 	worker, err := e.WorkerID(ctx)
 	if err != nil {
@@ -30,22 +31,22 @@ func (e *Engine) RunSync(ctx context.Context, s Spec) (Execution, error) {
 	}
 	// An interrupt must not leave a row that no process runs.
 	insertCtx, cancel := e.detachedContext(ctx)
-	claimed, created, err := e.insertClaimed(insertCtx, s, worker)
+	inserted, created, err := e.insertClaimed(insertCtx, s, worker)
 	cancel()
 	if err != nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, explainPaused(ctx, e.pool, err))
 	}
 	if !created {
-		return claimed, nil
+		return inserted, nil
 	}
-	if claimed.ClaimedBy != nil {
-		return e.RunClaimed(ctx, &claimed)
+	if inserted.ClaimedBy != nil {
+		return e.RunClaimed(ctx, &inserted)
 	}
 	// The lease of this process ended meanwhile, so the insert queued the execution.
-	if err := e.ClaimAndRun(ctx, claimed.ID); err != nil {
+	if err := e.ClaimAndRun(ctx, inserted.ID); err != nil && ctx.Err() == nil {
 		return Execution{}, fmt.Errorf("run %s: %w", s.Flow, err)
 	}
-	return explainMissing(e.readOrCancel(ctx, claimed.ID))
+	return explainMissing(e.readOrCancel(ctx, inserted.ID))
 }
 
 // explainMissing explains why an execution that ran here does not exist.
@@ -57,31 +58,33 @@ func explainMissing(x Execution, err error) (Execution, error) {
 }
 
 // insertClaimed inserts an execution with a claim of this process, in a batch with concurrent starts.
-func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Execution, bool, error) {
-	single := func() (Execution, error) {
+func (e *Engine) insertClaimed(
+	ctx context.Context, s Spec, worker string,
+) (x Execution, created bool, err error) {
+	insertAlone := func() (Execution, error) {
 		x, _, err := e.insertWithRetry(ctx, s, "running", worker)
 		return x, err
 	}
 	if s.DedupeKey != "" || postgres.IsSealed(ctx) || activity.HasActor(ctx) {
 		return e.insertWithRetry(ctx, s, "running", worker)
 	}
-	p, err := s.insertParams(true)
+	params, err := s.insertParams(true)
 	if err != nil {
 		return Execution{}, false, err
 	}
-	x, err := e.batchers.starts.Do(ctx, p, single)
+	x, err = e.batchers.starts.Do(ctx, params, insertAlone)
 	return x, err == nil, err
 }
 
 // InsertClaimed inserts an execution with a claim of this process, in the caller's transaction. Call RunClaimed right
-// after the commit: other processes can claim an execution without a run after some seconds. The second return value is
-// false when the dedupe key exists; then the caller has nothing to run.
-func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (Execution, bool, error) {
+// after the commit: other processes can claim an execution without a run after some seconds. created is false if the
+// dedupe key exists; then the caller has nothing to run.
+func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (claimed Execution, created bool, err error) {
 	worker, err := e.WorkerID(ctx)
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
-	claimed, created, err := s.insert(ctx, tx, "running", worker, "")
+	claimed, created, err = s.insert(ctx, tx, "running", worker, "")
 	if err != nil {
 		return Execution{}, false, fmt.Errorf("start %s: %w", s.Flow, err)
 	}
@@ -98,7 +101,7 @@ func (e *Engine) RunClaimed(ctx context.Context, claimed *Execution) (Execution,
 	}
 	completed, err := e.executeSync(ctx, claimed, *claimed.ClaimedBy, true)
 	switch {
-	case err != nil:
+	case err != nil && ctx.Err() == nil:
 		return Execution{}, fmt.Errorf("run %s: %w", claimed.Flow, err)
 	case completed != nil:
 		return *completed, nil
@@ -108,8 +111,10 @@ func (e *Engine) RunClaimed(ctx context.Context, claimed *Execution) (Execution,
 
 // readOrCancel reads the row after its run. If the caller has left, readOrCancel cancels the execution first.
 func (e *Engine) readOrCancel(ctx context.Context, id string) (Execution, error) {
-	if x, err := Get(ctx, e.pool, id); ctx.Err() == nil {
-		return x, err
+	if ctx.Err() == nil {
+		if x, err := Get(ctx, e.pool, id); ctx.Err() == nil { // ctx may end during the query
+			return x, err
+		}
 	}
 	if err := e.cancelInterrupted(ctx, id); err != nil {
 		return Execution{}, err
@@ -123,12 +128,12 @@ func (e *Engine) readOrCancel(ctx context.Context, id string) (Execution, error)
 func (e *Engine) cancelInterrupted(ctx context.Context, id string) error {
 	ctx, cancel := e.detachedContext(ctx)
 	defer cancel()
-	_, err := e.Cancel(ctx, id, "interrupt", "the command was interrupted")
+	_, err := e.Cancel(ctx, id, "interrupt", "the caller left")
 	return err
 }
 
-// detachedContext returns a context that survives ctx for at most one lease. So an unresponsive database does not block
-// the caller for longer.
+// detachedContext returns a context without ctx's cancellation that ends after one lease. So an unresponsive database
+// does not block the caller for longer.
 func (e *Engine) detachedContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), e.opts.LeaseTTL)
 }
@@ -154,7 +159,7 @@ func (e *Engine) ClaimAndRun(ctx context.Context, id string) error {
 		return fmt.Errorf("claim execution %s: %w", id, err)
 	}
 	if _, err = e.executeSync(ctx, &claimed, worker, false); errors.Is(err, errClaimTooLow) {
-		return e.ClaimAndRun(ctx, id)
+		return e.ClaimAndRun(ctx, id) // see errClaimTooLow
 	}
 	return err
 }
