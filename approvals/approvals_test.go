@@ -24,15 +24,15 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// setUp creates a database with the skill drop, which needs approval.
+// setUp creates a database with a built-in skill named drop, with trust approve.
 func setUp(t *testing.T) (*pgxpool.Pool, skills.Skill) {
 	t.Helper()
 	pool := pgtest.DB(t)
-	return pool, putSkill(t, pool, "drops a table")
+	return pool, putDropSkill(t, pool, "drops a table")
 }
 
-// putSkill stores the skill drop. Another description is another revision.
-func putSkill(t *testing.T, pool *pgxpool.Pool, description string) skills.Skill {
+// putDropSkill stores the skill drop. A changed description creates a new revision.
+func putDropSkill(t *testing.T, pool *pgxpool.Pool, description string) skills.Skill {
 	t.Helper()
 	d := skills.Definition{Name: "drop", Description: description, Handler: "builtin:drop", Trust: skills.TrustApprove}
 	_, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace)
@@ -48,35 +48,37 @@ func runFlow(t *testing.T, pool *pgxpool.Pool, fn func(ctx context.Context) erro
 	return runFlowAs(t, pool, "", trace.Flow, fn)
 }
 
-// runFlowAs runs fn in an execution that the principal by requested; empty for none.
+// runFlowAs runs fn in an execution that a principal requested. An empty principal means that nobody did.
 func runFlowAs(
-	t *testing.T, pool *pgxpool.Pool, by string, surface trace.Surface, fn func(ctx context.Context) error,
+	t *testing.T, pool *pgxpool.Pool, principal string, surface trace.Surface, fn func(ctx context.Context) error,
 ) executions.Execution {
 	t.Helper()
 	e := enginetest.New(t, pool)
 	enginetest.Register(t, e, "flow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		return executions.Result{}, fn(ctx)
 	})
-	ctx := activity.WithActor(context.WithoutCancel(t.Context()), activity.Actor{Name: by})
+	ctx := activity.WithActor(context.WithoutCancel(t.Context()), activity.Actor{Name: principal})
 	x, err := e.RunSync(ctx, executions.Spec{Flow: "flow", Surface: surface})
 	assert.NoError(t, err)
 	return x
 }
 
-func ask(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args string) (id string) {
+func requestApproval(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args string) (id string) {
 	t.Helper()
-	return askAs(t, pool, s, args, "", trace.Flow)
+	return requestApprovalAs(t, pool, s, args, "", trace.Flow)
 }
 
-func askAs(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args, by string, surface trace.Surface) (id string) {
+// requestApprovalAs requests the approval of a call in an execution of a principal, and returns the approval's id.
+func requestApprovalAs(
+	t *testing.T, pool *pgxpool.Pool, s skills.Skill, args, principal string, surface trace.Surface,
+) (id string) {
 	t.Helper()
-	runFlowAs(t, pool, by, surface, func(ctx context.Context) error {
-		asked, err := approvals.Ask(ctx, approvals.Request{
-			Skill: s.Name, SkillID: s.ID, Revision: s.Revision,
-			Args: json.RawMessage(args),
+	runFlowAs(t, pool, principal, surface, func(ctx context.Context) error {
+		approval, err := approvals.Ask(ctx, approvals.Request{
+			Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: json.RawMessage(args),
 		})
 		assert.NoError(t, err)
-		id = asked.ID
+		id = approval.ID
 		return err
 	})
 	return id
@@ -84,12 +86,12 @@ func askAs(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args, by string, su
 
 func approve(t *testing.T, pool *pgxpool.Pool, id string) error {
 	t.Helper()
-	_, err := approvals.Decide(t.Context(), pool, id, true, "admin", "looks right \xff") // as from a terminal
+	_, err := approvals.Decide(t.Context(), pool, id, true, "admin", "looks right")
 	return err
 }
 
-// use makes the approved call in its own execution. The error is the call's.
-func use(t *testing.T, pool *pgxpool.Pool, id string, act func()) (result error) {
+// callApproved makes the approved call in an execution of its own. It returns the error of executions.Do.
+func callApproved(t *testing.T, pool *pgxpool.Pool, id string, act func()) (result error) {
 	t.Helper()
 	runFlow(t, pool, func(ctx context.Context) error {
 		x, _ := executions.Current(ctx)
@@ -107,19 +109,21 @@ func use(t *testing.T, pool *pgxpool.Pool, id string, act func()) (result error)
 func TestSameCallHasOneApproval(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
-	first := ask(t, pool, s, `{"table":"x","n":1}`)
-	assert.Equal(t, first, ask(t, pool, s, `{"n": 1, "table": "x"}`))
-	assert.True(t, ask(t, pool, s, `{"table":"y","n":1}`) != first, "another call led to the same approval")
+	first := requestApproval(t, pool, s, `{"table":"x","n":1}`)
+	assert.Equal(t, first, requestApproval(t, pool, s, `{"n": 1, "table": "x"}`))
+	assert.True(t, requestApproval(t, pool, s, `{"table":"y","n":1}`) != first, "another call led to the same approval")
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'pending_approval'
 		and skill_name = 'drop'`))
 	pending, err := approvals.Pending(t.Context(), pool, 10)
-	assert.Truef(t, err == nil && len(pending) == 2 && pending[0].ID == first, "pending are %+v, %v", pending, err)
+	require.NoError(t, err)
+	require.Equal(t, 2, len(pending), "pending approvals")
+	assert.Equal(t, first, pending[0].ID)
 }
 
 func TestConcurrentDecisionsTakeEffectOnce(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
-	id := ask(t, pool, s, `{}`)
+	id := requestApproval(t, pool, s, `{}`)
 	var won atomic.Int32
 	var group errgroup.Group
 	for i := range 8 {
@@ -133,8 +137,13 @@ func TestConcurrentDecisionsTakeEffectOnce(t *testing.T) {
 			return nil
 		})
 	}
-	err := group.Wait()
-	assert.Truef(t, err == nil && won.Load() == 1, "%d of 8 decided: %v", won.Load(), err)
+	require.NoError(t, group.Wait())
+	assert.Equal(t, 1, int(won.Load()), "decisions that took effect")
+}
+
+func TestUnknownApprovalIsNotDecided(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
 	for _, unknown := range []string{"01890000-0000-7000-8000-000000000000", "no id"} {
 		assert.ErrorIs(t, approve(t, pool, unknown), approvals.ErrNotFound, "decide", unknown)
 	}
@@ -143,25 +152,35 @@ func TestConcurrentDecisionsTakeEffectOnce(t *testing.T) {
 func TestApprovalIsUsedOnce(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
-	id := ask(t, pool, s, `{}`)
+	id := requestApproval(t, pool, s, `{}`)
 	require.NoError(t, approve(t, pool, id))
 	var acted, refused atomic.Int32
-	var all sync.WaitGroup
+	var group sync.WaitGroup
 	for range 6 {
-		all.Go(func() {
-			if err := use(t, pool, id, func() { acted.Add(1) }); approvals.IsUsed(err) {
+		group.Go(func() {
+			if err := callApproved(t, pool, id, func() { acted.Add(1) }); approvals.IsUsed(err) {
 				refused.Add(1)
 			} else if err != nil {
 				t.Error(err)
 			}
 		})
 	}
-	all.Wait()
-	assert.Truef(t, acted.Load() == 1 && refused.Load() == 5, "%d acted, %d were refused", acted.Load(), refused.Load())
+	group.Wait()
+	assert.Equal(t, 1, int(acted.Load()), "calls made")
+	assert.Equal(t, 5, int(refused.Load()), "calls refused")
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'drop'
 		and status = 'success'`))
 	unused, err := approvals.Approved(t.Context(), pool, 10)
-	assert.Truef(t, err == nil && len(unused) == 0, "still unused: %+v, %v", unused, err)
+	require.NoError(t, err)
+	assert.Equal(t, 0, len(unused), "approvals listed as approved")
+}
+
+// A terminal may send a reason that is not valid UTF-8.
+func TestReasonMayBeInvalidUTF8(t *testing.T) {
+	t.Parallel()
+	pool, s := setUp(t)
+	_, err := approvals.Decide(t.Context(), pool, requestApproval(t, pool, s, `{}`), true, "admin", "looks right \xff")
+	assert.NoError(t, err)
 }
 
 func TestUnusableApprovalsAreRefused(t *testing.T) {
@@ -179,12 +198,13 @@ func TestUnusableApprovalsAreRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			pool, s := setUp(t)
-			id := ask(t, pool, s, `{}`)
+			id := requestApproval(t, pool, s, `{}`)
 			prepare(t, pool, id)
-			err := use(t, pool, id, func() { t.Error("acted") })
+			err := callApproved(t, pool, id, func() { t.Error("acted") })
 			assert.Truef(t, approvals.IsUsed(err), "err = %v", err)
 			unused, err := approvals.Approved(t.Context(), pool, 10)
-			assert.Truef(t, err == nil && len(unused) == 0, "offered: %+v, %v", unused, err)
+			require.NoError(t, err)
+			assert.Equal(t, 0, len(unused), "approvals listed as approved")
 		})
 	}
 }
@@ -192,10 +212,10 @@ func TestUnusableApprovalsAreRefused(t *testing.T) {
 func TestExpiredApprovalIsReplaced(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
-	first := ask(t, pool, s, `{}`)
+	first := requestApproval(t, pool, s, `{}`)
 	pgtest.Exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, first)
 	assert.ErrorIs(t, approve(t, pool, first), approvals.ErrDecided)
-	second := ask(t, pool, s, `{}`)
+	second := requestApproval(t, pool, s, `{}`)
 	require.True(t, second != first, "the repeated request returned the expired approval")
 	assert.NoError(t, approve(t, pool, second))
 }
@@ -203,29 +223,32 @@ func TestExpiredApprovalIsReplaced(t *testing.T) {
 func TestChangedSkillVoidsApprovals(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
-	pending, granted := ask(t, pool, s, `{"n":1}`), ask(t, pool, s, `{"n":2}`)
+	pending, granted := requestApproval(t, pool, s, `{"n":1}`), requestApproval(t, pool, s, `{"n":2}`)
 	require.NoError(t, approve(t, pool, granted))
-	changed := putSkill(t, pool, "drops the whole schema")
+	changed := putDropSkill(t, pool, "drops the whole schema")
 	require.True(t, changed.Revision != s.Revision, "the skill has not changed")
 	assert.ErrorIs(t, approve(t, pool, pending), approvals.ErrDecided)
 	unused, err := approvals.Approved(t.Context(), pool, 10)
-	assert.Truef(t, err == nil && len(unused) == 0, "offered: %+v, %v", unused, err)
-	assert.True(t, ask(t, pool, changed, `{"n":2}`) != granted, "the changed skill kept the approval")
+	require.NoError(t, err)
+	assert.Equal(t, 0, len(unused), "approvals listed as approved")
+	assert.True(t, requestApproval(t, pool, changed, `{"n":2}`) != granted, "the changed skill kept the approval")
 }
 
-func TestApprovalOfDisabledSkillIsNotOffered(t *testing.T) {
+func TestApprovalOfDisabledSkillIsNotListed(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
-	id := ask(t, pool, s, `{}`)
+	id := requestApproval(t, pool, s, `{}`)
 	require.NoError(t, approve(t, pool, id))
 	_, err := skills.Disable(t.Context(), pool, "drop", "admin", "for now", nil)
 	require.NoError(t, err)
 	unused, err := approvals.Approved(t.Context(), pool, 10)
-	assert.Truef(t, err == nil && len(unused) == 0, "offered while disabled: %+v, %v", unused, err)
+	require.NoError(t, err)
+	assert.Equal(t, 0, len(unused), "approvals listed while the skill is disabled")
 	_, err = skills.Enable(t.Context(), pool, "drop", "admin", "again")
 	require.NoError(t, err)
 	unused, err = approvals.Approved(t.Context(), pool, 10)
-	assert.Truef(t, err == nil && len(unused) == 1, "offered: %+v, %v", unused, err)
+	require.NoError(t, err)
+	assert.Equal(t, 1, len(unused), "approvals listed as approved")
 }
 
 func TestHashIgnoresFormOfArguments(t *testing.T) {
@@ -244,6 +267,7 @@ func TestHashIgnoresFormOfArguments(t *testing.T) {
 		assert.Equal(t, hash(plain), hash(form), form)
 	}
 	assert.True(t, hash(`1e99999999`) != hash(`1e99999998`), "two large numbers have one hash")
+	// As in jsonb, a trailing zero counts.
 	for _, other := range []string{`{"a":2}`, `{"a":"1"}`, `{"a":1.0}`, `{"a":9007199254740993}`, `{}`} {
 		assert.Truef(t, hash(other) != hash(`{"a":1}`) && hash(other) != hash(`{"a":9007199254740992}`),
 			"%s has another's hash", other)
@@ -261,12 +285,16 @@ func TestRequestNotifiesEnabledChannels(t *testing.T) {
 	defer listener.Close(context.WithoutCancel(t.Context()))
 	_, err = listener.Exec(t.Context(), `listen agent_channels`)
 	require.NoError(t, err)
-	for _, want := range []string{"the end", "approval requested"} {
-		ask(t, pool, s, `{"table":"`+want+`"}`)
-		pgtest.Exec(t, pool, `select pg_notify('agent_channels', 'the end')`)
+	// firstNotification requests an approval, sends a marker, and returns the first payload that arrives.
+	firstNotification := func(args string) string {
+		t.Helper()
+		requestApproval(t, pool, s, args)
+		pgtest.Exec(t, pool, `select pg_notify('agent_channels', 'marker')`)
 		got, err := listener.WaitForNotification(t.Context())
 		require.NoError(t, err)
-		assert.Equal(t, want, got.Payload, "the first notification")
-		pgtest.Exec(t, pool, `insert into agent_channels (name, type) values ('team', 'telegram') on conflict do nothing`)
+		return got.Payload
 	}
+	assert.Equal(t, "marker", firstNotification(`{"table":"x"}`), "without a channel")
+	pgtest.Exec(t, pool, `insert into agent_channels (name, type) values ('team', 'telegram')`)
+	assert.Equal(t, "approval requested", firstNotification(`{"table":"y"}`), "with a channel")
 }

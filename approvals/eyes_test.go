@@ -40,7 +40,7 @@ func TestFourEyes(t *testing.T) {
 	require.NoError(t, err)
 	askBy := func(args, by string) string {
 		t.Helper()
-		id := ask(t, pool, s, args)
+		id := requestApproval(t, pool, s, args)
 		pgtest.Exec(t, pool, `update agent_approvals set requested_by = array[$2] where id = $1::text::uuid`, id, by)
 		return id
 	}
@@ -102,25 +102,26 @@ func TestOnlyRootDecidesWithoutRequester(t *testing.T) {
 		_, err := approvals.Decide(t.Context(), pool, id, true, by, "")
 		return err
 	}
-	unknown := ask(t, pool, s, `{"n": 1}`)
+	unknown := requestApproval(t, pool, s, `{"n": 1}`)
 	assert.ErrorIs(t, decide(unknown, "ana"), approvals.ErrFourEyes)
 	require.NoError(t, decide(unknown, "root"))
-	require.NoError(t, decide(askAs(t, pool, s, `{"n": 2}`, "", trace.Chat), "ana"))
-	known := askAs(t, pool, s, `{"n": 3}`, "ana", trace.Flow)
+	require.NoError(t, decide(requestApprovalAs(t, pool, s, `{"n": 2}`, "", trace.Chat), "ana"))
+	known := requestApprovalAs(t, pool, s, `{"n": 3}`, "ana", trace.Flow)
 	assert.ErrorIs(t, decide(known, "ana"), approvals.ErrFourEyes)
 	require.NoError(t, decide(known, "bob"))
-	pgtest.Exec(t, pool, `select from decide_agent_approval($1::text::uuid, true, 'dba', '')`, ask(t, pool, s, `{"n": 4}`))
+	pgtest.Exec(t, pool, `select from decide_agent_approval($1::text::uuid, true, 'dba', '')`,
+		requestApproval(t, pool, s, `{"n": 4}`))
 	pgtest.Equal(t, pool, "approved", `select distinct status from agent_approvals`)
 }
 
 func TestDecisionClosesListOfRequesters(t *testing.T) {
 	t.Parallel()
 	pool, s := setUpFourEyes(t)
-	id := askAs(t, pool, s, `{}`, "ana", trace.Flow)
-	assert.Equal(t, id, askAs(t, pool, s, `{}`, "eve", trace.Flow))
+	id := requestApprovalAs(t, pool, s, `{}`, "ana", trace.Flow)
+	assert.Equal(t, id, requestApprovalAs(t, pool, s, `{}`, "eve", trace.Flow))
 	_, err := approvals.Decide(t.Context(), pool, id, true, "bob", "")
 	require.NoError(t, err)
-	assert.Equal(t, id, askAs(t, pool, s, `{}`, "bob", trace.Flow))
+	assert.Equal(t, id, requestApprovalAs(t, pool, s, `{}`, "bob", trace.Flow))
 	pgtest.Equal(t, pool, "ana eve", `select array_to_string(requested_by, ' ') from agent_approvals`)
 }
 
@@ -161,7 +162,7 @@ func TestEventSenderIsRequester(t *testing.T) {
 func TestMissingPrivilegeIsNotFourEyes(t *testing.T) {
 	t.Parallel()
 	pool, s := setUpFourEyes(t)
-	id := ask(t, pool, s, `{}`)
+	id := requestApproval(t, pool, s, `{}`)
 	config := pool.Config()
 	config.AfterConnect = func(ctx context.Context, c *pgx.Conn) error {
 		_, err := c.Exec(ctx, `set role pg_monitor`)
@@ -179,7 +180,7 @@ func TestMissingPrivilegeIsNotFourEyes(t *testing.T) {
 func TestSQLDecisionIsAudited(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
-	id := ask(t, pool, s, `{"n": 1}`)
+	id := requestApproval(t, pool, s, `{"n": 1}`)
 	pgtest.Exec(t, pool, `select from decide_agent_approval($1::text::uuid, true, 'dba', 'by hand')`, id)
 	assert.Equal(t, "dba sql decision: approve, approval "+id+", skill drop by hand", pgtest.Value[string](t, pool,
 		`select concat_ws(' ', actor, via, object, reason) from agent_audit where act = 'decide_approval'`))

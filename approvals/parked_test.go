@@ -150,12 +150,12 @@ func TestParkedApprovalBelongsToItsExecution(t *testing.T) {
 	_, err := approvals.Decide(t.Context(), p.pool, one, true, "admin", "")
 	require.NoError(t, err)
 	enginetest.Await(p.t, p.pool, first, executions.Completed)
-	err = use(t, p.pool, one, func() { t.Error("acted") })
+	err = callApproved(t, p.pool, one, func() { t.Error("acted") })
 	assert.Truef(t, approvals.IsUsed(err), "use of a used approval: %v", err)
 	unused, err := approvals.Approved(t.Context(), p.pool, 5)
 	assert.Truef(t, err == nil && len(unused) == 0, "a heartbeat would make %+v, %v", unused, err)
 	pgtest.Exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, other) // approved silently
-	err = use(t, p.pool, other, func() { t.Error("called with the approval of another execution") })
+	err = callApproved(t, p.pool, other, func() { t.Error("called with the approval of another execution") })
 	assert.Truef(t, approvals.IsUsed(err), "use of another execution's approval: %v", err)
 	x, err := executions.Get(t.Context(), p.pool, second)
 	assert.Truef(t, err == nil && x.Status == executions.Waiting, "the second is %s, %v", x.Status, err)
@@ -219,7 +219,7 @@ func TestChangedSkillResumesWaitingExecution(t *testing.T) {
 func TestChangedSkillClosesRecordedApprovals(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
-	pending, granted := ask(t, pool, s, `{"table":"x"}`), ask(t, pool, s, `{"table":"y"}`)
+	pending, granted := requestApproval(t, pool, s, `{"table":"x"}`), requestApproval(t, pool, s, `{"table":"y"}`)
 	require.NoError(t, approve(t, pool, granted))
 	pgtest.Exec(t, pool, `update agent_skills set description = description || '.', revision = revision
 		where name = 'drop'`)
