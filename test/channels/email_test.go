@@ -25,55 +25,68 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// mailServers is nodemailer and smtp-server: a client and a server of e-mail in Node.
-type mailServers struct {
+// mailProcess is one process of Node with an SMTP server, which receives answers, and a client, which sends mail.
+type mailProcess struct {
 	*testing.T
 	env   *testEnv
 	input io.Writer
-	agent string // the address of the agent's listener
+	// agentAddr is the address of the agent's listener.
+	agentAddr string
 
-	mu    sync.Mutex
-	lines []mailLine
+	mu      sync.Mutex
+	lines   []mailLine // received mails
+	refused string     // the last refusal of a mail by the agent
 }
 
-// mailLine is a line from the server.
+// mailLine is a line of the process: its port at first, then received mails and refusals.
 type mailLine struct {
-	Received, To, From, Raw string
-	Port                    int
+	Received, To, From, Raw, Refused string
+	Port                             int
 }
 
 //go:embed testdata/mail.mjs
 var mailScript string
 
-// newMailServers starts both programs, and a database with a channel between them.
-func newMailServers(t *testing.T, model *modeltest.Server, faults, more string, settings ...string) *mailServers {
+// startMailProcess starts the process, and creates a database with a channel to it. With faults, the server rejects the
+// first try of every third mail with status 451, and receives every tenth mail without a response.
+func startMailProcess(
+	t *testing.T, model *modeltest.Server, faults bool, extraYAML string, settings ...string,
+) *mailProcess {
 	t.Helper()
-	run := npmtest.Command(t, mailScript, "smtp-server@3.21.6", "nodemailer@10.6.0")
-	run.SysProcAttr = proctest.DieWithUs()
-	run.Env = append(run.Env, "FAULTS="+faults)
-	in, err := run.StdinPipe()
+	cmd := npmtest.Command(t, mailScript, "smtp-server@3.21.6", "nodemailer@10.6.0")
+	cmd.SysProcAttr = proctest.DieWithUs()
+	if faults {
+		cmd.Env = append(cmd.Env, "FAULTS=yes")
+	}
+	in, err := cmd.StdinPipe()
 	require.NoError(t, err)
-	out, err := run.StdoutPipe()
+	out, err := cmd.StdoutPipe()
 	require.NoError(t, err)
-	require.NoError(t, run.Start())
-	t.Cleanup(func() { _ = run.Process.Kill(); _ = run.Wait() })
-	p := &mailServers{T: t, input: in}
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	p := &mailProcess{T: t, input: in}
 	ready := make(chan int, 1)
 	go func() {
+		defer close(ready)
 		lines := bufio.NewScanner(out)
 		for lines.Buffer(nil, 1<<20); lines.Scan(); {
 			var l mailLine
 			_ = json.Unmarshal(lines.Bytes(), &l)
-			if l.Port > 0 {
+			p.mu.Lock()
+			switch {
+			case l.Port > 0:
 				ready <- l.Port
-			} else if l.Received != "" {
-				p.mu.Lock()
+			case l.Received != "":
 				p.lines = append(p.lines, l)
-				p.mu.Unlock()
+			case l.Refused != "":
+				p.refused = l.Refused
 			}
+			p.mu.Unlock()
 		}
 	}()
-	p.agent = testkit.FreeAddress(t)
+	port, listens := <-ready
+	require.True(t, listens, "the mail process ended before it listened")
+	p.agentAddr = testkit.FreeAddress(t)
 	p.env = newTestEnv(t, model, fmt.Sprintf(`
 kind: channel
 name: mail
@@ -86,28 +99,31 @@ settings:
   smtp_tls: none
   listen: %s
   authserv_id: mx.shop.example
-%s`, <-ready, p.agent, more), append(settings, "MAIL_KEY=0123456789abcdef0123456789abcdef")...)
+%s`, port, p.agentAddr, extraYAML), append(settings, "MAIL_KEY=0123456789abcdef0123456789abcdef")...)
 	return p
 }
 
-// send sends a mail of a person, until the agent accepts it. The pinned server authenticates the person.
-func (p *mailServers) send(from, id, to, text string, headers map[string]string) {
+// send queues a mail of a person. The process sends it again until the agent accepts or refuses it. The header claims a
+// DMARC pass by the configured authserv_id.
+func (p *mailProcess) send(from, id, to, text string, headers map[string]string) {
 	p.Helper()
-	all := map[string]string{"Authentication-Results": "mx.shop.example; dmarc=pass header.from=home.example"}
-	maps.Copy(all, headers)
-	line, err := json.Marshal(map[string]any{"through": p.agent, "message": map[string]any{
+	merged := map[string]string{"Authentication-Results": "mx.shop.example; dmarc=pass header.from=home.example"}
+	maps.Copy(merged, headers)
+	line, err := json.Marshal(map[string]any{"through": p.agentAddr, "message": map[string]any{
 		"from": from + "@home.example", "to": to, "subject": "Order 12", "messageId": "<" + id + "@home.example>",
-		"text": text, "headers": all,
+		"text": text, "headers": merged,
 	}})
 	require.NoError(p, err)
 	_, err = fmt.Fprintf(p.input, "%s\n", line)
 	require.NoError(p, err)
 }
 
-// answers returns the answers to a mail.
-func (p *mailServers) answers(id string) (all []*netmail.Message) {
+// answers returns the answers to a mail. With id "", it returns the mails that answer nothing: approval requests. A
+// refusal of a mail ends the test.
+func (p *mailProcess) answers(id string) (all []*netmail.Message) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	require.Equal(p, "", p.refused, "a mail was refused")
 	for _, l := range p.lines {
 		m, err := netmail.ReadMessage(strings.NewReader(l.Raw))
 		require.NoError(p, err)
@@ -118,7 +134,7 @@ func (p *mailServers) answers(id string) (all []*netmail.Message) {
 	return all
 }
 
-func (p *mailServers) waitAnswer(id string) *netmail.Message {
+func (p *mailProcess) waitAnswer(id string) *netmail.Message {
 	p.Helper()
 	p.env.waitUntil("the answer to "+id, func() bool { return len(p.answers(id)) > 0 })
 	return p.answers(id)[0]
@@ -130,7 +146,7 @@ const shopAddress = "support@shop.example"
 // never.
 func TestMailThreadIsConversation(t *testing.T) {
 	t.Parallel()
-	p := newMailServers(t, echoModel(t), "", "")
+	p := startMailProcess(t, echoModel(t), false, "")
 	p.env.serve()
 	p.send("bob", "1", shopAddress, "Where is it?", nil)
 	first := p.waitAnswer("1")
@@ -152,29 +168,30 @@ func TestMailThreadIsConversation(t *testing.T) {
 	})
 	assert.Equal(t, 1, len(p.answers("1")))
 	assert.Equal(t, 0, len(p.answers("away")))
-	assert.Equal(t, 2, value[int](p.env, `select count(distinct thread_id) from agent_channel_messages where status = 'done'`))
+	assert.Equal(t, 2, value[int](p.env, `
+		select count(distinct thread_id) from agent_channel_messages where status = 'done'`))
 	assert.Equal(t, 1, value[int](p.env, `
 		select count(distinct thread_id) from agent_channel_messages where sender = 'bob@home.example' and status = 'done'`))
 }
 
-// Over a kill, temporary rejections and lost answers, each mail is answered once. A mail with an uncertain send, sent
-// once or not at all, is counted and listed.
+// Over a kill, temporary rejections and lost answers, each mail is answered once. A mail whose delivery is
+// uncertain has status maybe_sent, and is delivered at most once.
 func TestMailIsAnsweredOnceDespiteFaults(t *testing.T) {
 	t.Parallel()
-	mails, people := bySize(24, 300), bySize(4, 20)
-	p := newMailServers(t, echoModel(t), "yes", "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
-	serves, kills := p.env.serve(), 0
+	mails, people, killEvery := bySize(24, 300), bySize(4, 20), bySize(12, 75)
+	p := startMailProcess(t, echoModel(t), true, "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
+	server, kills := p.env.serve(), 0
 	for i := range mails {
 		for range 1 + i%2 { // every second mail is sent twice
 			p.send(fmt.Sprint("person", i%people), fmt.Sprint("m", i), shopAddress, fmt.Sprint(i), nil)
 		}
-		if i%bySize(12, 75) == bySize(12, 75)-1 && i < mails-1 {
+		if i%killEvery == killEvery-1 && i < mails-1 {
 			p.env.waitAnswered(i / 4)
-			serves = p.env.kill(serves)
+			server = p.env.kill(server)
 			kills++
 		}
 	}
-	maybe := p.env.waitSettled(mails)
+	uncertain := p.env.waitSettled(mails)
 	for i := range mails {
 		status := value[string](p.env, `
 			select s.status from agent_channel_sends s join agent_messages m on m.id = s.message_id
@@ -186,8 +203,8 @@ func TestMailIsAnsweredOnceDespiteFaults(t *testing.T) {
 		got := len(p.answers(fmt.Sprint("m", i)))
 		assert.Truef(t, got <= 1 && (got != 0 || status == "maybe_sent"), "mail %d has %d answers and is %s", i, got, status)
 	}
-	assert.True(t, maybe != 0, "no mail was maybe sent")
-	t.Logf("%d mails, %d kills: %d maybe sent", mails, kills, maybe)
+	assert.True(t, uncertain != 0, "no mail was maybe sent")
+	t.Logf("%d mails, %d kills: %d maybe sent", mails, kills, uncertain)
 }
 
 // A mail with a link announces a request for approval. A reply to it decides nothing.
@@ -207,7 +224,7 @@ func TestMailCannotApprove(t *testing.T) {
 		}
 		return modeltest.Text("I cannot approve that.")
 	})
-	p := newMailServers(t, model, "", fmt.Sprintf(`report_to: boss@home.example
+	p := startMailProcess(t, model, false, fmt.Sprintf(`report_to: boss@home.example
 ---
 kind: skill
 name: refund
@@ -220,10 +237,10 @@ handler: http:POST %s/refunds
 	p.env.serve()
 	p.send("bob", "1", shopAddress, "My money back, please", nil)
 	p.env.waitUntil("the request", func() bool { return len(p.answers("")) == 1 })
-	asked := p.answers("")[0]
-	replyTo, err := asked.Header.AddressList("Reply-To")
+	request := p.answers("")[0]
+	replyTo, err := request.Header.AddressList("Reply-To")
 	require.NoError(t, err)
-	text, err := io.ReadAll(asked.Body)
+	text, err := io.ReadAll(request.Body)
 	require.NoError(t, err)
 	id := value[string](p.env, `select id::text from agent_approvals`)
 	assert.Contains(t, strings.ReplaceAll(string(text), "=\r\n", ""), "https://agent.shop.example/approvals/"+id)

@@ -90,10 +90,10 @@ func lease() string {
 	return "2s"
 }
 
-// waitAnswered waits until that many answers were sent, or may have been sent.
+// waitAnswered waits until more than n answers were sent, or may have been sent.
 func (w *testEnv) waitAnswered(n int) {
 	w.t.Helper()
-	w.waitUntil(fmt.Sprint(n, " answers"), func() bool {
+	w.waitUntil(fmt.Sprintf("more than %d answers", n), func() bool {
 		return value[int](w, `select count(*) from agent_channel_sends where status in ('sent', 'maybe_sent')`) > n
 	})
 }
