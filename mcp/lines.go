@@ -29,7 +29,7 @@ func (l *lineReader) Read(p []byte) (int, error) {
 			return 0, err
 		}
 		if problem := l.validate(line); problem == nil {
-			l.rest = line
+			l.rest = append(bytes.TrimSpace(line), '\n') // the SDK ends the session at a blank after a message
 		} else if err := l.reject(line, problem); err != nil {
 			return 0, err
 		}

@@ -50,7 +50,8 @@ func TestServeRejectsInvalidLines(t *testing.T) {
 		id   string
 		code int
 	}{
-		"hello":       {"null", -32700},
+		"hello": {"null", -32700},
+		`{"jsonrpc":"2.0","id":"blank","method":"ping"} `: {`"blank"`, 0},
 		`{"jsonrpc":`: {"null", -32700},
 		"\x00\xff":    {"null", -32700},
 		`{}{}`:        {"null", -32700},
