@@ -129,10 +129,10 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
-	message := fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, conn.redact(cleanText(err.Error(), 500)))
+	message := fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, conn.shownText(err.Error(), 500))
 	if refused, ok := protocolError(err); ok {
 		return &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf("%s/%s: %s", t.Server, t.Tool,
-			conn.redact(cleanText(refused, 500)))}
+			conn.shownText(refused, 500))}
 	}
 	conn.stale.Store(true)
 	if conn.responseTooLong.Load() { // the SDK drops the error of the body

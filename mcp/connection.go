@@ -75,11 +75,17 @@ func (c *Client) connect(ctx context.Context, r Remote, cleanup func(func())) (*
 
 // redactError redacts secrets in an error.
 func (conn *connection) redactError(err error) error {
-	text := conn.redact(cleanText(err.Error(), 900))
+	text := conn.shownText(err.Error(), 900)
 	if refused, ok := errors.AsType[*skills.CallError](err); ok {
 		return &skills.CallError{Class: refused.Class, Message: text}
 	}
 	return errors.New(text)
+}
+
+// shownText returns a foreign text without secrets, of at most limit characters. It redacts before it cuts, so no part
+// of a secret stays.
+func (conn *connection) shownText(text string, limit int) string {
+	return cleanText(conn.redact(cleanText(text, len(text))), limit)
 }
 
 // open begins the session and lists the tools.

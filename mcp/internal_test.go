@@ -1,6 +1,9 @@
 package mcp
 
 import (
+	"bytes"
+	"errors"
+	"log/slog"
 	"regexp"
 	"strings"
 	"testing"
@@ -101,4 +104,19 @@ func TestValidate(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A server's text has no part of a secret, even if the limit cuts the secret, or if another secret begins it.
+func TestNoPartOfASecretStays(t *testing.T) {
+	t.Parallel()
+	redactText := newRedactor([]string{"hunter", "hunter2-long"})
+	assert.Equal(t, "it is [secret]!", redactText("it is hunter2-long!"))
+	conn := &connection{redact: redactText}
+	text := conn.redactError(errors.New(strings.Repeat("x", 890) + " hunter2-long"))
+	assert.Truef(t, !strings.Contains(text.Error(), "hunte"), "got %s", text.Error())
+	var out bytes.Buffer
+	log := &lineLogger{log: slog.New(slog.NewTextHandler(&out, nil)), redactText: redactText}
+	_, err := log.Write([]byte(strings.Repeat("x", maxStderrLine-4) + "hunter2-long\n"))
+	require.NoError(t, err)
+	assert.Truef(t, !strings.Contains(out.String(), "hunt"), "got %s", out.String())
 }

@@ -110,7 +110,8 @@ func (l *lineLogger) Write(text []byte) (int, error) {
 	for len(text) > 0 {
 		line, after, ended := bytes.Cut(text, []byte{'\n'})
 		text = after
-		if room := maxStderrLine - len(l.partial); len(line) > room {
+		// A secret that the limit would cut is kept whole until it is redacted.
+		if room := maxStderrLine + maxSecretFile - len(l.partial); len(line) > room {
 			line = line[:room]
 		}
 		l.partial = append(l.partial, line...)

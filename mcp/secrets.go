@@ -114,10 +114,11 @@ func readSecret(file string) (string, error) {
 	}
 }
 
-// newRedactor returns a function that redacts secrets in a server's texts.
+// newRedactor returns a function that redacts secrets in a server's texts. A secret may begin with another one, so the
+// longest counts.
 func newRedactor(secrets []string) func(string) string {
 	pairs := make([]string, 0, 2*len(secrets))
-	for _, secret := range secrets {
+	for _, secret := range slices.Backward(slices.Sorted(slices.Values(secrets))) {
 		if len(secret) >= minRedactedSecret {
 			pairs = append(pairs, secret, "[secret]")
 		}
