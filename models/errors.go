@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/url"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -70,7 +71,7 @@ func (e *Error) operatorAdvice() string {
 // scrubbed redacts the secrets of the configuration and texts that look like a key.
 func (e *Error) scrubbed(secrets []string) *Error {
 	clean := *e
-	clean.Message = scrub(e.Message, secrets)
+	clean.Message = bounded(scrub(e.Message, secrets)) // in this order, so no part of a secret stays
 	clean.Code = scrub(e.Code, secrets)
 	clean.param = scrub(e.param, secrets)
 	if clean.cause != nil && scrub(clean.cause.Error(), secrets) != clean.cause.Error() {
@@ -79,7 +80,7 @@ func (e *Error) scrubbed(secrets []string) *Error {
 	return &clean
 }
 
-// secrets are the key and the values of headers and query.
+// secrets are the key and the values of headers and query, the longest first: a value may be part of another.
 func (c Config) secrets() []string {
 	all := []string{c.APIKey}
 	for _, value := range c.Headers {
@@ -90,6 +91,7 @@ func (c Config) secrets() []string {
 			all = append(all, value, url.QueryEscape(value))
 		}
 	}
+	slices.SortFunc(all, func(a, b string) int { return cmp.Compare(len(b), len(a)) })
 	return all
 }
 
@@ -210,7 +212,11 @@ func plainText(body []byte) string {
 }
 
 func oneLine(text string) string {
-	text = strings.Join(strings.Fields(strings.ToValidUTF8(text, "�")), " ")
+	return strings.Join(strings.Fields(strings.ToValidUTF8(text, "�")), " ")
+}
+
+// bounded cuts a message at maxMessageRunes.
+func bounded(text string) string {
 	if r := []rune(text); len(r) > maxMessageRunes {
 		return string(r[:maxMessageRunes]) + "…"
 	}

@@ -183,3 +183,15 @@ func TestRetryDecision(t *testing.T) {
 		})
 	}
 }
+
+// A message has no part of a secret, even if the limit cuts the secret, or if another secret is part of it.
+func TestNoPartOfASecretStays(t *testing.T) {
+	t.Parallel()
+	c := Config{APIKey: "hunter", Headers: map[string]string{"X-Key": "hunter2-long"}}
+	for _, text := range []string{"it is hunter2-long!", strings.Repeat("x", maxMessageRunes-10) + " hunter2-long"} {
+		message := apiError(http.StatusBadRequest, nil, []byte(text)).scrubbed(c.secrets()).Message
+		assert.Truef(t, !strings.Contains(message, "unter"), "got %s", message)
+		assert.Truef(t, !strings.Contains(message, "2-lo"), "got %s", message)
+		assert.Truef(t, len(message) <= maxMessageRunes+len("…"), "%d bytes", len(message))
+	}
+}
