@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -38,19 +39,26 @@ func (t *transport) Edit(ctx context.Context, externalID string, m channels.Mess
 }
 
 // callText is call with two fallbacks: to the supergroup that a group has become, and as plain text if Telegram cannot
-// parse the markup. A message with buttons does not move: its buttons are valid only in the declared conversation.
+// parse the markup, or if the markup leaves no text or makes it too long. A message with buttons does not move: its
+// buttons are valid only in the declared conversation.
 func (t *transport) callText(ctx context.Context, method string, p map[string]any, m channels.Message, into any) error {
 	err := t.call(ctx, method, p, into)
 	if refused, ok := errors.AsType[*apiError](err); ok && refused.MovedTo != 0 && len(m.Buttons) == 0 {
 		p["chat_id"] = refused.MovedTo
 		err = t.call(ctx, method, p, into)
 	}
-	if refused, ok := errors.AsType[*apiError](err); ok && strings.Contains(refused.Description, "can't parse entities") {
+	if refused, ok := errors.AsType[*apiError](err); ok && plainFits(refused) {
 		delete(p, "parse_mode")
 		p["text"] = m.Markdown
 		err = t.call(ctx, method, p, into)
 	}
 	return err
+}
+
+// plainFits reports an error that the text without markup avoids.
+func plainFits(refused *apiError) bool {
+	return slices.ContainsFunc([]string{"can't parse entities", "text is empty", "is too long"},
+		func(reason string) bool { return strings.Contains(refused.Description, reason) })
 }
 
 // address returns the parameters that name a conversation.

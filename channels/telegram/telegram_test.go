@@ -86,3 +86,17 @@ func TestAGroupThatBecameASupergroupIsFollowed(t *testing.T) {
 	})
 	assert.Contains(t, fmt.Sprint(err), "its id is -1005 now")
 }
+
+func TestTextGoesWithoutItsMarkupIfThatLeavesNoneOrTooMuch(t *testing.T) {
+	t.Parallel()
+	for _, reason := range []string{"message text is empty", "message is too long"} {
+		transport := open(t, func(_ string, p map[string]any) string {
+			if p["parse_mode"] != nil {
+				return `{"ok": false, "error_code": 400, "description": "Bad Request: ` + reason + `"}`
+			}
+			return `{"ok": true, "result": {"message_id": 7}}`
+		})
+		_, err := transport.Send(t.Context(), channels.Message{Conversation: "5", Markdown: "[1]: https://example.com"})
+		assert.NoError(t, err, reason)
+	}
+}
