@@ -67,7 +67,7 @@ func (w *worker) requestApprovals(ctx context.Context) error {
 // requestApproval shows one request. It stores the buttons first: if the provider's answer is lost, the message may
 // still have been sent, and its buttons work.
 func (w *worker) requestApproval(ctx context.Context, a approvals.Approval) error {
-	text, whole := approvalText(a)
+	text, whole := approvalText(a, w.transport.Limits())
 	if !w.transport.Limits().Buttons { // the stored buttons still mark the request as shown; no message has their nonces
 		whole, text = false, text+"\n\n"+w.decideElsewhere(a.ID)
 	}
@@ -118,10 +118,10 @@ func (w *worker) decideElsewhere(id string) string {
 	return "Decide in the Engine Room, " + where + ". An answer to this message decides nothing."
 }
 
-// approvalText describes a request. whole is false if the arguments do not fit.
-func approvalText(a approvals.Approval) (text string, whole bool) {
+// approvalText describes a request in one part. whole is false if the arguments do not fit.
+func approvalText(a approvals.Approval, limits Limits) (text string, whole bool) {
 	var arguments bytes.Buffer
-	shown := redact.JSON(a.Arguments, maxArguments)
+	shown := redact.JSON(a.Arguments, 16*maxArguments) // a marker is longer than a short secret
 	if json.Indent(&arguments, shown, "", "  ") != nil {
 		arguments.Reset()
 		arguments.Write(shown)
@@ -131,13 +131,11 @@ func approvalText(a approvals.Approval) (text string, whole bool) {
 	if by := a.AskedBy(); by != "" {
 		text += "Asked by " + Code(cut(by, 300)) + "\n"
 	}
-	if whole {
-		text += "\n" + Fence(arguments.String(), "json")
-	} else {
-		text += "\nThe arguments are too long to show here. Decide in the Engine Room, or with " +
-			Code("agent approvals show "+a.ID) + "."
+	if full := text + "\n" + Fence(arguments.String(), "json"); whole && len(Split(full, limits)) == 1 {
+		return full, true
 	}
-	return text, whole
+	return text + "\nThe arguments are too long to show here. Decide in the Engine Room, or with " +
+		Code("agent approvals show "+a.ID) + ".", false
 }
 
 // click decides an approval, or returns the reason for a refusal.
@@ -237,13 +235,13 @@ func (w *worker) decide(ctx context.Context, e entry) (answer, shown string, err
 	}
 	if decided, ok := errors.AsType[*approvals.DecidedError](err); ok {
 		answer = strings.ToUpper(decided.Error()[:1]) + decided.Error()[1:] + "."
-		text, _ := approvalText(a)
+		text, _ := approvalText(a, w.transport.Limits())
 		return answer, text + "\n\n" + Code(answer), nil
 	}
 	if err != nil {
 		return "", "", err
 	}
-	text, _ := approvalText(a)
+	text, _ := approvalText(a, w.transport.Limits())
 	text += fmt.Sprintf("\n\n**%s** by %s at %s", strings.ToUpper(verb[:1])+verb[1:], Code(name),
 		time.Now().UTC().Format("2006-01-02 15:04 UTC"))
 	return "You have " + verb + " this.", text, nil

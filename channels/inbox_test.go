@@ -4,6 +4,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
@@ -26,4 +27,25 @@ func TestStoredTextStatesOmissions(t *testing.T) {
 			assert.Equal(t, test.want, test.message.boundedText())
 		})
 	}
+}
+
+// A provider refuses a text over its limit, and nobody would see the request.
+func TestRequestForApprovalFitsIntoOneMessage(t *testing.T) {
+	t.Parallel()
+	limits := Limits{Text: 4000, Length: UTF16}
+	for _, test := range []struct {
+		arguments string
+		whole     bool
+	}{
+		{`{"a": 1}`, true},
+		{"[1" + strings.Repeat(",1", 900) + "]", false},
+		{`{"password":"` + strings.Repeat("x", maxArguments) + `"}`, false},
+	} {
+		text, whole := approvalText(approvals.Approval{Arguments: []byte(test.arguments)}, limits)
+		assert.Equal(t, test.whole, whole, test.arguments)
+		assert.Equal(t, 1, len(Split(text, limits)))
+	}
+	passwords := "[" + strings.Repeat(`{"password":"x"},`, 120) + "1]"
+	text, whole := approvalText(approvals.Approval{Arguments: []byte(passwords)}, Limits{})
+	assert.Truef(t, whole && !strings.Contains(text, "_truncated"), "%t: %s", whole, text)
 }
