@@ -143,3 +143,8 @@ func FuzzArguments(f *testing.F) {
 			"%s accepts %s, stored as %s, %v", raw, args, stored, err)
 	})
 }
+
+func TestSecretThatBeginsWithAnotherIsRedacted(t *testing.T) {
+	t.Parallel()
+	assert.Equal(t, "[secret] [secret]", redactSecrets([]string{"abcd", "abcdefgh"})("abcdefgh abcd"))
+}

@@ -180,10 +180,11 @@ func decodeResponse(contentType string, body []byte, redactText func(string) str
 // version, is part of many words.
 const minRedactedSecret = 4
 
-// redactSecrets returns a function that redacts the secrets in a text.
+// redactSecrets returns a function that redacts the secrets in a text. A secret may begin with another one, so the
+// longest counts.
 func redactSecrets(secrets []string) func(string) string {
 	pairs := make([]string, 0, 2*len(secrets))
-	for _, secret := range secrets {
+	for _, secret := range slices.Backward(slices.Sorted(slices.Values(secrets))) {
 		if len(secret) >= minRedactedSecret {
 			pairs = append(pairs, secret, "[secret]")
 		}
