@@ -144,6 +144,12 @@ func FuzzArguments(f *testing.F) {
 	})
 }
 
+func TestNULInNameIsRejected(t *testing.T) {
+	t.Parallel()
+	_, found := decodeArgs(json.RawMessage(`{"a": {"b\u0000": 1}}`))
+	assert.NoDiff(t, []Violation{{Path: "/a", Message: "has a NUL character in a name"}}, found)
+}
+
 func TestSecretThatBeginsWithAnotherIsRedacted(t *testing.T) {
 	t.Parallel()
 	assert.Equal(t, "[secret] [secret]", redactSecrets([]string{"abcd", "abcdefgh"})("abcdefgh abcd"))

@@ -194,7 +194,10 @@ func unstorable(path string, value any, found []Violation) []Violation {
 		}
 	case map[string]any:
 		for key, item := range v {
-			found = unstorable(path+"/"+key, item, found)
+			if strings.ContainsRune(key, 0) {
+				found = append(found, Violation{Path: path, Message: "has a NUL character in a name"})
+			}
+			found = unstorable(path+"/"+replaceNUL(key), item, found)
 		}
 	}
 	return found
