@@ -4,6 +4,8 @@ package exactjson
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
+	"regexp"
 
 	"go.yaml.in/yaml/v3"
 )
@@ -33,12 +35,18 @@ func YAML(value any) ([]byte, error) {
 		return nil, err
 	}
 	var node yaml.Node
+	text = forbiddenInYAML.ReplaceAllFunc(text, func(character []byte) []byte {
+		return fmt.Appendf(nil, `\u%04x`, []rune(string(character))[0])
+	})
 	if err := yaml.Unmarshal(text, &node); err != nil {
 		return nil, err
 	}
 	blocks(&node)
 	return yaml.Marshal(&node)
 }
+
+// forbiddenInYAML are the characters that JSON accepts and YAML accepts only as escapes.
+var forbiddenInYAML = regexp.MustCompile(`[\x{7f}-\x{9f}\x{fffe}\x{ffff}]`)
 
 // blocks replaces the flow style of JSON with YAML's block style.
 func blocks(n *yaml.Node) {
