@@ -12,38 +12,19 @@ import (
 	"github.com/expr-lang/expr/ast"
 	"github.com/expr-lang/expr/file"
 	"github.com/expr-lang/expr/vm"
-	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Bounds of a condition. Loops over a payload (all, any, map, …) are rejected, so that a condition's cost grows only
-// with its length.
+// Bounds of a condition, such as payload.amount > 100 && failures_24h < 5. Loops (all, any, map, …) and ranges are
+// rejected, so a node's cost is at most linear in the payload.
 const (
 	maxCondition = 1000    // bytes
 	maxNodes     = 200     // AST nodes
 	maxMemory    = 100_000 // VM memory budget
 )
 
-// Counters are variables available to conditions and signals. Names with the suffix 24h cover the last 24 hours.
-type Counters struct {
-	PendingApprovals   int     `expr:"pending_approvals" json:"pending_approvals"`
-	Failures24h        int     `expr:"failures_24h" json:"failures_24h"` // failed calls of skills
-	Calls24h           int     `expr:"calls_24h" json:"calls_24h"`
-	Tokens24h          int     `expr:"tokens_24h" json:"tokens_24h"`
-	CostUSD24h         float64 `expr:"cost_usd_24h" json:"cost_usd_24h"`
-	ExecutionsPending  int     `expr:"executions_pending" json:"executions_pending"`
-	ExecutionsRunning  int     `expr:"executions_running" json:"executions_running"`
-	ExecutionsWaiting  int     `expr:"executions_waiting" json:"executions_waiting"`
-	SkillsDisabled     int     `expr:"skills_disabled" json:"skills_disabled"`
-	ObjectivesActive   int     `expr:"objectives_active" json:"objectives_active"`
-	ObjectivesOverdue  int     `expr:"objectives_overdue" json:"objectives_overdue"` // due for over an hour
-	ObjectivesProposed int     `expr:"objectives_proposed" json:"objectives_proposed"`
-	AutomationsDead    int     `expr:"automations_dead" json:"automations_dead"` // dead runs
-	Memories           int     `expr:"memories" json:"memories"`
-}
-
-// ConditionEnv is the environment of an event condition. Its JSON is the payload of a run.
+// ConditionEnv has the variables of an event's condition. A run stores its JSON as payload, where Payload is data.
 type ConditionEnv struct {
 	Event    string `expr:"event" json:"event"`
 	Key      string `expr:"key" json:"key"`
@@ -51,37 +32,8 @@ type ConditionEnv struct {
 	Counters `json:"-"`
 }
 
-// Count reads the counters in one snapshot.
-func Count(ctx context.Context, db postgres.DB) (Counters, error) {
-	rows, err := db.Query(ctx, `
-		with a as (
-		  select count(*) filter (where kind = 'call' and status = 'error') as failures,
-		         count(*) filter (where kind = 'call') as calls,
-		         coalesce(sum(lanekeeper.agent_tokens(token_usage, 'total_tokens')) filter (where kind = 'model'), 0)::bigint
-		           as tokens,
-		         coalesce(sum(cost_usd) filter (where kind = 'model'), 0)::float8 as cost
-		    from agent_activity where id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '24 hours'))),
-		x as (
-		  select count(*) filter (where status = 'pending') as pending, count(*) filter (where status = 'running') as running,
-		         count(*) filter (where status = 'waiting') as waiting
-		    from agent_executions where status in ('pending', 'running', 'waiting')),
-		o as (
-		  select count(*) filter (where status = 'active') as active, count(*) filter (where status = 'proposed') as proposed,
-		         count(*) filter (where status = 'active' and due_at < clock_timestamp() - interval '1 hour') as overdue
-		    from agent_objectives where status in ('active', 'proposed'))
-		select (select count(*) from agent_approvals where status = 'pending' and expires_at > clock_timestamp())
-		         as pending_approvals,
-		       a.failures as failures_24h, a.calls as calls_24h, a.tokens as tokens_24h, a.cost as cost_usd_24h,
-		       x.pending as executions_pending, x.running as executions_running, x.waiting as executions_waiting,
-		       (select count(*) from agent_skills where not enabled) as skills_disabled,
-		       o.active as objectives_active, o.overdue as objectives_overdue, o.proposed as objectives_proposed,
-		       (select count(*) from agent_automation_runs where status = 'dead') as automations_dead,
-		       (select count(*) from agent_memory where expires_at is null or expires_at > clock_timestamp()) as memories
-		  from a, x, o`)
-	return postgres.CollectOne(rows, err, pgx.ErrNoRows, "count", pgx.RowToStructByName[Counters])
-}
-
-// compile compiles a boolean condition over env, which is ConditionEnv{} or Counters{}. The error names the position.
+// compile compiles a boolean condition over env, which is ConditionEnv{} or Counters{}. The error has the line and the
+// column.
 func compile(text string, env any) (*vm.Program, error) {
 	if len(text) > maxCondition {
 		return nil, fmt.Errorf("must have at most %d bytes", maxCondition)
@@ -117,7 +69,7 @@ func positionError(message string, line, column int) error {
 	return fmt.Errorf("%s (line %d, column %d)", message, line, column+1)
 }
 
-// loopFinder finds predicates and ranges, whose cost depends on the payload.
+// loopFinder finds predicates, whose cost grows with a list, and ranges, whose cost grows with their ends.
 type loopFinder struct {
 	found  bool
 	offset int // offset of the first match
@@ -137,7 +89,7 @@ func (f *loopFinder) Visit(node *ast.Node) {
 	f.offset = (*node).Location().From
 }
 
-// evaluate evaluates a condition over env.
+// evaluate compiles and runs a condition over env. It keeps no compiled programs.
 func evaluate(text string, env any) (bool, error) {
 	program, err := compile(text, env)
 	if err != nil {
@@ -155,8 +107,8 @@ func evaluate(text string, env any) (bool, error) {
 	return result, nil
 }
 
-// ConditionHolds reports whether the condition of a run's automation holds for the event and the counters. An empty
-// condition holds.
+// ConditionHolds reports whether a's condition is true for the event of the run and the current counters. An empty
+// condition is true.
 func ConditionHolds(ctx context.Context, db postgres.DB, a Automation, runID string) (bool, error) {
 	if a.Condition == "" {
 		return true, nil
@@ -169,7 +121,7 @@ func ConditionHolds(ctx context.Context, db postgres.DB, a Automation, runID str
 	if err := json.Unmarshal(raw, &env); err != nil {
 		return false, fmt.Errorf("decode payload of run %s: %w", runID, err)
 	}
-	if env.Counters, err = Count(ctx, db); err != nil {
+	if env.Counters, err = ReadCounters(ctx, db); err != nil {
 		return false, err
 	}
 	result, err := evaluate(a.Condition, env)

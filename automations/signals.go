@@ -24,7 +24,7 @@ func Watch(ctx context.Context, db postgres.DB) (fired int, err error) {
 	if err != nil || len(all) == 0 {
 		return 0, err
 	}
-	counters, err := Count(ctx, db)
+	counters, err := ReadCounters(ctx, db)
 	if err != nil {
 		return 0, fmt.Errorf("watch signals: %w", err)
 	}

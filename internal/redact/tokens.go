@@ -29,8 +29,8 @@ func telegramToken(s string, at int) (from, to int) {
 	return from, to
 }
 
-// query finds parameters of a URL that carry a secret under a short name.
-var query = rule{
+// urlParameters finds parameters of a URL that carry a secret under a short name. queryKeywords has the same names.
+var urlParameters = rule{
 	name: "query", keywords: queryKeywords(),
 	pattern: `(?i)(?:[?&]|0026|amp;)(?:key|sig|signature|code|x-(?:amz|goog)-signature)=([^&\s"'#]{8,})`,
 }
@@ -57,7 +57,7 @@ func scrubDiscord(s string) string {
 		}
 		i += next
 		last := i + 1 + middle
-		if last >= len(s) || s[last] != '.' || run(s[i+1:]) != middle || run(s[last+1:]) < signature {
+		if last >= len(s) || s[last] != '.' || tokenLength(s[i+1:]) != middle || tokenLength(s[last+1:]) < signature {
 			continue
 		}
 		from := i
@@ -67,14 +67,14 @@ func scrubDiscord(s string) string {
 		if i-from < least || i-from > most || strings.IndexByte("MNO", s[from]) < 0 {
 			continue
 		}
-		to := last + 1 + run(s[last+1:])
+		to := last + 1 + tokenLength(s[last+1:])
 		s = s[:from] + Marker + s[to:]
-		i = from + len(Marker) - 1
+		i = from + len(Marker) - 1 // the loop adds 1
 	}
 }
 
-// run returns the number of token characters at the front of s.
-func run(s string) int {
+// tokenLength returns the number of token characters at the front of s.
+func tokenLength(s string) int {
 	for i := range len(s) {
 		if !isToken(s[i]) {
 			return i
