@@ -11,6 +11,7 @@ import (
 
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -54,7 +55,7 @@ func (c *Client) connect(ctx context.Context, r Remote, cleanup func(func())) (*
 	if err != nil {
 		return nil, err
 	}
-	conn := &connection{remote: r, redact: newRedactor(secrets), openedAt: time.Now(), done: make(chan struct{})}
+	conn := &connection{remote: r, redact: redact.Secrets(secrets), openedAt: time.Now(), done: make(chan struct{})}
 	transport, err := c.transport(conn, values)
 	if err != nil {
 		return nil, conn.redactError(err)

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -109,7 +110,7 @@ func TestValidate(t *testing.T) {
 // A server's text has no part of a secret, even if the limit cuts the secret, or if another secret begins it.
 func TestNoPartOfASecretStays(t *testing.T) {
 	t.Parallel()
-	redactText := newRedactor([]string{"hunter", "hunter2-long"})
+	redactText := redact.Secrets([]string{"hunter", "hunter2-long"})
 	assert.Equal(t, "it is [secret]!", redactText("it is hunter2-long!"))
 	conn := &connection{redact: redactText}
 	text := conn.redactError(errors.New(strings.Repeat("x", 890) + " hunter2-long"))

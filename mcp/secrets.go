@@ -27,9 +27,8 @@ func hasSecretQuery(u *url.URL) bool {
 }
 
 const (
-	filePrefix        = "file:"
-	maxSecretFile     = 64 << 10
-	minRedactedSecret = 4 // a shorter secret is part of too many words to be redacted
+	filePrefix    = "file:"
+	maxSecretFile = 64 << 10
 )
 
 var referencePattern = regexp.MustCompile(`\$\{([a-zA-Z_][a-zA-Z0-9_]*)\}`)
@@ -112,16 +111,4 @@ func readSecret(file string) (string, error) {
 	default:
 		return text, nil
 	}
-}
-
-// newRedactor returns a function that redacts secrets in a server's texts. A secret may begin with another one, so the
-// longest counts.
-func newRedactor(secrets []string) func(string) string {
-	pairs := make([]string, 0, 2*len(secrets))
-	for _, secret := range slices.Backward(slices.Sorted(slices.Values(secrets))) {
-		if len(secret) >= minRedactedSecret {
-			pairs = append(pairs, secret, "[secret]")
-		}
-	}
-	return strings.NewReplacer(pairs...).Replace
 }

@@ -152,5 +152,5 @@ func TestNULInNameIsRejected(t *testing.T) {
 
 func TestSecretThatBeginsWithAnotherIsRedacted(t *testing.T) {
 	t.Parallel()
-	assert.Equal(t, "[secret] [secret]", redactSecrets([]string{"abcd", "abcdefgh"})("abcdefgh abcd"))
+	assert.Equal(t, "[secret] [secret]", redact.Secrets([]string{"abcd", "abcdefgh"})("abcdefgh abcd"))
 }

@@ -41,7 +41,7 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	if err != nil {
 		return nil, err
 	}
-	redactText := redactSecrets(secrets)
+	redactText := redact.Secrets(secrets)
 	request, err := h.request(ctx, args)
 	if err != nil {
 		return nil, err
@@ -174,22 +174,6 @@ func decodeResponse(contentType string, body []byte, redactText func(string) str
 		return nil, newCallError(ClassHandler, "the answer is %q, neither JSON nor text", contentType)
 	}
 	return redactText(strings.ToValidUTF8(string(body), "\uFFFD")), nil
-}
-
-// minRedactedSecret is the length of the shortest secret to redact, in bytes. A shorter value of a header, such as a
-// version, is part of many words.
-const minRedactedSecret = 4
-
-// redactSecrets returns a function that redacts the secrets in a text. A secret may begin with another one, so the
-// longest counts.
-func redactSecrets(secrets []string) func(string) string {
-	pairs := make([]string, 0, 2*len(secrets))
-	for _, secret := range slices.Backward(slices.Sorted(slices.Values(secrets))) {
-		if len(secret) >= minRedactedSecret {
-			pairs = append(pairs, secret, "[secret]")
-		}
-	}
-	return strings.NewReplacer(pairs...).Replace
 }
 
 func (h httpHandler) resolveHeaders(

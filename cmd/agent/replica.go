@@ -61,7 +61,7 @@ func (c *cli) replicaSession(ctx context.Context, cause error) (*session, error)
 	return s, nil
 }
 
-// checkReplica rejects a replica of another database. One that is unreachable or lagging may recover.
+// checkReplica rejects a replica of another database. An unreachable or lagging replica is accepted: it may recover.
 func (s *session) checkReplica(ctx context.Context) error {
 	if !s.Read.Configured() {
 		return nil

@@ -164,23 +164,3 @@ func number(n json.Number) any {
 	}
 	return n
 }
-
-// Known applies hide, which redacts known secrets, to every string of a decoded JSON value, keys included. It changes
-// lists in place. If keys become equal, the value of one of them stays, at random.
-func Known(value any, hide func(string) string) any {
-	switch v := value.(type) {
-	case string:
-		return hide(v)
-	case []any:
-		for i := range v {
-			v[i] = Known(v[i], hide)
-		}
-	case map[string]any:
-		hidden := make(map[string]any, len(v))
-		for key := range v {
-			hidden[hide(key)] = Known(v[key], hide)
-		}
-		return hidden
-	}
-	return value
-}
