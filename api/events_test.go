@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -52,6 +53,11 @@ func TestEventResumesWaiterOnce(t *testing.T) {
 	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // like a crash before the response was stored
 	two, _ := a.raiseEvent(bare, keyed)
 	assert.Equal(t, one, two, "the same key")
+	_, key := a.key(principals.User, principals.Admin, 0, "*")
+	other := bearer(key)
+	other.Set("Idempotency-Key", "k")
+	foreign, _ := a.raiseEvent(bare, other)
+	assert.True(t, foreign != one, "another caller's event with the same key and body is the first caller's")
 	three, _ := a.raiseEvent(bare, asAdmin())
 	four, _ := a.raiseEvent(bare, asAdmin())
 	assert.True(t, three != one && three != four, "events without id or key are one")

@@ -27,6 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // runningAgent starts the API with an engine that sweeps often.
@@ -294,6 +295,11 @@ func TestStartWithKeyAndChild(t *testing.T) {
 	a.request("GET", "/v1/executions/"+first.ID, "", 200, &detail)
 	assert.Truef(t, len(found.Items) == 1 && found.Items[0].ID == first.ID && detail.Labels["order"] == "A-1001",
 		"found %+v, labels %v", found, detail.Labels)
+	_, key := a.key(principals.User, principals.Admin, 0, "*")
+	other := bearer(key)
+	other.Set("Idempotency-Key", "start 1")
+	a.checkResponse(a.raw("POST", "/v1/executions", body, other), "POST", "/v1/executions", 201, &child)
+	assert.True(t, child.ID != first.ID, "another caller's request with the same key and body is the first caller's")
 	a.checkProblem(a.raw("POST", "/v1/executions", `{"flow":"external","labels":{"No":"x"}}`, asAdmin()), 400, "labels")
 	a.request("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+
 		`","queue":"interactive","priority":1}`, 201, &child)
