@@ -128,8 +128,8 @@ func Label(name, value string) StartOption {
 // Priority orders executions that are ready: 1 is first, 4 last, and the default 2.
 func Priority(n int) StartOption { return func(s *executions.Spec) { s.Priority = n } }
 
-// Start starts an execution. When it returns, the execution is durable. Inside a flow use [Flow.Call], or Start within
-// a Step and with a [Key].
+// Start starts an execution. When it returns, the execution is durable. Inside a flow use [Flow.Call] or
+// [Flow.StartChild], or Start within a Step and with a [Key].
 func (f Flow[In, Out]) Start(ctx context.Context, in In, opts ...StartOption) (Handle[Out], error) {
 	s, err := f.startSpec(ctx, in, opts)
 	if err != nil {
@@ -159,7 +159,7 @@ func (f Flow[In, Out]) startSpec(ctx context.Context, in In, opts []StartOption)
 		return s, fmt.Errorf("start flow %s: it is Lanekeeper's own, which starts it itself", f.name)
 	}
 	if _, inside := executions.Current(ctx); inside && (executions.StepKey(ctx) == "" || s.DedupeKey == "") {
-		return s, fmt.Errorf("start %s inside a flow: use Call, or Start within a Step and with a Key", f.name)
+		return s, fmt.Errorf("start %s inside a flow: use Call or StartChild, or Start within a Step and with a Key", f.name)
 	}
 	return s, nil
 }
@@ -174,18 +174,49 @@ func (f Flow[In, Out]) handle(x executions.Execution) Handle[Out] {
 }
 
 // Call runs the flow as a child of the calling flow, in the same trace, and waits for its result. name is the step's
-// name. A cancel of the parent cancels the child. For a child that did not complete, Call returns a *[FlowError].
+// name. A cancel of the parent cancels the child. For a child that did not complete, Call returns a *[FlowError]. After
+// an hour, or longer while the child itself waits, it returns [ErrTimedOut], and the child continues.
 func (f Flow[In, Out]) Call(ctx context.Context, name string, in In) (out Out, err error) {
 	child, err := executions.Trigger(ctx, name, executions.Child{Flow: f.name, Input: in, Wait: true})
-	switch {
-	case err != nil:
+	if err != nil {
 		return out, err
-	case child.TimedOut:
-		return out, fmt.Errorf("call %s: %w", f.name, ErrTimedOut)
-	case !child.Success:
-		return out, &FlowError{Flow: f.name, ID: child.ExecutionID, Status: string(child.Status), Message: child.Error}
 	}
-	return out, decode(child.Result, &out, "result of flow "+f.name)
+	return childResult[Out](f.name, child)
+}
+
+// StartChild starts the flow as a child of the calling flow, in the same trace, and does not wait. name is the step's
+// name. Children that are started before the first [Child.Wait] run at the same time. A cancel of the parent cancels a
+// child; the parent's end does not. Unlike the child of [Flow.Call], the child uses no lane of its parent.
+func (f Flow[In, Out]) StartChild(ctx context.Context, name string, in In) (Child[Out], error) {
+	id, err := executions.StartChild(ctx, name, executions.Child{Flow: f.name, Input: in, Wait: true})
+	return Child[Out]{flow: f.name, name: name, id: id}, err
+}
+
+// Child is a child that [Flow.StartChild] started.
+type Child[Out any] struct{ flow, name, id string }
+
+// ID is the execution's id, as in `agent executions show ID`.
+func (c Child[Out]) ID() string { return c.id }
+
+// Wait suspends the calling flow until the child ends, and returns the child's result. Errors and the time limit are
+// those of [Flow.Call]. After ErrTimedOut the flow may wait again.
+func (c Child[Out]) Wait(ctx context.Context) (out Out, err error) {
+	child, err := executions.AwaitChild(ctx, c.name, c.id, 0)
+	if err != nil {
+		return out, err
+	}
+	return childResult[Out](c.flow, child)
+}
+
+// childResult is what a parent gets from its child of the flow.
+func childResult[Out any](flow string, child executions.ChildResult) (out Out, err error) {
+	switch {
+	case child.TimedOut:
+		return out, fmt.Errorf("call %s: %w", flow, ErrTimedOut)
+	case !child.Success:
+		return out, &FlowError{Flow: flow, ID: child.ExecutionID, Status: string(child.Status), Message: child.Error}
+	}
+	return out, decode(child.Result, &out, "result of flow "+flow)
 }
 
 // Handle is a started execution. It is safe for concurrent use.

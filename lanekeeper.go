@@ -12,6 +12,8 @@
 //	handle, err := ship.Start(ctx, Order{ID: "7"}, lanekeeper.Key("order 7"))
 //	receipt, err := handle.Wait(ctx)
 //
+// [Flow.SetSchedules] starts a flow at the times of cron expressions.
+//
 // # Steps
 //
 // A flow is ordinary code with one rule: anything that may differ between two runs happens inside a [Step]. That
@@ -34,9 +36,25 @@
 // another flow and waits for its result. All three return an error when the flow is suspended, and the flow must return
 // that error ([IsControl]). Code that ignores it does no harm: every later step fails.
 //
+// [Flow.StartChild] starts another flow, and [Child.Wait] suspends the flow until that child ends. Children run at the
+// same time if the flow starts them all before it waits for the first:
+//
+//	var children []lanekeeper.Child[Parcel]
+//	for _, item := range order.Items {
+//		child, err := pack.StartChild(ctx, "pack "+item.ID, item)
+//		if err != nil {
+//			return Receipt{}, err
+//		}
+//		children = append(children, child)
+//	}
+//	for _, child := range children {
+//		parcel, err := child.Wait(ctx)
+//		...
+//	}
+//
 // An execution waits for one thing at a time. When one of several parallel branches waits, the runtime stops running
 // steps in the other branches. It calls them again after the wait, under the same StepKey. Waits of other branches
-// begin after that wait. Put waits before or after the branches.
+// begin after that wait. Put waits before or after the branches, or make each branch a child.
 //
 // # Guarantees
 //

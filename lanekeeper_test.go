@@ -12,6 +12,7 @@ import (
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -147,6 +148,119 @@ func TestFlowWaitsForEventsAndChildren(t *testing.T) {
 	require.Truef(t, ok, "got %v, want a FlowError", err)
 	assert.Equal(t, "failed", failed.Status)
 	assert.Contains(t, failed.Message, "it is negative")
+}
+
+func TestStartedChildrenRunAtOnce(t *testing.T) {
+	const n = 3
+	rt, pool := open(t)
+	var running atomic.Int32
+	all := make(chan struct{})
+	child := register(t, rt, "square", func(_ context.Context, i int) (int, error) {
+		if running.Add(1) == n {
+			close(all)
+		}
+		select {
+		case <-all:
+		case <-time.After(pgtest.Timeout):
+			return 0, errors.New("the other children do not run")
+		}
+		if i == 2 {
+			return 0, errors.New("no square of 2")
+		}
+		return i * i, nil
+	})
+	parent := register(t, rt, "parent", func(ctx context.Context, _ struct{}) ([]string, error) {
+		var children []lanekeeper.Child[int]
+		for i := range n {
+			c, err := child.StartChild(ctx, fmt.Sprint("square ", i), i)
+			if err != nil {
+				return nil, err
+			}
+			children = append(children, c)
+		}
+		var results []string
+		for _, c := range append(children, children[0]) { // a second wait returns the same
+			square, err := c.Wait(ctx)
+			failed, is := errors.AsType[*lanekeeper.FlowError](err)
+			switch {
+			case is:
+				results = append(results, failed.Status+": "+failed.Message)
+			case err != nil:
+				return nil, err
+			default:
+				results = append(results, fmt.Sprint(square))
+			}
+		}
+		return results, nil
+	})
+	run(t, rt)
+	h, err := parent.Start(t.Context(), struct{}{})
+	require.NoError(t, err)
+	got, err := h.Wait(t.Context())
+	require.NoError(t, err)
+	assert.Equal(t, "0,1,failed: no square of 2,0", strings.Join(got, ","))
+	assert.Equal(t, n, pgtest.Value[int](t, pool, `select count(*) from agent_executions where parent_id = $1`, h.ID()))
+}
+
+func TestCancelOfParentCancelsStartedChildren(t *testing.T) {
+	rt, pool := open(t)
+	child := register(t, rt, "child", func(ctx context.Context, _ int) (int, error) {
+		return 0, lanekeeper.Sleep(ctx, "long", time.Hour)
+	})
+	parent := register(t, rt, "parent", func(ctx context.Context, _ struct{}) (int, error) {
+		for i := range 2 {
+			if _, err := child.StartChild(ctx, fmt.Sprint("child ", i), i); err != nil {
+				return 0, err
+			}
+		}
+		return lanekeeper.WaitEvent[int](ctx, "never", "never", time.Hour)
+	})
+	run(t, rt)
+	h, err := parent.Start(t.Context(), struct{}{})
+	require.NoError(t, err)
+	pgtest.Until(t, pool, 3, `select count(*) from agent_executions where status = 'waiting'`)
+	require.NoError(t, h.Cancel(t.Context(), "not needed"))
+	pgtest.Equal(t, pool, 2, `
+		select count(*)
+		  from agent_executions
+		 where parent_id = $1
+		   and status = 'cancelled'
+		   and cancel_reason = 'its parent was cancelled: not needed'`, h.ID())
+}
+
+func TestScheduleStartsFlow(t *testing.T) {
+	type schedule = lanekeeper.Schedule[string]
+	rt, pool := open(t)
+	report := register(t, rt, "report", func(_ context.Context, text string) (string, error) { return text, nil })
+	often := schedule{Name: "often", Cron: "@every 1s", Input: "sales"}
+	daily := schedule{Name: "daily", Cron: "0 9 * * *", Timezone: "Europe/Madrid"}
+	require.NoError(t, report.SetSchedules(t.Context(), often, daily))
+	run(t, rt)
+	pgtest.Until(t, pool, true, `
+		select count(*) >= 2
+		  from agent_executions
+		 where flow = 'report'
+		   and status = 'completed'
+		   and result = '"sales"'`)
+
+	next := pgtest.Value[time.Time](t, pool, `select next_run_at from agent_schedules where name = 'report/daily'`)
+	require.NoError(t, report.SetSchedules(t.Context(), daily))
+	pgtest.Equal(t, pool, "report/daily", `select string_agg(name, ',') from agent_schedules where flow = 'report'`)
+	pgtest.Equal(t, pool, next, `select next_run_at from agent_schedules where flow = 'report'`)
+
+	for want, schedules := range map[string][]schedule{
+		"a name of its own":         {daily, daily},
+		`got ""`:                    {{Cron: "@daily"}},
+		"2 fields instead of 5":     {often, {Name: "odd", Cron: "at nine"}},
+		"find time zone \"Madrid\"": {{Name: "odd", Cron: "@daily", Timezone: "Madrid"}},
+	} {
+		assert.ErrorContains(t, report.SetSchedules(t.Context(), schedules...), want)
+	}
+	heartbeat := lanekeeper.Remote[string, string](rt, "heartbeat")
+	assert.ErrorContains(t, heartbeat.SetSchedules(t.Context(), daily), "Lanekeeper's own")
+	pgtest.Equal(t, pool, 1, `select count(*) from agent_schedules where flow = 'report'`)
+	require.NoError(t, report.SetSchedules(t.Context()))
+	pgtest.Equal(t, pool, 0, `select count(*) from agent_schedules where flow = 'report'`)
 }
 
 func TestWaitTimesOut(t *testing.T) {

@@ -85,18 +85,42 @@ func checkDepth(ctx context.Context, tx pgx.Tx, id string) error {
 // Trigger starts a child execution in the same trace. With Child.Wait, it waits for the end of the child, and the child
 // may borrow the parent's lanes meanwhile. A failed child is a result, not an error.
 func Trigger(ctx context.Context, name string, c Child) (ChildResult, error) {
-	r, err := runFrom(ctx)
-	if err == nil && c.Wait {
-		err = checkWaitAllowed(ctx, name)
+	if c.Wait {
+		if err := checkWaitAllowed(ctx, name); err != nil {
+			return ChildResult{}, err
+		}
 	}
+	id, err := startChild(ctx, name, c, c.Wait && !c.KeepLanes)
+	if err != nil || !c.Wait {
+		return ChildResult{ExecutionID: id}, err
+	}
+	return awaitChild(ctx, name, id, c)
+}
+
+// StartChild starts a child execution in the same trace and returns its id without waiting. With Child.Wait, a cancel
+// of the parent cancels the child, and the parent waits later, with [AwaitChild]. The child keeps to its own lanes.
+// Several children that are started so run at the same time.
+func StartChild(ctx context.Context, name string, c Child) (id string, err error) {
+	return startChild(ctx, name, c, false)
+}
+
+// AwaitChild waits for the end of a child that [StartChild] started. name is that of its start. For the timeout see
+// [Child.Timeout]; after it the parent may wait again. A failed child is a result, not an error.
+func AwaitChild(ctx context.Context, name, id string, timeout time.Duration) (ChildResult, error) {
+	return awaitChild(ctx, name, id, Child{Timeout: timeout})
+}
+
+// startChild starts a child. inherits says whether it may borrow its parent's lanes.
+func startChild(ctx context.Context, name string, c Child, inherits bool) (id string, err error) {
+	r, err := runFrom(ctx)
 	if err != nil {
-		return ChildResult{}, err
+		return "", err
 	}
 	identity, err := c.identity()
 	if err != nil {
-		return ChildResult{}, fmt.Errorf("trigger %s: %w", name, err)
+		return "", fmt.Errorf("trigger %s: %w", name, err)
 	}
-	id, err := StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (string, error) {
+	return StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (string, error) {
 		thread := c.ThreadID
 		if thread == "" && r.exec.ThreadID != nil {
 			thread = *r.exec.ThreadID
@@ -107,12 +131,17 @@ func Trigger(ctx context.Context, name string, c Child) (ChildResult, error) {
 		child, _, err := r.e.StartTx(ctx, tx, Spec{
 			Flow: c.Flow, Surface: trace.Surface(r.exec.Surface), TraceID: trace.ID(r.exec.TraceID), Agent: r.exec.Agent,
 			Input: c.Input, ThreadID: thread, ParentID: r.exec.ID, Queue: r.exec.Queue, Priority: r.exec.Priority,
-			Awaited: c.Wait, Inherits: c.Wait && !c.KeepLanes, DedupeKey: c.DedupeKey,
+			Awaited: c.Wait, Inherits: inherits, DedupeKey: c.DedupeKey,
 		})
 		return child.ID, err
 	}, Input(identity))
-	if err != nil || !c.Wait {
-		return ChildResult{ExecutionID: id}, err
+}
+
+// awaitChild waits for the end of a child. Of c it reads Timeout and WaitData.
+func awaitChild(ctx context.Context, name, id string, c Child) (ChildResult, error) {
+	r, err := runFrom(ctx)
+	if err != nil {
+		return ChildResult{}, err
 	}
 	wait := Agent(id, c.Timeout)
 	if c.WaitData != nil {

@@ -41,6 +41,7 @@ const (
 	never    kind = "never"    // a wait for an event that does not
 	child    kind = "child"    // a child with a wait for its end
 	aside    kind = "aside"    // a child without a wait
+	children kind = "children" // two children at once, with a wait for each end
 	show     kind = "show"     // SetVariables
 	now      kind = "now"      // Now
 	branches kind = "branches" // several at once
@@ -62,6 +63,9 @@ type op struct {
 	parts  [][]op
 	seed   uint64 // of a child
 }
+
+// seeds returns the seeds of children that run at once.
+func (o op) seeds() []uint64 { return []uint64{o.seed, o.seed + 1} }
 
 // names are few, so steps share them.
 var names = []string{"a", "b", "a", "a#2", "c/d", "é"}
@@ -95,7 +99,7 @@ func draw(r *rand.Rand, depth, n int, top bool) []op {
 	if top {
 		simple = append(simple, show, lane)
 	}
-	grouped := []kind{branches, branches, phase, nest, scope, loop, event, event, child, aside}
+	grouped := []kind{branches, branches, phase, nest, scope, loop, event, event, child, aside, children}
 	ops := make([]op, n)
 	for i := range ops {
 		k := simple[r.IntN(len(simple))]
@@ -198,6 +202,15 @@ func (e *expected) applyOp(o op, depth int, path string, value int) int {
 		if o.kind == child {
 			return c.value
 		}
+	case children:
+		all := 0
+		for _, seed := range o.seeds() {
+			e.children++
+			c := model(seed, depth+1)
+			e.families = append(e.families, c)
+			all = nextValue(all, c.value)
+		}
+		return all
 	case branches:
 		all := 0
 		for b, part := range o.parts {

@@ -78,6 +78,8 @@ func (p player) runOp(ctx context.Context, o op, depth int, path string, value i
 		return o.n, wait(ctx, o, path)
 	case child, aside:
 		return p.trigger(ctx, o, depth)
+	case children:
+		return p.children(ctx, o, depth)
 	case show:
 		return o.n, executions.SetVariables(ctx, json.RawMessage(variablesOf(value)))
 	case now:
@@ -220,16 +222,49 @@ func dataOf(key string) string { return fmt.Sprintf(`{"key": %q}`, key) }
 
 // trigger starts a child, and waits for it if the op says so.
 func (p player) trigger(ctx context.Context, o op, depth int) (int, error) {
-	got, err := executions.Trigger(ctx, o.name, executions.Child{
-		Flow: flowName, Input: flowInput{Seed: strconv.FormatUint(o.seed, 10), Depth: depth + 1}, Wait: o.kind == child,
-	})
+	got, err := executions.Trigger(ctx, o.name, childOf(o.seed, depth, o.kind == child))
 	if err != nil || o.kind == aside {
 		return o.n, err
 	}
+	return valueOf(got)
+}
+
+// children starts the op's children, and then waits for each.
+func (p player) children(ctx context.Context, o op, depth int) (int, error) {
+	var ids []string
+	for _, seed := range o.seeds() {
+		id, err := executions.StartChild(ctx, o.name, childOf(seed, depth, true))
+		if err != nil {
+			return 0, err
+		}
+		ids = append(ids, id)
+	}
+	all := 0
+	for _, id := range ids {
+		got, err := executions.AwaitChild(ctx, o.name, id, 0)
+		if err != nil {
+			return 0, err
+		}
+		value, err := valueOf(got)
+		if err != nil {
+			return 0, err
+		}
+		all = nextValue(all, value)
+	}
+	return all, nil
+}
+
+// childOf describes the child of a seed.
+func childOf(seed uint64, depth int, waits bool) executions.Child {
+	input := flowInput{Seed: strconv.FormatUint(seed, 10), Depth: depth + 1}
+	return executions.Child{Flow: flowName, Input: input, Wait: waits}
+}
+
+// valueOf returns the value of an ended child.
+func valueOf(got executions.ChildResult) (value int, err error) {
 	if !got.Success {
 		return 0, fmt.Errorf("the child %s is %s: %s", got.ExecutionID, got.Status, got.Error)
 	}
-	value := 0
 	err = json.Unmarshal(got.Result, &value)
 	return value, err
 }

@@ -1,0 +1,53 @@
+package lanekeeper
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Schedule says when a flow starts by itself: see [Flow.SetSchedules].
+type Schedule[In any] struct {
+	Name     string // unique among the schedules of the flow
+	Cron     string // five fields, such as "0 9 * * 1-5", or @daily, or an interval such as @every 30m
+	Timezone string // a name of the IANA time zone database; empty means UTC
+	Input    In     // of each execution
+}
+
+// SetSchedules replaces the schedules of the flow; without arguments it removes them all. Any process whose runtime
+// runs starts one execution at each time, even if the previous one has not ended. Times that passed while no process
+// ran start one execution later. Times during a pause of the agent are skipped. A schedule with the same cron
+// expression and time zone as before keeps its next time, so a program calls SetSchedules at each start. A new schedule
+// is effective within five seconds.
+func (f Flow[In, Out]) SetSchedules(ctx context.Context, schedules ...Schedule[In]) error {
+	if executions.IsReserved(f.name) {
+		return fmt.Errorf("set the schedules of flow %s: it is Lanekeeper's own, which schedules it itself", f.name)
+	}
+	err := postgres.InTx(ctx, f.r.pool, func(tx pgx.Tx) error {
+		var names []string
+		for _, s := range slices.SortedFunc(slices.Values(schedules), // one order of locks in all processes
+			func(a, b Schedule[In]) int { return cmp.Compare(a.Name, b.Name) }) {
+			name := f.name + "/" + s.Name // the names of all flows' schedules are in one table
+			if s.Name == "" || slices.Contains(names, name) {
+				return fmt.Errorf("each schedule needs a name of its own, got %q", s.Name)
+			}
+			names = append(names, name)
+			if err := executions.PutSchedule(ctx, tx, executions.Schedule{
+				Name: name, Flow: f.name, Surface: f.spec.Surface, Cron: s.Cron, Timezone: s.Timezone, Input: s.Input,
+			}); err != nil {
+				return err
+			}
+		}
+		return executions.RemoveSchedules(ctx, tx, f.name, names)
+	})
+	if err != nil {
+		return fmt.Errorf("set the schedules of flow %s: %w", f.name, err)
+	}
+	return nil
+}
