@@ -293,9 +293,6 @@ type exception struct {
 	difference *regexp.Regexp // the difference
 }
 
-// releasedWithTheEnd matches a lane that was released with the end of its run.
-var releasedWithTheEnd = regexp.MustCompile(`: agent_events .*"locks_released":[12],.*"event":"AGENT_COMPLETED"`)
-
 // exceptions are all known exceptions. docs/exceptions.md gives the reasons.
 var exceptions = []exception{
 	{
@@ -304,16 +301,6 @@ var exceptions = []exception{
 			`^(prepare: )?(connect$|select pg_backend_pid|select current_setting|select clock_timestamp|insert into agent_schedules|` +
 				`select set_agent_limits|select extract\(epoch from \(select min\(next_run_at\))`),
 		difference: regexp.MustCompile(`^the process ended when it started, and was started again$`),
-	},
-	{
-		name: "A lane whose release is lost", story: "heartbeat", way: before,
-		at:         regexp.MustCompile(`lanekeeper\.release_agent_lock\(`),
-		difference: releasedWithTheEnd,
-	},
-	{ // a preparation releases nothing
-		name: "A lane whose release is lost", story: "heartbeat", way: pass,
-		at:         regexp.MustCompile(`^prepare: .*lanekeeper\.release_agent_lock\(`),
-		difference: releasedWithTheEnd,
 	},
 }
 
