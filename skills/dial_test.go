@@ -153,4 +153,7 @@ func TestNULInNameIsRejected(t *testing.T) {
 func TestSecretThatBeginsWithAnotherIsRedacted(t *testing.T) {
 	t.Parallel()
 	assert.Equal(t, "[secret] [secret]", redact.Secrets([]string{"abcd", "abcdefgh"})("abcdefgh abcd"))
+	for _, written := range []string{`a/b"c<d`, `a\/b\"c<d`, `a/b\"c<d`, `a/b\"c\u003cd`, `a\/b\"c\u003cd`} {
+		assert.Equal(t, `{"echo":"[secret]"}`, redact.Secrets([]string{`a/b"c<d`})(`{"echo":"`+written+`"}`))
+	}
 }

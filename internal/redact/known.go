@@ -1,6 +1,7 @@
 package redact
 
 import (
+	"encoding/json"
 	"slices"
 	"strings"
 )
@@ -9,16 +10,33 @@ import (
 // version in a header, is part of many words.
 const minKnownSecret = 4
 
-// Secrets returns a function that redacts the given secrets in a text. A secret may begin with another one, so the
-// longest counts.
+// Secrets returns a function that redacts the given secrets in a text, also as a text of JSON has them. A secret may
+// begin with another one, so the longest counts.
 func Secrets(secrets []string) func(string) string {
-	pairs := make([]string, 0, 2*len(secrets))
-	for _, secret := range slices.Backward(slices.Sorted(slices.Values(secrets))) {
+	var forms, pairs []string
+	for _, secret := range secrets {
 		if len(secret) >= minKnownSecret {
-			pairs = append(pairs, secret, "[secret]")
+			forms = append(forms, writtenForms(secret)...)
 		}
 	}
+	slices.Sort(forms)
+	for _, form := range slices.Backward(slices.Compact(forms)) {
+		pairs = append(pairs, form, "[secret]")
+	}
 	return strings.NewReplacer(pairs...).Replace
+}
+
+// writtenForms returns a secret and its forms inside a string of JSON. Servers may also escape the characters of HTML,
+// or slashes.
+func writtenForms(secret string) []string {
+	forms := []string{secret, strings.Trim(string(encode(secret)), `"`)}
+	if html, err := json.Marshal(secret); err == nil {
+		forms = append(forms, strings.Trim(string(html), `"`))
+	}
+	for _, form := range forms[1:] {
+		forms = append(forms, strings.ReplaceAll(form, "/", `\/`))
+	}
+	return forms
 }
 
 // Known applies hide, which redacts known secrets, to every string of a decoded JSON value, keys included. It changes
