@@ -54,9 +54,9 @@ const longestCommand = 2 << 10
 func (c *command) secretAt(s string, at int) (from, to int) {
 	rest := s[at:min(len(s), at+longestCommand)]
 	for _, program := range c.programs {
-		after := strings.TrimPrefix(rest, program)
-		after = strings.TrimPrefix(after, ".exe")
-		if after == rest || after == "" || after[0] != ' ' && after[0] != '\t' {
+		after, found := cutPrefixFold(rest, program)
+		after, _ = cutPrefixFold(after, ".exe")
+		if !found || after == "" || after[0] != ' ' && after[0] != '\t' {
 			continue
 		}
 		base := at + len(rest) - len(after)
@@ -65,6 +65,14 @@ func (c *command) secretAt(s string, at int) (from, to int) {
 		}
 	}
 	return at, at
+}
+
+// cutPrefixFold is [strings.CutPrefix] in any letter case: Windows ignores the case of a program's name.
+func cutPrefixFold(s, prefix string) (after string, found bool) {
+	if len(s) < len(prefix) || !strings.EqualFold(s[:len(prefix)], prefix) {
+		return s, false
+	}
+	return s[len(prefix):], true
 }
 
 // commandKeywords are the program names with a trailing blank, because many are ordinary words.
@@ -83,7 +91,7 @@ func (c *command) firstSecret(s, program string) (from, to int) {
 			i++
 		}
 		end := i + wordEnd(s[i:])
-		if end == i || s[i:end] == program {
+		if end == i || strings.EqualFold(s[i:end], program) {
 			return 0, 0 // the end of the command, or the next one
 		}
 		if value, ok := c.flagValue(s, i, end); ok {
@@ -186,7 +194,7 @@ func commandOf(items []any) *command {
 		return nil
 	}
 	first, _ := items[0].(string)
-	program := strings.TrimSuffix(first[strings.LastIndexAny(first, `/\`)+1:], ".exe")
+	program := strings.TrimSuffix(strings.ToLower(first[strings.LastIndexAny(first, `/\`)+1:]), ".exe")
 	second, _ := items[1].(string)
 	for i := range passwordCommands {
 		for _, known := range passwordCommands[i].programs {

@@ -51,6 +51,7 @@ func TestJSONByName(t *testing.T) {
 		},
 		"curl":            {`["/usr/bin/curl","-sSu","bob:x","https://a"]`, `["/usr/bin/curl","-sSu","bob:[redacted]","https://a"]`},
 		"mysql":           {`["mysql","-px","-p","shop",1]`, `["mysql","-p[redacted]","-p","shop",1]`},
+		"sqlcmd":          {`["SQLCMD.EXE","-P","x"]`, `["SQLCMD.EXE","-P","[redacted]"]`},
 		"docker":          {`["docker","login","-p","x"]`, `["docker","login","-p","[redacted]"]`},
 		"cut beside more": {`"key='…[cut 5 bytes] password=x"`, `"key='…[cut 5 bytes] password=[redacted]"`},
 		"list in prose":   {`["- password","x","-","--","y"]`, `["- password","x","-","--","y"]`},

@@ -82,6 +82,7 @@ var secrets = map[string]secretText{
 	"curl on lines":   {"curl \\\n  -H 'Accept: */*' \\\n  -u bob:hunter2 \\\n  https://x", "hunter2"},
 	"curl cut":        {`curl -u 'bob:hunter2`, "hunter2"},
 	"curl of windows": {"curl.exe -u bob:hunter2", "hunter2"},
+	"curl capital":    {`C:\bin\CURL.EXE -u bob:hunter2`, "hunter2"},
 	"mysql":           {"mysql -u root -phunter2 shop", "hunter2"},
 	"mysql quoted":    {"mysqldump -uroot -p'hunter 2' shop", "hunter"},
 	"mariadb":         {"mariadb -h db -phunter2", "hunter2"},
