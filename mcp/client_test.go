@@ -229,6 +229,10 @@ func TestResultConversion(t *testing.T) {
 	results := map[string]*sdk.CallToolResult{
 		"texts":      {Content: []sdk.Content{&sdk.TextContent{Text: "a"}, &sdk.TextContent{Text: "b"}}},
 		"structured": {StructuredContent: map[string]any{"n": 1}, Content: []sdk.Content{&sdk.TextContent{Text: `{"n":1}`}}},
+		"exact": {
+			StructuredContent: json.RawMessage(`{"id":9007199254740993}`),
+			Content:           []sdk.Content{&sdk.TextContent{Text: `{"id": 9007199254740993}`}},
+		},
 		"image": {Content: []sdk.Content{
 			&sdk.TextContent{Text: "see"},
 			&sdk.ImageContent{Data: []byte("png!"), MIMEType: "image/png"},
@@ -252,7 +256,7 @@ func TestResultConversion(t *testing.T) {
 	f, _ := newHTTPFixture(t, all...)
 	const imageHash = "53ec22c455168e29791219d4017c53b8203153e83853cc7a232b4ab446a8c6b7" // of png!
 	for name, want := range map[string]string{
-		"texts": `"a\nb"`, "structured": `{"n":1}`, "empty": `""`, "nul": "\"a\uFFFDb\"",
+		"texts": `"a\nb"`, "structured": `{"n":1}`, "exact": `{"id":9007199254740993}`, "empty": `""`, "nul": "\"a\uFFFDb\"",
 		"image": `{"attached":[{"bytes":4,"mime":"image/png","sha256":"` + imageHash +
 			`","type":"image"}],"text":"see"}`,
 		"resource": `{"attached":[{"mime":"","text":"inside","type":"resource","uri":"file:///a"}]}`,

@@ -7,12 +7,14 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"reflect"
 	"strings"
 
 	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -74,7 +76,9 @@ func readResult(t skills.RemoteTool, result *sdk.CallToolResult, redactText func
 			"%s/%s asks for input from a person, which this client does not support", t.Server, t.Tool)}
 	}
 	texts, attachments := splitContent(result.Content)
-	text := redactText(strings.Join(texts, "\n"))
+	text := strings.Join(texts, "\n")
+	structured := exactContent(result.StructuredContent, text)
+	text = redactText(text)
 	if result.IsError {
 		text = cmp.Or(text, "the tool failed and gave no message")
 		return nil, &skills.CallError{
@@ -83,11 +87,11 @@ func readResult(t skills.RemoteTool, result *sdk.CallToolResult, redactText func
 		}
 	}
 	switch {
-	case result.StructuredContent != nil && len(attachments) == 0:
-		return redact.Known(result.StructuredContent, redactText), nil
-	case result.StructuredContent != nil:
+	case structured != nil && len(attachments) == 0:
+		return redact.Known(structured, redactText), nil
+	case structured != nil:
 		return map[string]any{
-			"structured": redact.Known(result.StructuredContent, redactText),
+			"structured": redact.Known(structured, redactText),
 			"attached":   redact.Known(attachments, redactText),
 		}, nil
 	case len(attachments) == 0:
@@ -96,6 +100,20 @@ func readResult(t skills.RemoteTool, result *sdk.CallToolResult, redactText func
 		return map[string]any{"attached": redact.Known(attachments, redactText)}, nil
 	}
 	return map[string]any{"text": text, "attached": redact.Known(attachments, redactText)}, nil
+}
+
+// exactContent returns structured content without rounded numbers: the SDK rounds those beyond float64. Servers repeat
+// the content as text, so the text counts if its rounded form is equal.
+func exactContent(structured any, text string) any {
+	var rounded any
+	if json.Unmarshal([]byte(text), &rounded) != nil || !reflect.DeepEqual(rounded, structured) {
+		return structured
+	}
+	exact, err := exactjson.Decode([]byte(text))
+	if err != nil {
+		return structured
+	}
+	return exact
 }
 
 // splitContent separates the texts of a result's content and describes the rest.
