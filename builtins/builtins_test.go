@@ -111,6 +111,8 @@ func TestEveryRowHasItsCode(t *testing.T) {
 func TestRecall(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `insert into agent_memory (category, key, value)
+		select 'noise', 'orders ' || n, '"orders"' from generate_series(1, 600) n`)
 	for i := range 12 {
 		save(t, pool, "observation", fmt.Sprintf("size_%02d", i), "the orders table grows")
 	}
@@ -124,6 +126,7 @@ func TestRecall(t *testing.T) {
 		"words":            {`{"query": "grows", "limit": 50}`, "size_11", 12},
 		"words within":     {`{"query": "orders", "category": "admin", "limit": 1}`, "name", 1},
 		"limit within":     {`{"query": "orders", "category": "observation", "limit": 2}`, "size_", 2},
+		"any word within":  {`{"query": "ana weather", "category": "admin"}`, "name", 1},
 		"nothing":          {`{"query": "weather"}`, "", 0},
 	} {
 		t.Run(name, func(t *testing.T) {

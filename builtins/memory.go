@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"slices"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -36,10 +35,7 @@ type memories struct {
 	LeftOut  int          `json:"left_out,omitempty"` // found, but beyond the size limit
 }
 
-const (
-	maxMatches  = 500       // matches of a search before the filter by category
-	maxRecalled = 128 << 10 // bytes of values in one answer; one entry has at most half of it
-)
+const maxRecalled = 128 << 10 // bytes of values in one answer; one entry has at most half of it
 
 // recallHandler returns the handler of recall.
 func recallHandler(index *memory.Index) func(context.Context, postgres.Beginner, memoryUser, recallArgs) (any, error) {
@@ -49,7 +45,7 @@ func recallHandler(index *memory.Index) func(context.Context, postgres.Beginner,
 			return nil, err
 		}
 		result, size := memories{Memories: []memoryView{}}, 0
-		for _, e := range found[:min(len(found), postgres.PageSize(args.Limit, defaultLimit, maxLimit))] {
+		for _, e := range found {
 			if size += len(e.Value); size > maxRecalled {
 				result.LeftOut++
 				continue
@@ -65,14 +61,11 @@ func recallHandler(index *memory.Index) func(context.Context, postgres.Beginner,
 func searchMemory(
 	ctx context.Context, db postgres.DB, index *memory.Index, owner memory.Owner, args recallArgs,
 ) ([]memory.Entry, error) {
-	switch {
-	case args.Query == "":
-		return owner.Recent(ctx, db, args.Category, postgres.PageSize(args.Limit, defaultLimit, maxLimit))
-	case args.Category == "":
-		return index.Search(ctx, db, owner, args.Query, postgres.PageSize(args.Limit, defaultLimit, maxLimit))
+	limit := postgres.PageSize(args.Limit, defaultLimit, maxLimit)
+	if args.Query == "" {
+		return owner.Recent(ctx, db, args.Category, limit)
 	}
-	found, err := index.Search(ctx, db, owner, args.Query, maxMatches)
-	return slices.DeleteFunc(found, func(e memory.Entry) bool { return e.Category != args.Category }), err
+	return index.SearchIn(ctx, db, owner, args.Category, args.Query, limit)
 }
 
 const defaultCategory = "general"

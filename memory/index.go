@@ -46,6 +46,13 @@ const (
 // the newest 50,000 of the owner. It uses words alone for a query with a phrase, or or an exclusion, without the
 // extension vector, and while the embedding server fails. It logs the start and the end of the last two.
 func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query string, limit int) ([]Entry, error) {
+	return x.SearchIn(ctx, db, o, "", query, limit)
+}
+
+// SearchIn is [Index.Search] in a category, or in all when it is empty.
+func (x *Index) SearchIn(
+	ctx context.Context, db postgres.DB, o Owner, category, query string, limit int,
+) ([]Entry, error) {
 	parsed, err := parseQuery(ctx, db, query)
 	if err != nil {
 		return nil, err
@@ -55,15 +62,15 @@ func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query strin
 		vector = x.queryVector(ctx, parsed, query)
 	}
 	if vector == nil {
-		return o.search(ctx, db, query, parsed, limit)
+		return o.search(ctx, db, category, query, parsed, limit)
 	}
 	limit = postgres.PageSize(limit, defaultLimit, maxLimit)
 	depth := max(limit, minRanked)
-	byWords, err := o.search(ctx, db, query, parsed, depth)
+	byWords, err := o.search(ctx, db, category, query, parsed, depth)
 	if err != nil {
 		return nil, err
 	}
-	byVector, err := x.vectorSearch(ctx, db, o, vector, depth, *parsed.vectorSchema)
+	byVector, err := x.vectorSearch(ctx, db, o, category, vector, depth, *parsed.vectorSchema)
 	if err != nil {
 		return nil, err
 	}
@@ -122,19 +129,23 @@ func (x *Index) setFallback(ctx context.Context, reason string, err error) {
 // vectorSearch returns the owner's entries nearest to a vector by cosine distance, nearest first. schema is the quoted
 // schema of the extension vector, which need not be in the search path.
 func (x *Index) vectorSearch(
-	ctx context.Context, db postgres.DB, o Owner, vector []float32, limit int, schema string,
+	ctx context.Context, db postgres.DB, o Owner, category string, vector []float32, limit int, schema string,
 ) ([]Entry, error) {
 	query := `
 		select ` + entryColumns + `
 		  from (select n.* from agent_memory n
 		         where n.owner = @owner and (n.expires_at is null or n.expires_at > clock_timestamp())
+		           and (@category = '' or n.category = @category)
 		         order by n.updated_at desc limit @scan_limit) m
 		  join agent_memory_embeddings e on e.memory_id = m.id and e.revision = m.revision
 		 where e.model = @model and e.dimensions = cardinality(@vector::real[])
 		 order by e.vector::` + schema + `.vector operator(` + schema + `.<=>) @vector::real[]::` + schema + `.vector, m.id
 		 limit @limit`
 	return postgres.Rows[Entry](ctx, db, "search memory by meaning", query,
-		postgres.Strict{"owner": o, "model": x.model.Model(), "vector": vector, "scan_limit": maxScanned, "limit": limit})
+		postgres.Strict{
+			"owner": o, "category": category, "model": x.model.Model(), "vector": vector, "scan_limit": maxScanned,
+			"limit": limit,
+		})
 }
 
 // fuse merges ranked lists: an entry scores 1 / (rankConstant + rank) in each, with ranks from 1. The first list wins

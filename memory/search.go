@@ -18,7 +18,7 @@ func (o Owner) Search(ctx context.Context, db postgres.DB, query string, limit i
 	if err != nil {
 		return nil, err
 	}
-	return o.search(ctx, db, query, parsed, limit)
+	return o.search(ctx, db, "", query, parsed, limit)
 }
 
 // parsedQuery describes a query that websearch_to_tsquery has parsed.
@@ -41,23 +41,23 @@ func parseQuery(ctx context.Context, db postgres.DB, query string) (p parsedQuer
 	return p, nil
 }
 
-// search is [Owner.Search] for a parsed query.
+// search is [Owner.Search] for a parsed query, in a category or in all when it is empty.
 func (o Owner) search(
-	ctx context.Context, db postgres.DB, query string, parsed parsedQuery, limit int,
+	ctx context.Context, db postgres.DB, category, query string, parsed parsedQuery, limit int,
 ) ([]Entry, error) {
 	if parsed.nodes == 0 {
-		return o.Recent(ctx, db, "", limit)
+		return o.Recent(ctx, db, category, limit)
 	}
-	found, err := o.fullTextSearch(ctx, db, query, false, limit)
+	found, err := o.fullTextSearch(ctx, db, category, query, false, limit)
 	if err == nil && len(found) == 0 && parsed.onlyWords {
-		found, err = o.fullTextSearch(ctx, db, query, true, limit)
+		found, err = o.fullTextSearch(ctx, db, category, query, true, limit)
 	}
 	return found, err
 }
 
 // fullTextSearch returns the entries that match a query, or that have any word of it, best first.
 func (o Owner) fullTextSearch(
-	ctx context.Context, db postgres.DB, query string, anyWord bool, limit int,
+	ctx context.Context, db postgres.DB, category, query string, anyWord bool, limit int,
 ) ([]Entry, error) {
 	return postgres.Rows[Entry](ctx, db, "search memory", `
 		with q as (
@@ -70,9 +70,11 @@ func (o Owner) fullTextSearch(
 		select `+entryColumns+`
 		  from agent_memory m, q
 		 where m.owner = @owner and m.search @@ q.query and (m.expires_at is null or m.expires_at > clock_timestamp())
+		   and (@category = '' or m.category = @category)
 		 order by ts_rank(m.search, q.query, 1) desc, m.updated_at desc, m.id desc
 		 limit @limit`, postgres.Strict{
-		"owner": o, "query": query, "any_word": anyWord, "limit": postgres.PageSize(limit, defaultLimit, maxLimit),
+		"owner": o, "category": category, "query": query, "any_word": anyWord,
+		"limit": postgres.PageSize(limit, defaultLimit, maxLimit),
 	})
 }
 
