@@ -402,6 +402,14 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 	}
 	answer, err := call(t, pool, "objective_update", `{"objective":"tidy","note":"half","add_steps":["three"]}`)
 	assert.Truef(t, err == nil && answer["note"] == "half", "got %v, %v", answer, err)
+	for _, args := range []string{
+		`{"objective":"tidy","add_steps":[" "]}`, `{"objective":"tidy","add_steps":["a","a"]}`,
+		`{"objective":"tidy","note":"` + strings.Repeat("日", 2000) + `"}`,
+	} {
+		_, err := call(t, pool, "objective_update", args)
+		refused, ok := errors.AsType[*skills.CallError](err)
+		assert.Truef(t, ok && refused.Class == "invalid_params", "%.60s: %v", args, err)
+	}
 	act("look", "success")
 	act("look", "success")
 	advance("two")

@@ -156,7 +156,7 @@ func objectiveUpdate(ctx context.Context, db postgres.Beginner, who acting, args
 		return err
 	})
 	if err != nil {
-		return nil, invalidIf(err, objectives.ErrNotFound, objectives.ErrNotActive)
+		return nil, invalidIf(err, objectives.ErrNotFound, objectives.ErrNotActive, objectives.ErrInvalid)
 	}
 	return value, nil
 }

@@ -41,6 +41,8 @@ var (
 	ErrStepNotFound = errors.New("step not found")
 	// ErrNotActive reports an objective that accepts no steps.
 	ErrNotActive = errors.New("objective is not active")
+	// ErrInvalid reports an invalid note or title, or too many steps; the error says why.
+	ErrInvalid = errors.New("invalid")
 	// ErrNoEvidence reports a step without evidence.
 	ErrNoEvidence = errors.New("no successful action shows that the step is done")
 	// ErrNameTaken reports a proposal under the name of another objective.
@@ -202,10 +204,10 @@ func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error
 // SetNote replaces the note on an objective's progress and returns the objective. revision is the one that the caller
 // read; 0 replaces any note, and [Unread] requires that there is none. If the objective has another revision, SetNote
 // returns [ErrConflict] and the current objective. It returns [ErrNotActive] for an objective that is not active,
-// paused or proposed.
+// paused or proposed, and [ErrInvalid] for an empty or too long note.
 func SetNote(ctx context.Context, db postgres.DB, nameOrID, note, traceID string, revision int) (Objective, error) {
 	if err := checkText("note", note, maxNote); err != nil {
-		return Objective{}, fmt.Errorf("set note of objective %q: %w", nameOrID, err)
+		return Objective{}, fmt.Errorf("set note of objective %q: %w: %w", nameOrID, ErrInvalid, err)
 	}
 	o, err := Get(ctx, db, nameOrID)
 	if err != nil {

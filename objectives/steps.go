@@ -62,12 +62,12 @@ func FailStep(ctx context.Context, db postgres.DB, stepID, reason, traceID strin
 }
 
 // AddSteps appends planned steps to an active objective and returns the new ones. It skips existing titles. It returns
-// [ErrNotFound], [ErrNotActive], or an error that names the invalid title or the limit of 100 steps.
+// [ErrNotFound], [ErrNotActive], or [ErrInvalid] for an invalid title or more than 100 steps.
 func AddSteps(
 	ctx context.Context, db postgres.Beginner, objectiveID string, titles []string,
 ) (added []Step, err error) {
 	if err := errors.Join(checkTitles(titles)...); err != nil {
-		return nil, fmt.Errorf("add steps: %w", err)
+		return nil, fmt.Errorf("add steps: %w: %w", ErrInvalid, err)
 	}
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		status, err := lockObjective(ctx, tx, objectiveID)
@@ -115,7 +115,7 @@ func addSteps(ctx context.Context, tx pgx.Tx, objectiveID string, titles []strin
 	}
 	added, err := pgx.CollectRows(rows, pgx.RowToStructByName[Step])
 	if err == nil && len(added) > 0 && added[len(added)-1].Position > maxSteps {
-		err = fmt.Errorf("an objective holds at most %d steps", maxSteps)
+		err = fmt.Errorf("%w: an objective holds at most %d steps", ErrInvalid, maxSteps)
 	}
 	return added, err
 }
