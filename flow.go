@@ -175,9 +175,11 @@ func (f Flow[In, Out]) handle(x executions.Execution) Handle[Out] {
 
 // Call runs the flow as a child of the calling flow, in the same trace, and waits for its result. name is the step's
 // name. A cancel of the parent cancels the child. For a child that did not complete, Call returns a *[FlowError]. After
-// an hour, or longer while the child itself waits, it returns [ErrTimedOut], and the child continues.
+// a day, or longer while the child itself waits, it returns [ErrTimedOut], and the child continues.
 func (f Flow[In, Out]) Call(ctx context.Context, name string, in In) (out Out, err error) {
-	child, err := executions.Trigger(ctx, name, executions.Child{Flow: f.name, Input: in, Wait: true})
+	child, err := executions.Trigger(ctx, name, executions.Child{
+		Flow: f.name, Input: in, Wait: true, Timeout: executions.Patient,
+	})
 	if err != nil {
 		return out, err
 	}
@@ -201,7 +203,7 @@ func (c Child[Out]) ID() string { return c.id }
 // Wait suspends the calling flow until the child ends, and returns the child's result. Errors and the time limit are
 // those of [Flow.Call]. After ErrTimedOut the flow may wait again.
 func (c Child[Out]) Wait(ctx context.Context) (out Out, err error) {
-	child, err := executions.AwaitChild(ctx, c.name, c.id, 0)
+	child, err := executions.AwaitChild(ctx, c.name, c.id, executions.Patient)
 	if err != nil {
 		return out, err
 	}

@@ -208,17 +208,23 @@ func TestCancelOfParentCancelsStartedChildren(t *testing.T) {
 		return 0, lanekeeper.Sleep(ctx, "long", time.Hour)
 	})
 	parent := register(t, rt, "parent", func(ctx context.Context, _ struct{}) (int, error) {
-		for i := range 2 {
-			if _, err := child.StartChild(ctx, fmt.Sprint("child ", i), i); err != nil {
-				return 0, err
-			}
+		awaited, err := child.StartChild(ctx, "awaited", 1)
+		if err != nil {
+			return 0, err
 		}
-		return lanekeeper.WaitEvent[int](ctx, "never", "never", time.Hour)
+		if _, err := child.StartChild(ctx, "other", 2); err != nil {
+			return 0, err
+		}
+		return awaited.Wait(ctx)
 	})
 	run(t, rt)
 	h, err := parent.Start(t.Context(), struct{}{})
 	require.NoError(t, err)
 	pgtest.Until(t, pool, 3, `select count(*) from agent_executions where status = 'waiting'`)
+	pgtest.Equal(t, pool, "t true", `
+		select concat_ws(' ', waiting_until > clock_timestamp() + interval '23 hours', waiting_data -> 'patient')
+		  from agent_executions
+		 where id = $1`, h.ID())
 	require.NoError(t, h.Cancel(t.Context(), "not needed"))
 	pgtest.Equal(t, pool, 2, `
 		select count(*)

@@ -19,7 +19,8 @@ type Child struct {
 	ThreadID string // empty means the parent's thread
 	// Wait makes the parent wait durably for the end of the child. A cancel of the parent then cancels the child.
 	Wait bool
-	// Timeout bounds that wait; the limit is a day. 0 means an hour, or longer while the child itself waits.
+	// Timeout bounds that wait; the limit is a day. 0 means an hour, or longer while the child itself waits. See also
+	// [Patient].
 	Timeout time.Duration
 	// KeepLanes prevents an awaited child from borrowing its parent's lanes.
 	KeepLanes bool

@@ -68,13 +68,19 @@ func Approval(id string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "approval", key: id, timeout: timeout}
 }
 
+// Patient is a timeout of [Agent]: a day, or longer while the child itself waits.
+const Patient time.Duration = -1
+
 // Agent waits for the end of another execution, normally a child: AGENT_COMPLETED with its id as key. The outcome's
 // Data has its status, result_type and result_summary. The limit is a day. A timeout of 0 is 1 hour, or longer while
-// the child itself waits.
+// the child itself waits; see also [Patient].
 func Agent(childID string, timeout time.Duration) WaitFor {
 	w := WaitFor{kind: "agent", key: childID, timeout: timeout}
-	if timeout == 0 {
+	if timeout == 0 || timeout == Patient {
 		w.data = map[string]any{"patient": true}
+	}
+	if timeout == Patient {
+		_, w.timeout = Limits(w.kind)
 	}
 	return w
 }
