@@ -1,14 +1,15 @@
 package workspace_test
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"strings"
+	"sync"
 	"testing"
 	"testing/fstest"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
@@ -45,16 +46,18 @@ func TestApplyEvals(t *testing.T) {
 	got, err := evals.Get(t.Context(), pool, "returns")
 	require.NoError(t, err)
 	s := got.Definition.Cases[0].Skills["a"]
-	assert.Truef(t, got.Version == 2 && len(s) == 2 && s[1].Error == "down", "the suite is %+v", got)
+	assert.Equal(t, 2, got.Version)
+	require.Equal(t, 2, len(s))
+	assert.Equal(t, "down", s[1].Error)
 	old, err := evals.Version(t.Context(), pool, "returns", 1)
-	assert.Truef(t, err == nil && old.Definition.Trials == 2, "version 1 is %+v: %v", old, err)
+	require.NoError(t, err)
+	assert.Equal(t, 2, old.Definition.Trials)
 	apply(t, pool, load(t, "a.yaml", goodSkill))
 	_, err = evals.Get(t.Context(), pool, "returns")
-	assert.Error(t, err, "a suite that no file declares is still there")
+	assert.ErrorIs(t, err, evals.ErrNotFound, "a suite that no file declares is still there")
 }
 
-// The labels of a judge are in a file of the workspace, and become part of the suite.
-func TestLabelsOfAJudgeAreReadFromTheirFile(t *testing.T) {
+func TestLabelsOfJudgeAreReadFromTheirFile(t *testing.T) {
 	t.Parallel()
 	judged := strings.Replace(suite, "      - within: {iterations: 3}\n",
 		"      - judge: {rubric: Kind., labels: l/kind.jsonl}\n", 1)
@@ -64,46 +67,46 @@ func TestLabelsOfAJudgeAreReadFromTheirFile(t *testing.T) {
 	w, err := workspace.Load(folder(`{"answer": "No.", "pass": false}`))
 	require.NoError(t, err)
 	j := w.Evals[0].Definition.Cases[0].Expect[1].Judge
-	assert.Truef(t, len(j.Labelled) == 1 && j.Labelled[0] == (evals.JudgeLabel{Answer: "No."}), "the judge is %+v", j)
-	for labels, want := range map[string]string{
-		`{"answer": "No."}`: `e/a.yaml:15:40: cases[0].expect[1].judge.labels: label 1: must have "answer"`, "": "",
-	} {
-		_, err := workspace.Load(folder(labels))
-		if got := fmt.Sprint(err); want == "" && err != nil || want != "" && !strings.HasPrefix(got, want) {
-			t.Errorf("%s is refused by %v", labels, err)
-		}
-	}
+	assert.NoDiff(t, []evals.JudgeLabel{{Answer: "No."}}, j.Labelled)
+	_, err = workspace.Load(folder(""))
+	assert.NoError(t, err, "an empty file of labels")
+	_, err = workspace.Load(folder(`{"answer": "No."}`))
+	assert.ErrorContains(t, err, `e/a.yaml:15:40: cases[0].expect[1].judge.labels: label 1: must have "answer"`)
 	without := folder("")
 	delete(without, "e/l/kind.jsonl")
 	_, err = workspace.Load(without)
 	assert.Error(t, err, "a missing file is accepted")
 }
 
-func TestAProblemOfAnEvalHasItsLine(t *testing.T) {
+func TestEvalProblemNamesItsLine(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	lines := func(text, of string) int { return strings.Count(text[:strings.Index(text, of)], "\n") + 1 }
-	for was, now := range map[string]string{
-		"skill: a,":       "skill: b,",
-		"a: [{when":       "zz: [{when",
-		"times: 1":        "tims: 1",
-		"iterations: 3":   "latency: soon",
-		"{error: down}":   "{when: {}}",
-		"{user: \"Money":  "{usr: \"Money",
-		"name: returns\n": "name: returns\nagent: nobody\n",
+	lineOf := func(text, substring string) int {
+		return strings.Count(text[:strings.Index(text, substring)], "\n") + 1
+	}
+	for name, test := range map[string]struct{ old, new, wrong string }{
+		"unknown skill":    {"skill: a,", "skill: b,", "skill: b,"},
+		"stub of no skill": {"a: [{when", "zz: [{when", "zz: [{when"},
+		"unknown field":    {"times: 1", "tims: 1", "tims: 1"},
+		"wrong type":       {"iterations: 3", "latency: soon", "latency: soon"},
+		"empty stub":       {"{error: down}", "{when: {}}", "{when: {}}"},
+		"unknown role":     {`{user: "Money`, `{usr: "Money`, `{usr: "Money`},
+		"unknown agent":    {"name: returns\n", "name: returns\nagent: nobody\n", "agent: nobody"},
 	} {
-		text := strings.Replace(suite, was, now, 1)
-		at := lines(text, strings.TrimPrefix(now, "name: returns\n"))
-		w, err := workspace.Load(files("a.yaml", text))
-		if err == nil {
-			_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
-		}
-		problems, ok := err.(workspace.Problems) //nolint:errorlint // it is returned unchanged
-		assert.Truef(t, ok && problems[0].Line == at, "%s is not reported at line %d: %v", now, at, err)
+		t.Run(name, func(t *testing.T) {
+			text := strings.Replace(suite, test.old, test.new, 1)
+			w, err := workspace.Load(files("a.yaml", text))
+			if err == nil {
+				_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
+			}
+			problems, ok := err.(workspace.Problems) //nolint:errorlint // it is returned unchanged
+			require.Truef(t, ok, "the error is %v", err)
+			assert.Equal(t, lineOf(text, test.wrong), problems[0].Line, problems)
+		})
 	}
 }
 
-const gated = `
+const gatedWorkspace = `
 kind: agent
 name: nora
 instructions: Be kind.
@@ -134,10 +137,18 @@ func gatedApply(t testing.TB, pool *pgxpool.Pool, text string) (workspace.Diff, 
 	})
 }
 
-// play stores a run of the candidate text. Each case passes in some of its trials. Without a status, the run is still
-// running.
-func play(t testing.TB, pool *pgxpool.Pool, in evals.Installation, text, status string, trials, passes int) {
+// storedRun is a run of an eval: each case passes in some of its trials.
+type storedRun struct {
+	status         string // empty while it is running
+	trials, passes int
+	runtime        string // the installation's when empty
+}
+
+// storeRun stores a run of the candidate text.
+func storeRun(t testing.TB, pool *pgxpool.Pool, text string, run storedRun) {
 	t.Helper()
+	in := installation
+	in.Runtime = cmp.Or(run.runtime, in.Runtime)
 	all, err := workspace.Candidates(t.Context(), pool, load(t, "a.yaml", text), pruneAll, in)
 	require.NoError(t, err)
 	for _, s := range all {
@@ -152,133 +163,127 @@ func play(t testing.TB, pool *pgxpool.Pool, in evals.Installation, text, status 
 			select run.id, c ->> 'name', n, p, case when n <= $9 then 'pass' else 'fail' end
 			  from run, jsonb_array_elements($4::jsonb #> '{suite,definition,cases}') with ordinality x (c, p),
 			       generate_series(1, $3) n`,
-			s.Suite.Name, s.Agent.Name, trials, s, s.AgentDigest(), s.SuiteDigest(), s.Runtime, status, passes)
+			s.Suite.Name, s.Agent.Name, run.trials, s, s.AgentDigest(), s.SuiteDigest(), s.Runtime, run.status, run.passes)
 	}
 }
 
-// refusal returns the reason why an apply of text is rejected, or "".
-func refusal(t testing.TB, pool *pgxpool.Pool, text string) string {
+// applyAccepted applies text, which passes the gate.
+func applyAccepted(t testing.TB, pool *pgxpool.Pool, text string) {
 	t.Helper()
 	_, err := gatedApply(t, pool, text)
-	refused, is := errors.AsType[*evals.GateError](err)
-	switch {
-	case err == nil:
-		return ""
-	case !is || len(refused.Refusals) != 1:
-		t.Fatalf("the apply is rejected by %v", err)
-	}
-	return refused.Refusals[0].String()
+	assert.NoError(t, err, "the apply is refused")
 }
 
-func refuses(t testing.TB, pool *pgxpool.Pool, text, why string) {
+// applyRefused applies text, which the gate refuses for one reason that contains want. The workspace stays as it is.
+func applyRefused(t testing.TB, pool *pgxpool.Pool, text, want string) {
 	t.Helper()
-	if got := refusal(t, pool, text); why == "" && got != "" || !strings.Contains(got, why) {
-		t.Errorf("the apply is refused because %q, want %q", got, why)
-	}
+	_, err := gatedApply(t, pool, text)
+	refused, ok := errors.AsType[*evals.GateError](err)
+	require.Truef(t, ok, "the apply ends with %v, want a refusal: %s", err, want)
+	require.Equal(t, 1, len(refused.Refusals), err)
+	assert.Contains(t, refused.Refusals[0].String(), want)
 }
 
-func with(was, now string) string { return strings.Replace(gated, was, now, 1) }
+// gatedWith returns the gated workspace with a replaced part.
+func gatedWith(old, replacement string) string {
+	return strings.Replace(gatedWorkspace, old, replacement, 1)
+}
 
-// The first apply passes. After that, each change visible to a trial needs a run, and other changes do not.
-func TestAGateWantsARunOfExactlyWhatIsApplied(t *testing.T) {
+func TestGateRequiresRunOfAppliedVersion(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	refuses(t, pool, gated, "")
-	for was, now := range map[string]string{
+	applyAccepted(t, pool, gatedWorkspace)           // the first apply needs no run
+	for old, replacement := range map[string]string{ // no trial sees these changes
 		"keys: [web]": "keys: [app]", "trials: 4": "trials: 3", "select 1 as one": "select 2 as one",
 	} {
-		refuses(t, pool, with(was, now), "")
-		refuses(t, pool, gated, "")
+		applyAccepted(t, pool, gatedWith(old, replacement))
+		applyAccepted(t, pool, gatedWorkspace)
 	}
-	const none = "manners: it has not run against this workspace"
-	for was, now := range map[string]string{
+	const noRun = "manners: it has not run against this workspace"
+	for old, replacement := range map[string]string{ // each trial sees these changes
 		"Be kind.": "Be rude.", "Looks.": "Stares.", "keys: [web]": "model: other", "user: hi": "user: hello",
 		"scope: external": "scope: both", "name: nora": "name: dora",
 	} {
-		refuses(t, pool, with(was, now), none)
+		applyRefused(t, pool, gatedWith(old, replacement), noRun)
 	}
-	rude := with("Be kind.", "Be rude.")
-	play(t, pool, installation, rude, "", 4, 4)
-	refuses(t, pool, rude, none) // the run is still running
-	play(t, pool, installation, rude, "passed", 3, 3)
-	refuses(t, pool, rude, none) // too few trials
-	other := installation
-	other.Runtime = "v2"
-	play(t, pool, other, rude, "passed", 4, 4)
-	refuses(t, pool, rude, none)
-	play(t, pool, installation, strings.Replace(rude, "Looks.", "Stares.", 1), "passed", 4, 4)
-	refuses(t, pool, rude, none)
-	play(t, pool, installation, rude, "passed", 4, 4)
-	play(t, pool, installation, rude, "failed", 4, 3)
-	refuses(t, pool, rude, "manners: a pass rate of 0.75, below 1.00, in run") // the newest run counts
-	play(t, pool, installation, rude, "passed", 4, 4)
-	refuses(t, pool, rude, "")
+	changed := gatedWith("Be kind.", "Be rude.")
+	storeRun(t, pool, changed, storedRun{trials: 4, passes: 4})
+	applyRefused(t, pool, changed, noRun) // the run is still running
+	storeRun(t, pool, changed, storedRun{status: "passed", trials: 3, passes: 3})
+	applyRefused(t, pool, changed, noRun) // too few trials
+	storeRun(t, pool, changed, storedRun{status: "passed", trials: 4, passes: 4, runtime: "v2"})
+	applyRefused(t, pool, changed, noRun) // another runtime
+	storeRun(t, pool, strings.Replace(changed, "Looks.", "Stares.", 1), storedRun{status: "passed", trials: 4, passes: 4})
+	applyRefused(t, pool, changed, noRun) // another skill
+	storeRun(t, pool, changed, storedRun{status: "passed", trials: 4, passes: 4})
+	storeRun(t, pool, changed, storedRun{status: "failed", trials: 4, passes: 3})
+	applyRefused(t, pool, changed, "manners: a pass rate of 0.75, below 1.00, in run") // the newest run counts
+	storeRun(t, pool, changed, storedRun{status: "passed", trials: 4, passes: 4})
+	applyAccepted(t, pool, changed)
 }
 
 // The gate of the suite before the apply counts, so no apply can loosen the gate that it has to pass.
-func TestAnApplyDoesNotLoosenItsOwnGate(t *testing.T) {
+func TestApplyDoesNotLoosenItsOwnGate(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	refuses(t, pool, gated, "")
-	rude := with("Be kind.", "Be rude.")
-	for was, now := range map[string]string{
+	applyAccepted(t, pool, gatedWorkspace)
+	changed := gatedWith("Be kind.", "Be rude.")
+	for old, replacement := range map[string]string{
 		"gate: {margin: 0.25}\n": "", "gate: {margin": "gate: {pass_rate: 0.1, margin",
 	} {
-		loose := strings.Replace(rude, was, now, 1)
-		play(t, pool, installation, loose, "failed", 4, 2)
-		refuses(t, pool, loose, "c1 (2/4)")
+		looserGate := strings.Replace(changed, old, replacement, 1)
+		storeRun(t, pool, looserGate, storedRun{status: "failed", trials: 4, passes: 2})
+		applyRefused(t, pool, looserGate, "c1 (2/4)")
 	}
-	whole, _, _ := strings.Cut(rude, "---\nkind: eval")
-	refuses(t, pool, whole, "it is removed together with a change of its agent")
-	kept, _, _ := strings.Cut(gated, "---\nkind: eval")
-	refuses(t, pool, kept, "") // removed alone
-	refuses(t, pool, whole, "")
+	changedWithoutEval, _, _ := strings.Cut(changed, "---\nkind: eval")
+	applyRefused(t, pool, changedWithoutEval, "it is removed together with a change of its agent")
+	withoutEval, _, _ := strings.Cut(gatedWorkspace, "---\nkind: eval")
+	applyAccepted(t, pool, withoutEval) // removed alone
+	applyAccepted(t, pool, changedWithoutEval)
 }
 
 // A run with failed trials passes the gate if the statistics rate it as not worse than the present version.
-func TestAGateComparesWithThePresentVersion(t *testing.T) {
+func TestGateComparesWithPresentVersion(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	text := gated
+	text := gatedWorkspace
 	for i := range 9 {
 		text += fmt.Sprintf("  - {name: d%d, messages: [{user: hi}], expect: [{answer: {contains: hi}}]}\n", i)
 	}
-	refuses(t, pool, text, "")
-	play(t, pool, installation, text, "failed", 4, 3)
-	rude := strings.Replace(text, "Be kind.", "Be rude.", 1)
-	play(t, pool, installation, rude, "failed", 4, 1)
-	refuses(t, pool, rude, "worse than the present version by 0.50")
-	low := strings.Replace(rude, "margin: 0.25", "margin: 0.25, pass_rate: 0.2", 1)
-	play(t, pool, installation, low, "failed", 4, 1)
-	refuses(t, pool, low, "worse than the present version by 0.50") // any rate suffices
-	play(t, pool, installation, rude, "failed", 4, 3)
-	refuses(t, pool, rude, "") // not worse by the margin
+	applyAccepted(t, pool, text)
+	storeRun(t, pool, text, storedRun{status: "failed", trials: 4, passes: 3})
+	changed := strings.Replace(text, "Be kind.", "Be rude.", 1)
+	storeRun(t, pool, changed, storedRun{status: "failed", trials: 4, passes: 1})
+	applyRefused(t, pool, changed, "worse than the present version by 0.50")
+	lowerPassRate := strings.Replace(changed, "margin: 0.25", "margin: 0.25, pass_rate: 0.2", 1)
+	storeRun(t, pool, lowerPassRate, storedRun{status: "failed", trials: 4, passes: 1})
+	applyRefused(t, pool, lowerPassRate, "worse than the present version by 0.50") // any rate suffices
+	storeRun(t, pool, changed, storedRun{status: "failed", trials: 4, passes: 3})
+	applyAccepted(t, pool, changed) // not worse by the margin
 }
 
 // Two applies run one after the other. The gate checks the second one against the state after the first.
-func TestConcurrentAppliesDoNotPassTheGateTogether(t *testing.T) {
+func TestConcurrentAppliesDoNotPassGateTogether(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	refuses(t, pool, gated, "")
-	one, two := with("Be kind.", "Be brief."), with("Looks.", "Stares.")
-	play(t, pool, installation, one, "passed", 4, 4)
-	play(t, pool, installation, two, "passed", 4, 4)
+	applyAccepted(t, pool, gatedWorkspace)
+	one, two := gatedWith("Be kind.", "Be brief."), gatedWith("Looks.", "Stares.")
+	storeRun(t, pool, one, storedRun{status: "passed", trials: 4, passes: 4})
+	storeRun(t, pool, two, storedRun{status: "passed", trials: 4, passes: 4})
 	agent, _, _ := strings.Cut(one, "---\nkind: skill")
 	_, rest, _ := strings.Cut(two, "---\n")
-	var group errgroup.Group
-	results := make(chan error, 2)
-	for _, part := range []string{agent, rest} {
-		group.Go(func() error {
-			_, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", part), workspace.Options{
+	var group sync.WaitGroup
+	var errs [2]error
+	for i, part := range []string{agent, rest} {
+		w := load(t, "a.yaml", part)
+		group.Go(func() {
+			_, errs[i] = workspace.Apply(t.Context(), pool, w, workspace.Options{
 				Gate: &workspace.Gate{Installation: installation}, // keeps the rest
 			})
-			results <- err
-			return nil
 		})
 	}
-	require.NoError(t, group.Wait())
-	first, second := <-results, <-results
-	_, refused := errors.AsType[*evals.GateError](errors.Join(first, second))
-	assert.Truef(t, refused && (first == nil || second == nil),
-		"the applies end with %v and %v, want one refusal", first, second)
+	group.Wait()
+	_, refused := errors.AsType[*evals.GateError](errors.Join(errs[:]...))
+	assert.Truef(t, refused && (errs[0] == nil || errs[1] == nil),
+		"the applies end with %v and %v, want one refusal", errs[0], errs[1])
 }
