@@ -88,8 +88,8 @@ func (a *assembly) addPart(p *part) string {
 		a.opaque.add(name, piece)
 	}
 	a.refusal.WriteString(p.Refusal)
-	for _, f := range p.Calls {
-		a.calls.add(f)
+	for _, delta := range p.Calls {
+		a.calls.add(delta)
 	}
 	return text
 }
@@ -132,11 +132,11 @@ func (a *assembly) setUsagePending(pending bool) { a.pending = pending }
 
 func (a *assembly) usageSoFar() (used Usage, pending bool) { return a.usage, a.pending }
 
-func (a *assembly) empty() bool { return a.text.Len()+a.refusal.Len()+len(a.calls.list) == 0 }
+func (a *assembly) empty() bool { return a.text.Len()+a.refusal.Len()+len(a.calls.calls) == 0 }
 
 func (a *assembly) size() int {
 	n := a.text.Len() + a.reasoning.Len() + a.refusal.Len()
-	for _, call := range a.calls.list {
+	for _, call := range a.calls.calls {
 		n += len(call.name) + call.arguments.Len()
 	}
 	return n

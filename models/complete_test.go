@@ -162,6 +162,10 @@ func TestToolCallsAreEqualInAllDialects(t *testing.T) {
 			modeltest.Fragments(call(at(0), "x", "a", `{"p"`), call(at(0), "x", "a", `:1}`)),
 			[]want{{"a", `{"p":1}`}},
 		},
+		"name repeated, id in a later fragment": {
+			modeltest.Fragments(call(at(0), "", "a", `{"p"`), call(at(0), "x", "a", `:1}`)),
+			[]want{{"a", `{"p":1}`}},
+		},
 		"no ids": {
 			modeltest.Fragments(call(at(0), "", "a", "{}"), call(at(1), "", "a", "{}")),
 			[]want{{"a", "{}"}, {"a", "{}"}},

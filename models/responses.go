@@ -360,9 +360,9 @@ func (r *response) answer(req Request, origin string) answer {
 			continue
 		}
 		missingID = missingID || item.CallID == ""
-		var f callDelta
-		f.ID, f.Function.Name, f.Function.Arguments = cmp.Or(item.CallID, item.ID), item.Name, arguments(item.Arguments)
-		r.calls.add(f)
+		delta := callDelta{ID: cmp.Or(item.CallID, item.ID)}
+		delta.Function.Name, delta.Function.Arguments = item.Name, arguments(item.Arguments)
+		r.calls.add(delta)
 	}
 	m.ToolCalls = r.calls.finish(req, origin, r.finish == FinishLength)
 	finish := r.finish

@@ -12,9 +12,21 @@ import (
 	"strings"
 )
 
+// callDelta is a part of a tool call, or a whole call.
+type callDelta struct {
+	Index    *int   `json:"index"`
+	ID       string `json:"id"`
+	Function struct {
+		Name      string    `json:"name"`
+		Arguments arguments `json:"arguments"`
+	} `json:"function"`
+
+	opaque map[string]json.RawMessage // the other fields
+}
+
 // callAssembler assembles tool calls from their deltas. Its zero value is ready.
 type callAssembler struct {
-	list []*partialCall
+	calls []*partialCall
 }
 
 // partialCall is a call whose deltas are still arriving.
@@ -26,69 +38,71 @@ type partialCall struct {
 }
 
 // add adds a delta to its call, or starts a call.
-func (c *callAssembler) add(f callDelta) {
-	call := c.callOf(f)
+func (c *callAssembler) add(delta callDelta) {
+	call := c.find(delta)
 	if call == nil {
-		call = &partialCall{index: -1, id: f.ID, name: f.Function.Name}
-		if f.Index != nil {
-			call.index = *f.Index
+		call = &partialCall{index: -1, name: delta.Function.Name}
+		if delta.Index != nil {
+			call.index = *delta.Index
 		}
-		c.list = append(c.list, call)
+		c.calls = append(c.calls, call)
 	} else if call.name == "" {
-		call.name = f.Function.Name
+		call.name = delta.Function.Name
 	}
-	call.id = cmp.Or(call.id, f.ID)
-	call.arguments.WriteString(string(f.Function.Arguments))
-	for name, piece := range f.opaque {
+	call.id = cmp.Or(call.id, delta.ID)
+	call.arguments.WriteString(string(delta.Function.Arguments))
+	for name, piece := range delta.opaque {
 		call.opaque.add(name, piece)
 	}
 }
 
-// callOf returns the call that f continues; nil if f starts a call. The index decides; without an index, the id
-// decides. Without both, a name starts a call, and any other callDelta belongs to the last call.
-func (c *callAssembler) callOf(f callDelta) *partialCall {
-	for _, call := range slices.Backward(c.list) {
+// find returns the call that a delta continues; nil if the delta starts a call. A delta with an index continues the
+// newest call with that index, unless startsNew. A delta without an index continues the newest call with its id. If
+// no call has its id, a delta with a name starts a call, and a delta without a name continues the last call.
+func (c *callAssembler) find(delta callDelta) *partialCall {
+	for _, call := range slices.Backward(c.calls) {
 		switch {
-		case f.Index != nil && call.index == *f.Index:
-			if call.startsNew(f) {
+		case delta.Index != nil && call.index == *delta.Index:
+			if call.startsNew(delta) {
 				return nil
 			}
 			return call
-		case f.Index == nil && f.ID != "" && call.id == f.ID:
+		case delta.Index == nil && delta.ID != "" && call.id == delta.ID:
 			return call
 		}
 	}
-	if f.Index == nil && f.Function.Name == "" && len(c.list) > 0 {
-		return c.list[len(c.list)-1]
+	if delta.Index == nil && delta.Function.Name == "" && len(c.calls) > 0 {
+		return c.calls[len(c.calls)-1]
 	}
 	return nil
 }
 
-// startsNew reports whether f starts a new call under the same index. Servers that send whole calls may give each the
-// index 0. Others repeat the name in every callDelta.
-func (call *partialCall) startsNew(f callDelta) bool {
-	if f.Function.Name == "" || call.name == "" {
+// startsNew reports whether a delta starts a new call under the same index. Servers that send whole calls may give each
+// the index 0. Others repeat the name in every delta, and may send the id late.
+func (call *partialCall) startsNew(delta callDelta) bool {
+	if delta.Function.Name == "" || call.name == "" {
 		return false
 	}
-	if f.ID != "" {
-		return f.ID != call.id
+	if delta.ID != "" && call.id != "" {
+		return delta.ID != call.id
 	}
-	return f.Function.Name != call.name || json.Valid([]byte(call.arguments.String()))
+	// After complete arguments, a repeated name starts the next call.
+	return delta.Function.Name != call.name || json.Valid([]byte(call.arguments.String()))
 }
 
-// finish returns the calls by index, or in their order without an index. Every call has a unique id. A hash of the
-// request and the position replaces a missing or repeated id, so equal answers have equal ids. finish drops a call
-// without arguments from a truncated answer, because the cut lost them.
-func (c *callAssembler) finish(req Request, origin string, cut bool) []ToolCall {
+// finish sorts the calls by index and returns them with unique ids. It derives a missing or repeated id from the
+// request and the position, so a repeated request yields the same ids. It drops a call without arguments from a
+// truncated answer, because the server may not have sent them, and a call without both name and arguments.
+func (c *callAssembler) finish(req Request, origin string, truncated bool) []ToolCall {
 	var out []ToolCall
 	seen := map[string]bool{}
-	slices.SortStableFunc(c.list, func(a, b *partialCall) int { return cmp.Compare(a.index, b.index) })
-	for place, call := range c.list {
-		if call.arguments.Len() == 0 && (cut || call.name == "") {
+	slices.SortStableFunc(c.calls, func(a, b *partialCall) int { return cmp.Compare(a.index, b.index) })
+	for position, call := range c.calls {
+		if call.arguments.Len() == 0 && (truncated || call.name == "") {
 			continue
 		}
 		if call.id == "" || seen[call.id] {
-			call.id = derivedID(req, place, call.name)
+			call.id = derivedID(req, position, call.name)
 		}
 		seen[call.id] = true
 		toolCall := ToolCall{
@@ -104,10 +118,10 @@ func (c *callAssembler) finish(req Request, origin string, cut bool) []ToolCall 
 	return out
 }
 
-// derivedID has the form of a server's id.
-func derivedID(req Request, place int, name string) string {
+// derivedID returns the id of a call at a position of the answer to a request. It has the form of a server's id.
+func derivedID(req Request, position int, name string) string {
 	hash := sha256.New()
-	for _, v := range []any{req.Model, req.Messages, req.IdempotencyKey, place, name} {
+	for _, v := range []any{req.Model, req.Messages, req.IdempotencyKey, position, name} {
 		encoded, err := json.Marshal(v)
 		if err != nil {
 			encoded = fmt.Appendf(nil, "%v", v) // a message that does not encode was never sent
@@ -117,34 +131,22 @@ func derivedID(req Request, place int, name string) string {
 	return "call_" + hex.EncodeToString(hash.Sum(nil))[:24]
 }
 
-// callDelta is a part of a tool call, or a whole call.
-type callDelta struct {
-	Index    *int   `json:"index"`
-	ID       string `json:"id"`
-	Function struct {
-		Name      string    `json:"name"`
-		Arguments arguments `json:"arguments"`
-	} `json:"function"`
-
-	opaque map[string]json.RawMessage
-}
-
-func (f *callDelta) UnmarshalJSON(raw []byte) error {
-	type plain callDelta
-	if err := json.Unmarshal(raw, (*plain)(f)); err != nil {
+func (d *callDelta) UnmarshalJSON(raw []byte) error {
+	type withoutMethods callDelta
+	if err := json.Unmarshal(raw, (*withoutMethods)(d)); err != nil {
 		return err
 	}
-	if err := json.Unmarshal(raw, &f.opaque); err != nil {
+	if err := json.Unmarshal(raw, &d.opaque); err != nil {
 		return err
 	}
-	maps.DeleteFunc(f.opaque, func(name string, _ json.RawMessage) bool { return slices.Contains(callMembers, name) })
+	maps.DeleteFunc(d.opaque, func(name string, _ json.RawMessage) bool { return slices.Contains(callFields, name) })
 	return nil
 }
 
-// callMembers are the known fields of a tool call. The client sends all other fields back.
-var callMembers = []string{"index", "id", "type", "function"}
+// callFields are the known fields of a tool call. The client sends all other fields back.
+var callFields = []string{"index", "id", "type", "function"}
 
-// arguments are a text that should be JSON. Some servers send the JSON itself.
+// arguments is JSON, encoded as a string. Some servers send the bare JSON value.
 type arguments string
 
 func (a *arguments) UnmarshalJSON(raw []byte) error {
