@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 )
 
@@ -110,10 +111,12 @@ func (a *assembly) count(u *wireUsage) {
 	if u == nil || !u.plausible() || u.Prompt+u.Completion+u.Total == 0 {
 		return
 	}
-	a.usage = Usage{PromptTokens: u.Prompt, CompletionTokens: max(u.Completion, u.Total-u.Prompt), TotalTokens: u.Total}
+	a.usage = Usage{
+		PromptTokens: int(u.Prompt), CompletionTokens: int(max(u.Completion, u.Total-u.Prompt)), TotalTokens: int(u.Total),
+	}
 	if u.Details != nil {
-		a.usage.CachedTokens = min(max(u.Details.Cached, 0), u.Prompt)
-		a.usage.CacheWriteTokens = min(max(u.Details.CacheWrite, 0), u.Prompt-a.usage.CachedTokens)
+		a.usage.CachedTokens = min(max(int(u.Details.Cached), 0), a.usage.PromptTokens)
+		a.usage.CacheWriteTokens = min(max(int(u.Details.CacheWrite), 0), a.usage.PromptTokens-a.usage.CachedTokens)
 	}
 }
 
@@ -215,16 +218,31 @@ func (p *part) UnmarshalJSON(raw []byte) error {
 var reasoningNames = []string{"reasoning_content", "reasoning", "thinking"}
 
 type wireUsage struct {
-	Prompt     int           `json:"prompt_tokens"`
-	Completion int           `json:"completion_tokens"`
-	Total      int           `json:"total_tokens"`
+	Prompt     tokenCount    `json:"prompt_tokens"`
+	Completion tokenCount    `json:"completion_tokens"`
+	Total      tokenCount    `json:"total_tokens"`
 	Details    *usageDetails `json:"prompt_tokens_details"`
 }
 
 // usageDetails split the prompt's tokens.
 type usageDetails struct {
-	Cached     int `json:"cached_tokens"`
-	CacheWrite int `json:"cache_write_tokens"`
+	Cached     tokenCount `json:"cached_tokens"`
+	CacheWrite tokenCount `json:"cache_write_tokens"`
+}
+
+// tokenCount is a server's count, which may have a point. It is -1 for a value that is no plausible count, so the
+// answer does not fail.
+type tokenCount int
+
+func (t *tokenCount) UnmarshalJSON(raw []byte) error {
+	if string(raw) == "null" {
+		return nil
+	}
+	*t = -1
+	if n, err := strconv.ParseFloat(string(raw), 64); err == nil && n >= 0 && n <= 2*maxPlausibleTokens {
+		*t = tokenCount(n)
+	}
+	return nil
 }
 
 // contentText is content: a string, or a list of parts whose texts count. It replaces a NUL like the stored records do,

@@ -310,6 +310,23 @@ func TestReasoningOnlyInTotalIsPriced(t *testing.T) {
 	assert.Equal(t, (20*0.3+410*2.5)/1e6, resp.CostUSD)
 }
 
+// A server without counts may send the largest number, and another one counts with a point.
+func TestOddUsageDoesNotFailAnswer(t *testing.T) {
+	t.Parallel()
+	answer := func(usage string) modeltest.Reply {
+		return modeltest.Raw(200, "application/json",
+			`{"choices":[{"message":{"content":"ok"},"finish_reason":"stop"}],"usage":{`+usage+`}}`)
+	}
+	server := modeltest.New(t, answer(`"prompt_tokens":18446744073709551615,"completion_tokens":1,"total_tokens":0`),
+		answer(`"prompt_tokens":20.0,"completion_tokens":1e1,"total_tokens":30`), answer(`"prompt_tokens":"many"`))
+	c := client(t, server)
+	for _, want := range []models.Usage{{}, {PromptTokens: 20, CompletionTokens: 10, TotalTokens: 30}, {}} {
+		resp := complete(t, c, ask("hi"))
+		assert.Truef(t, resp.Attempts == 1 && (resp.Usage == want || want == models.Usage{} && resp.Usage.Estimated),
+			"%d attempts, usage %+v", resp.Attempts, resp.Usage)
+	}
+}
+
 func TestCacheWritesArePriced(t *testing.T) {
 	t.Parallel()
 	const usage = `{"choices":[{"message":{"content":"ok"},"finish_reason":"stop"}],"usage":{"prompt_tokens":1000,` +

@@ -172,9 +172,9 @@ type responseObject struct {
 		Reason string `json:"reason"`
 	} `json:"incomplete_details"`
 	Usage *struct {
-		Input   int           `json:"input_tokens"`
-		Output  int           `json:"output_tokens"`
-		Total   int           `json:"total_tokens"`
+		Input   tokenCount    `json:"input_tokens"`
+		Output  tokenCount    `json:"output_tokens"`
+		Total   tokenCount    `json:"total_tokens"`
 		Details *usageDetails `json:"input_tokens_details"`
 	} `json:"usage"`
 }
