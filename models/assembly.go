@@ -245,12 +245,16 @@ func (t *tokenCount) UnmarshalJSON(raw []byte) error {
 	return nil
 }
 
-// contentText is content: a string, or a list of parts whose texts count. It replaces a NUL like the stored records do,
+// contentText is content: a string, a part, or a list of parts whose texts count. The deltas of some items of an answer
+// are objects without a text. contentText replaces a NUL like the stored records do,
 // so displayed and stored text agree.
 type contentText string
 
 func (w *contentText) UnmarshalJSON(raw []byte) error {
 	defer func() { *w = contentText(strings.ReplaceAll(string(*w), "\x00", "\uFFFD")) }()
+	if bytes.HasPrefix(raw, []byte("{")) {
+		raw = slices.Concat([]byte("["), raw, []byte("]"))
+	}
 	if !bytes.HasPrefix(raw, []byte("[")) {
 		return json.Unmarshal(raw, (*string)(w))
 	}

@@ -191,6 +191,8 @@ func TestResponseEndEvents(t *testing.T) {
 		),
 		modeltest.Text("at last"),
 		responseEvents(`{"type":"error","code":"invalid_request_error","message":"no good"}`),
+		responseEvents(`{"type":"response.mcp_call_arguments.delta","delta":{"a":1}}`, delta,
+			`{"type":"response.completed","response":{"status":"completed"}}`),
 	)
 	c := client(t, server, func(c *models.Config) { c.API = models.APIResponses })
 	if resp := complete(t, c, ask("hi")); resp.Message.Content != "whole" || resp.Attempts != 2 {
@@ -206,6 +208,7 @@ func TestResponseEndEvents(t *testing.T) {
 	_, err := c.Complete(t.Context(), ask("hi"))
 	failure, ok := errors.AsType[*models.Error](err)
 	assert.Truef(t, ok && !failure.Retryable && failure.Message == "no good", "err = %v", err)
+	assert.Equal(t, "half", complete(t, c, ask("hi")).Message.Content, "beside the delta of another item")
 }
 
 func TestMissingResponsesRouteFallsBackToChat(t *testing.T) {
