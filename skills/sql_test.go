@@ -65,6 +65,8 @@ func TestSQLArgumentsAreParameters(t *testing.T) {
 		"injection dollar": {"body = @x", `{"x": "$$ or true"}`, none},
 		"placeholder text": {"body = @x", `{"x": "@x"}`, none},
 		"number":           {"id = @x", `{"x": 1}`, one},
+		"number and point": {"id = @x", `{"x": 1.0}`, one},
+		"exponent":         {"id = any(@x)", `{"x": [1e0, 7.0]}`, one},
 		"number as text":   {"body = 'one' and @x = '1.50'", `{"x": 1.50}`, one},
 		"boolean":          {"id = 1 and @x", `{"x": true}`, one},
 		"timestamp":        {"at = @x", `{"x": "2026-01-02T04:04:05+01:00"}`, one},

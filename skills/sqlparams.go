@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"math/big"
 	"regexp"
 	"slices"
 	"strings"
@@ -82,6 +83,9 @@ func parameterText(value any, oid uint32) ([]byte, error) {
 	case string:
 		return []byte(v), nil
 	case json.Number:
+		if slices.Contains([]uint32{pgtype.Int2OID, pgtype.Int4OID, pgtype.Int8OID}, oid) {
+			return []byte(integerText(v)), nil
+		}
 		return []byte(v.String()), nil
 	case bool:
 		return fmt.Append(nil, v), nil
@@ -90,26 +94,40 @@ func parameterText(value any, oid uint32) ([]byte, error) {
 			return json.Marshal(v)
 		}
 		var b strings.Builder
-		err := arrayText(&b, v)
+		err := arrayText(&b, v, integerElements[oid])
 		return []byte(b.String()), err
 	}
 	return json.Marshal(value)
 }
 
-// arrayText writes a PostgreSQL array literal with every element quoted.
-func arrayText(b *strings.Builder, items []any) error {
+// integerElements are the element types of the integer arrays.
+var integerElements = map[uint32]uint32{
+	pgtype.Int2ArrayOID: pgtype.Int2OID, pgtype.Int4ArrayOID: pgtype.Int4OID, pgtype.Int8ArrayOID: pgtype.Int8OID,
+}
+
+// integerText writes a whole number without a point or an exponent. JSON Schema accepts 2.0 as an integer; PostgreSQL
+// does not.
+func integerText(n json.Number) string {
+	if exact, ok := new(big.Rat).SetString(n.String()); ok && exact.IsInt() {
+		return exact.Num().String()
+	}
+	return n.String()
+}
+
+// arrayText writes a PostgreSQL array literal with every element quoted. oid is the type of the elements, if known.
+func arrayText(b *strings.Builder, items []any, oid uint32) error {
 	b.WriteByte('{')
 	for i, item := range items {
 		if i > 0 {
 			b.WriteByte(',')
 		}
 		if nested, ok := item.([]any); ok {
-			if err := arrayText(b, nested); err != nil {
+			if err := arrayText(b, nested, oid); err != nil {
 				return err
 			}
 			continue
 		}
-		text, err := parameterText(item, 0)
+		text, err := parameterText(item, oid)
 		switch {
 		case err != nil:
 			return err
