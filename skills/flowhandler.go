@@ -11,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -27,10 +28,10 @@ type FlowRequest struct {
 type FlowAnswer struct {
 	ExecutionID string            `json:"execution_id"`
 	Status      executions.Status `json:"status"`
-	Summary     string            `json:"summary,omitempty"`
+	Summary     string            `json:"summary,omitempty"` // cut at 64 KiB
 	Error       string            `json:"error,omitempty"`
-	Variables   json.RawMessage   `json:"variables,omitempty"`
-	Result      json.RawMessage   `json:"result,omitempty"` // omitted above 64 KiB
+	Variables   json.RawMessage   `json:"variables,omitempty"` // omitted above 64 KiB
+	Result      json.RawMessage   `json:"result,omitempty"`    // omitted above 64 KiB
 }
 
 // RunFlow starts an execution for a flow: skill. It is safe for concurrent use.
@@ -146,7 +147,10 @@ func awaitEnd(
 func flowAnswer(x executions.Execution) FlowAnswer {
 	got := FlowAnswer{ExecutionID: x.ID, Status: x.Status}
 	if x.Status.Ended() {
-		got.Summary, got.Variables = x.ResultSummary, x.Variables
+		got.Summary = textcut.Text(x.ResultSummary, maxFlowResult)
+		if len(x.Variables) <= maxFlowResult {
+			got.Variables = x.Variables
+		}
 		if len(x.Result) <= maxFlowResult {
 			got.Result = x.Result
 		}

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -120,6 +121,8 @@ func TestFlowSkill(t *testing.T) {
 	assert.Truef(t, got.Status == executions.Completed && got.Summary == "hello Eva" &&
 		string(got.Variables) == `{"greeted":"Eva"}` && string(got.Result) == "3", "answer %+v", got)
 	assert.Equal(t, got.ExecutionID, call(greet, `{"name": "Eva"}`, "k1").ExecutionID)
+	got = call(greet, `{"name": "`+strings.Repeat("x", 300<<10)+`"}`, "")
+	assert.Truef(t, got.Status == executions.Completed && got.Variables == nil, "large variables: %.100s", got.Variables)
 	if got := call(greet, `{"name": "nobody"}`, ""); got.Status != executions.Failed || got.Error != "there is nobody" {
 		t.Errorf("the answer about a failed execution is %+v", got)
 	}
