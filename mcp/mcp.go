@@ -29,7 +29,7 @@
 //
 // [Server] offers skills over HTTP, behind the caller's access check, and over stdio. Each call is an execution of
 // the flow mcp.call. A skill whose trust is "approve" waits for an approval: the caller receives the approval's id.
-// After the decision, the same call with the same arguments receives the answer once.
+// After the decision, the same call of this caller with the same arguments receives the answer once.
 package mcp
 
 import (

@@ -105,13 +105,19 @@ func (f *serverFixture) requireApproval() {
 // http returns a stock client of the handler behind a token.
 func (f *serverFixture) http() *sdk.ClientSession {
 	f.t.Helper()
+	return f.httpAs("ana")
+}
+
+// httpAs is like http, for another principal.
+func (f *serverFixture) httpAs(principal string) *sdk.ClientSession {
+	f.t.Helper()
 	guarded := f.server.Handler()
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Header.Get("Authorization") != "Bearer admin" {
 			w.WriteHeader(http.StatusUnauthorized)
 			return
 		}
-		guarded.ServeHTTP(w, r.WithContext(activity.WithActor(r.Context(), activity.Actor{Name: "ana"})))
+		guarded.ServeHTTP(w, r.WithContext(activity.WithActor(r.Context(), activity.Actor{Name: principal})))
 	}))
 	f.t.Cleanup(s.Close)
 	client := sdk.NewClient(&sdk.Implementation{Name: "stock", Version: "1"}, nil)
@@ -157,6 +163,20 @@ func TestApprovalNamesItsRequester(t *testing.T) {
 	f.requireApproval()
 	callTool(t, f.http(), "add", map[string]int{"a": 1})
 	pgtest.Equal(t, f.pool, "ana", `select array_to_string(requested_by, ' ') from agent_approvals`)
+}
+
+func TestApprovedAnswerBelongsToItsCaller(t *testing.T) {
+	t.Parallel()
+	f := newServerFixture(t)
+	f.requireApproval()
+	args := map[string]int{"a": 1}
+	ana, bob := f.http(), f.httpAs("bob")
+	id := wantPendingApproval(t, callTool(t, ana, "add", args))
+	_, err := approvals.Decide(t.Context(), f.pool, id, true, "admin", "")
+	require.NoError(t, err)
+	assert.True(t, id != wantPendingApproval(t, callTool(t, bob, "add", args)), "bob's call has ana's approval")
+	r := callTool(t, ana, "add", args)
+	assert.Truef(t, !r.IsError, "ana's call answers %s", resultText(r))
 }
 
 func toolNames(t *testing.T, session *sdk.ClientSession) []string {

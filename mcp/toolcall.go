@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -97,7 +98,7 @@ func (s *Server) callTool(ctx context.Context, name string, args json.RawMessage
 	return toolResult(execution), nil
 }
 
-// callWithApproval finds the execution that an earlier try of this call started, or starts an execution. It returns a
+// callWithApproval finds the execution that an earlier try of this caller started, or starts an execution. It returns a
 // pending execution, or an ended execution whose answer then belongs to this caller alone.
 func (s *Server) callWithApproval(
 	ctx context.Context, skill skills.Skill, args json.RawMessage, spec executions.Spec,
@@ -105,6 +106,9 @@ func (s *Server) callWithApproval(
 	hash, err := approvals.Hash(args)
 	if err != nil {
 		return executions.Execution{}, err
+	}
+	if actor := activity.ActorFrom(ctx).Name; actor != activity.Admin && actor != principals.Root {
+		hash += " " + actor // another caller must not collect the answer
 	}
 	for {
 		id, err := openCall(ctx, s.Pool, skill, hash)
