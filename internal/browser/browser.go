@@ -141,17 +141,20 @@ func (p *Page) do(what string, steps ...chromedp.Action) {
 	}
 }
 
-// location describes the current page, for a failing test.
+// location describes the current page, its requests and its problems, for a failing test.
 func (p *Page) location() string {
 	ctx, cancel := context.WithTimeout(p.ctx, 5*time.Second)
 	defer cancel()
-	var at, text string
+	var at, text, requests string
 	err := chromedp.Run(ctx, chromedp.Location(&at),
-		chromedp.Evaluate(`document.body ? document.body.innerText.slice(0, 3000) : ""`, &text))
+		chromedp.Evaluate(`document.body ? document.body.innerText.slice(0, 3000) : ""`, &text),
+		chromedp.Evaluate(`performance.getEntriesByType("resource").map((r) =>
+			[Math.round(r.startTime), Math.round(r.responseEnd), r.responseStatus, r.name].join(" ")).join("\n")`, &requests))
 	if err != nil {
 		return fmt.Sprintf("(the page does not answer: %v)", err)
 	}
-	return at + ":\n" + text
+	return at + ":\n" + text + "\nrequests (start, end, status):\n" + requests + "\nproblems:\n" +
+		strings.Join(p.Problems(), "\n")
 }
 
 // Go opens a URL and waits until it has loaded.

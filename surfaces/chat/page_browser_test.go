@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"path"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -394,6 +395,27 @@ func TestThePageLeavesNoEmptyAnswerWhenItTriesAgain(t *testing.T) {
 	page.Offline(false)
 	page.Click(".interrupted button")
 	page.Until("the answer is complete", shown+` === "You First | nora One." && document.querySelector("#stop").hidden`)
+	noProblems(t, page)
+}
+
+func TestThePageNamesAnAnswerThatCameBeforeTheAgents(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."))
+	release := make(chan struct{})
+	page := browser.Open(t, browser.Look{})
+	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+		if r.Request.URL.Path == "/v1/models" {
+			<-release
+		}
+		return nil
+	}) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	list := sync.OnceFunc(func() { close(release) })
+	t.Cleanup(list)
+	submit(page, "First")
+	page.Until("the answer has no name yet", shown+` === "You First | Agent One."`)
+	list()
+	page.Until("the answer has its name", shown+` === "You First | nora One."`)
 	noProblems(t, page)
 }
 

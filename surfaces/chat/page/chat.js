@@ -160,6 +160,9 @@ function nameAgent(model) {
   if (!model) return;
   agentName = model.id === "agent" ? "Agent" : model.id;
   byId("title").textContent = document.title = agentName === "Agent" ? "Chat" : agentName;
+  for (const author of messages.querySelectorAll(".agent .author")) { // of messages that came before the list
+    if (author.textContent === "Agent") author.textContent = agentName;
+  }
 }
 
 // model returns the model id of a message.
