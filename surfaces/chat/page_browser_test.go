@@ -302,7 +302,8 @@ func TestThePageLeavesASilentConnection(t *testing.T) {
 	noProblems(t, page)
 }
 
-// The page repeats a message without any answer. The message is answered once.
+// The page repeats a message whose answer the server has sent, but the page has not received. The message is answered
+// once.
 func TestThePageLeavesASilentRequest(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."))
@@ -318,7 +319,7 @@ func TestThePageLeavesASilentRequest(t *testing.T) {
 	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
 	page.Eval(endPatience, new(int))
 	submit(page, "First")
-	pgtest.Eventually(t, func() bool { return sent.Load() == 1 }, "the request is not sent")
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_chat_requests where state = 'delivered'`)
 	page.Eval(`(patience(), 1)`, new(int))
 	page.Shows("The connection broke.")
 	page.Click(".interrupted button")

@@ -95,10 +95,15 @@ async function start() {
 // visitor returns the token of this visitor. The page generates it, so a lost answer does not lose the invitation.
 function visitor() {
   if (!store.getItem("visitor")) {
-    const random = String.fromCharCode(...crypto.getRandomValues(new Uint8Array(32)));
-    store.setItem("visitor", "vis_" + btoa(random).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", ""));
+    store.setItem("visitor", "vis_" + randomKey());
   }
   return store.getItem("visitor");
+}
+
+// randomKey returns 32 random bytes in base64url.
+function randomKey() {
+  const random = String.fromCharCode(...crypto.getRandomValues(new Uint8Array(32)));
+  return btoa(random).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
 }
 
 function headers() {
@@ -358,7 +363,11 @@ function heard(promise, close) {
 // read shows a stream. It returns whether the answer is complete.
 async function read(response, turn, current) {
   if (response.headers.get("X-Visitor-Token")) store.setItem("visitor", response.headers.get("X-Visitor-Token"));
-  if (!response.ok) throw await refusalOf(response);
+  if (!response.ok) {
+    const refusal = await refusalOf(response);
+    if (refusal.code === "still_running") turn.id = response.headers.get("X-Completion-Id") || "";
+    throw refusal;
+  }
   if (current === generation) {
     store.removeItem("join");
     if (response.headers.get("X-Thread-Id")) store.setItem("thread", response.headers.get("X-Thread-Id"));
@@ -399,7 +408,7 @@ async function attach(request, turn, current) {
     try {
       if (await read(await request(), turn, current)) return;
     } catch (problem) {
-      const again = !(problem instanceof Refusal) || ["shutting_down", "answer_restarted"].includes(problem.code) || problem.status === 503;
+      const again = !(problem instanceof Refusal) || ["shutting_down", "answer_restarted", "still_running"].includes(problem.code) || problem.status === 503;
       if (!again || !turn.id) throw problem;
     }
     if (!turn.id || tries >= 8) throw new Error("The connection broke.");
@@ -446,7 +455,8 @@ async function answer(request, current, retry, edit) {
     setStatus("");
   } catch (problem) {
     // The turn of a lost connection goes on: to send its message again would begin another one.
-    ended(turn, problem, turn.id && !(problem instanceof Refusal) ? () => start() : retry, edit);
+    const again = retry && (() => retry(problem));
+    ended(turn, problem, turn.id && !(problem instanceof Refusal) ? () => start() : again, edit);
   } finally {
     turn.box.activity("");
     turn.box.flush();
@@ -510,16 +520,24 @@ async function submit(event) {
   });
 }
 
+// deliver sends a message. When the connection breaks before the answer, the same request is sent again under the same
+// key, so the message is answered once. After a refusal it is a new request.
 function deliver(text, chosen, current, edit) {
-  let body;
-  return answer(async () => {
+  let body, key;
+  const request = async () => {
     body ||= JSON.stringify({
       model: model(), stream: true, stream_options: { include_activity: true },
       messages: [{ role: "user", content: await upload(text, chosen) }],
     });
-    const c = new AbortController(); // sent again, the same message is answered once
-    return heard(call("/v1/chat/completions", { method: "POST", headers: headers(), body, signal: c.signal }), () => c.abort());
-  }, current, () => deliver(text, chosen, current, edit), edit);
+    key ||= randomKey();
+    const c = new AbortController(), h = { ...headers(), "Idempotency-Key": key };
+    return heard(call("/v1/chat/completions", { method: "POST", headers: h, body, signal: c.signal }), () => c.abort());
+  };
+  const retry = (problem) => {
+    if (problem instanceof Refusal) body = key = undefined;
+    return answer(request, current, retry, edit);
+  };
+  return retry();
 }
 
 stop.addEventListener("click", async () => {
