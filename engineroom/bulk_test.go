@@ -39,17 +39,20 @@ func TestBulkActionsOnFilteredExecutions(t *testing.T) {
 	rows.Execution(t, pool, "completed", "flow", "ship")
 	other := rows.Execution(t, pool, "waiting", "chat", "talk")
 	turn := rows.Execution(t, pool, "failed", "operate", "turn")
+	child, parent := rows.Execution(t, pool, "failed", "flow", "pack"), rows.Execution(t, pool, "timeout", "flow", "order")
+	rows.Quiet(t, pool, `update agent_executions set parent_id = $1::uuid where id = $2::uuid`, parent, child)
 	trace := insert(t, pool, `select trace_id from agent_executions where id = $1::uuid`, first)
 	for query, want := range map[string]map[string]string{
 		"":                           {},
 		"?flow=ship":                 {"retry": second + " " + first, "cancel": fork},
 		"?flow=ship&surface=chat":    {},
-		"?failed=1":                  {"retry": second + " " + first},
-		"?status=timeout":            {"retry": second},
+		"?failed=1":                  {"retry": parent + " " + second + " " + first},
+		"?flow=pack":                 {},
+		"?status=timeout":            {"retry": parent + " " + second},
 		"?view=waiting":              {"cancel": other},
 		"?view=stuck":                {},
 		"?trace_id=" + trace:         {"retry": first},
-		"?range=1h&flow=!ship":       {"cancel": other},
+		"?range=1h&flow=!ship":       {"retry": parent, "cancel": other},
 		"?flow=ship&sort=took":       {},
 		"?until=2020-01-01&failed=1": {},
 	} {
@@ -57,7 +60,7 @@ func TestBulkActionsOnFilteredExecutions(t *testing.T) {
 		assert.Truef(t, len(got) == len(want) && got["retry"] == want["retry"] && got["cancel"] == want["cancel"],
 			"%q offers %v, want %v", query, got, want)
 	}
-	wantTexts(t, server.URL+"/executions?failed=1", "Retry all 2", `name="reason" required`)
+	wantTexts(t, server.URL+"/executions?failed=1", "Retry all 3", `name="reason" required`)
 	rows.Quiet(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status) select 'fl_' || n, 'flow', 'many', 'pending'
 		  from generate_series(1, 201) n`)
@@ -69,13 +72,26 @@ func TestBulkActionsOnFilteredExecutions(t *testing.T) {
 	assert.Truef(t, links != nil && strings.Contains(wantTexts(t, server.URL+html.UnescapeString(links[1])),
 		`id="execution-`),
 		"the link of an hour of the overview does not list its failed executions: %q", links)
-	group := strings.Fields(bulkForms(wantTexts(t, server.URL+"/", "Retry all 2"))["retry"])
+	group := strings.Fields(bulkForms(wantTexts(t, server.URL+"/", "Retry all 3"))["retry"])
 	slices.Sort(group)
-	assert.Equal(t, first+" "+second, strings.Join(group, " "))
+	assert.Equal(t, first+" "+second+" "+parent, strings.Join(group, " "))
 	trace = insert(t, pool, `select trace_id from agent_executions where id = $1::uuid`, turn)
 	body = wantTexts(t, server.URL+"/executions/"+turn, "cannot be forked: say it again") +
 		wantTexts(t, server.URL+"/traces/"+trace)
 	assert.True(t, !strings.Contains(body, "/retry"), "the page offers a retry of a turn")
+}
+
+func TestBulkActionNamesIncompleteSearch(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	rows.Execution(t, pool, "failed", "flow", "ship") // older than the searched executions
+	rows.Quiet(t, pool, `
+		insert into agent_executions (trace_id, surface, flow, status) select 'fl_' || n, 'flow', 'many', 'failed'
+		  from generate_series(1, $1::int) n`, maxBulkSearched-1)
+	found := rows.Execution(t, pool, "failed", "flow", "ship")
+	body := wantTexts(t, server.URL+"/executions?failed=1&flow=ship", "Retry the 1 found",
+		"The newest 10,000 executions of each state were searched.")
+	assert.Equal(t, found, bulkForms(body)["retry"])
 }
 
 func TestBulkActionShowsCounts(t *testing.T) {
