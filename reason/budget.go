@@ -26,17 +26,6 @@ const (
 	classLimitPrefix = "budget_"
 )
 
-// Ends of a turn at a limit.
-const (
-	endedIterations = "iterations"
-	EndedTime       = "time"
-	EndedTokens     = "tokens"  // of the run
-	EndedMoney      = "money"   // of the run
-	EndedDay        = "day"     // of all runs
-	EndedSurface    = "surface" // of the surface's runs, or the agent's
-	EndedEval       = "eval"    // of the run of an eval
-)
-
 // minAnswer is the length, in tokens, of the shortest useful answer.
 const minAnswer = 64
 

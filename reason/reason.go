@@ -1,37 +1,54 @@
 // Package reason runs the reasoning loop. It calls a model, runs the requested skills, and returns their results to the
 // model, until the model answers in words.
 //
-// A turn runs inside an execution. Every model call and every skill call is a durable step, so a resumed turn repeats
-// no finished call. It rebuilds the transcript from the recorded steps.
+// A caller fills a [Turn] and calls [Loop.Run] inside an execution. Every model call and every skill call is a durable
+// step, so a resumed turn repeats no finished call. It rebuilds the transcript from the recorded steps. The [Outcome]
+// has the answer, or the reason of another end.
+//
+// # Budgets and stalls
 //
 // Budgets of iterations, tokens, money and time end a turn, not its execution. A call of an unknown tool, or with
 // invalid parameters, gets the protocol's tool reply and a system message; the model may correct the call twice. A
-// valid call resets that count. After an empty answer, the loop requests an answer once more. After three equal calls
-// in a row, the model gets a warning. The loop does not make a sixth such call: the turn ends as stalled, with a
-// summary, an activity of class stall, and a log line. A turn at its limit of iterations ends the same way.
+// valid call resets that count. After an empty answer, the loop requests an answer once more.
 //
-// An answer can have a form ([Form]): JSON of a schema. Each request carries the schema, or words for servers without
-// structured outputs. The loop validates the answer and requests one correction.
+// The third equal call in a row adds a warning. The loop makes no sixth. A reply that ends with the fifth, or a later
+// one, ends the turn as stalled, with a summary, an activity of class stall, and a log line. A turn at its limit of
+// iterations has the same summary, activity and log line, and ends as iterations.
 //
-// The loop trims the context before every request: it drops the oldest exchanges whole, and keeps the opening and the
-// prompt. It cuts overlong messages with a marker. The model reads the rest of a cut result with read_result, and finds
-// skills beyond the offered skills with skill_search.
+// # Answers in a form
 //
-// A write to the memory is based on the entries that the turn has read. The turn tracks the revision of each entry that
-// a request showed whole. It computes these revisions from recorded results, so a resumed turn has read the same
-// entries. A key that the turn has not read must be new. A conflict shows the model both values and counts as read.
+// A turn may require JSON that conforms to a schema ([Form]). Each request carries the schema, as response_format, or
+// in words for servers without structured outputs. The loop validates the answer and requests one correction.
+//
+// # Context
+//
+// The loop trims the context before every request: it drops the oldest exchanges whole, and keeps the leading system
+// messages and the prompt. It cuts overlong messages with a marker. The model reads the rest of a cut result with
+// read_result, and finds skills beyond the offered skills with skill_search.
+//
+// # Memory
+//
+// Memory writes use optimistic locking: a write of an entry carries the revision that the turn has read, and a write of
+// a key that the turn has not read requires a new key. The turn tracks the revision of each entry that a request showed
+// whole. It computes these revisions from recorded results, so a resumed turn has read the same entries. A conflict
+// shows the model both values and counts as read.
+//
+// # Agents and approvals
 //
 // An agent (package agents) decides instructions, model, skills, memory and limits. The first step of a turn records
 // the agent's version, the time and the pinned memory. prompt.go composes a request.
 //
 // The caller's scopes decide the callable skills; the model cannot extend them. A skill with trust "approve" needs an
-// approval: the turn records the request for a later run (Defer) or waits for the decision (Park). A denial holds for
-// the turn.
+// approval: the turn records the request for a later run ([Defer]) or waits for the decision ([Park]). A denial holds
+// for the turn.
 //
 // A [Sandbox] isolates turns, for evals (sandbox.go).
 //
-// Callbacks report progress of this process. They cannot fail the turn. Slow callbacks delay it by at most three
-// seconds at a wait for an approval, and at the end.
+// # Callbacks
+//
+// Callbacks report the progress of this process. All but Turn.OnWait run in a goroutine of their own: they cannot fail
+// the turn, and slow callbacks delay it by at most three seconds, when it waits for an approval and when it ends.
+// OnWait runs in the turn's goroutine.
 package reason
 
 import (
@@ -57,10 +74,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Budget bounds one turn. Zero fields take the default.
+// Budget bounds one turn. A zero field takes the default.
 type Budget struct {
 	Iterations int           // model calls; default 12
-	Tokens     int           // prompt and completion; default 200,000
+	Tokens     int           // prompt and completion; default 200,000, math.MaxInt for no limit
 	CostUSD    float64       // by the price table; 0 for no limit
 	Time       time.Duration // without durable waits; default 10 minutes
 	Context    int           // tokens of a request; default 60,000
@@ -87,7 +104,8 @@ type Loop struct {
 	Limits budgets.Limits
 	// Zone is the time zone of messages about limits; UTC when nil.
 	Zone *time.Location
-	// Admit, if set, decides whether a disabled skill gets its trial. After, if set, receives the outcome of a call.
+	// Admit, if set, decides whether a disabled skill gets its one trial call. After, if set, receives the outcome of each
+	// skill call.
 	Admit func(ctx context.Context, skill, owner string) (bool, error)
 	After func(ctx context.Context, skill skills.Skill, err error) error
 	// Sandbox isolates the turns; nil for turns that act.
@@ -112,34 +130,40 @@ type Tool struct {
 
 // Turn is one task for the model. A resumed turn must get the same values.
 type Turn struct {
-	Purpose string // of the spend: a phase or a surface's turn
+	Purpose string // labels the spend: a phase or a surface's turn
 	Agent   string // the acting agent; the execution's when empty
-	System  string // the rules of the surface; the agent's own instructions follow them
-	Context string // data of the runtime for the preface of Prompt
-	// History has the earlier messages, oldest first, between System and Prompt.
-	History []models.Message
+
+	System  string           // the rules of the surface; the agent's own instructions follow them
+	History []models.Message // the earlier messages, oldest first, between System and Prompt
+	Context string           // data of the runtime for the preface of Prompt
 	Prompt  string
-	Images  []models.Part  // of the prompt
-	Form    *Form          // of the answer; nil for words
-	Seen    []memory.Sight // entries that the prompt shows
-	Scopes  []string       // of the offered skills; without scopes, only Tools are offered
-	Also    []string       // skills of other scopes, if the agent may use them
+	Images  []models.Part  // belong to Prompt
+	Form    *Form          // the required form of the answer; nil for words
+	Seen    []memory.Sight // the memory entries that Prompt shows
+
+	// Scopes selects the skills. If it is empty, the turn offers only Tools.
+	Scopes []string
+	Also   []string // skills of other scopes, if the agent may use them
 	// Available, if the caller has just read it, saves the turn a read.
 	Available *Available
 	Tools     []Tool
 	// Approvals decides whether the turn waits for an approval.
 	Approvals ApprovalMode
+
 	// Budget, if set, replaces the Loop's.
 	Budget *Budget
 	// BudgetScope is the name of the turn's budget; default: "run:" and the trace id.
 	BudgetScope string
 
-	// The callbacks report the work of this process, and no replayed step.
+	// OnDelta, OnRestart, OnTool and OnApproval report the work of this process, and no replayed step. With OnTool or
+	// OnApproval, the turn records further steps, so a resumed turn must set the same of the two, even to functions that
+	// do nothing.
 	OnDelta    func(text string)
 	OnRestart  func() // the current answer restarts; earlier deltas are void
 	OnTool     func(ToolEvent)
 	OnApproval func(approvals.Approval) // a call waits for this decision
-	// The turn calls OnWait before each wait for a decision or a delegated task, also before a recorded wait.
+	// The turn calls OnWait itself, before each wait for a decision or a delegated task, also before a recorded wait. A
+	// slow OnWait delays the turn, and its panic is the turn's.
 	OnWait func()
 
 	// Of a delegated turn:
@@ -148,7 +172,7 @@ type Turn struct {
 	depth        int             // number of delegations
 }
 
-// Using limits the turn to the named skills of its scopes.
+// Using limits the turn to the named skills of its scopes. Without names, it sets no limit.
 func (t Turn) Using(names ...string) Turn {
 	t.onlySkills = names
 	return t
@@ -162,26 +186,33 @@ func (t *Turn) budget(loop Budget) Budget {
 	return loop.withDefaults()
 }
 
-// Outcome is the end of a turn. Text is the answer, or a summary without one. Ended is answered, stalled, form, or the
-// name of the limit; Until is the time of the limit's reset. Cut is the reason of an incomplete answer: length or
-// content_filter.
+// Outcome is the end of a turn.
 type Outcome struct {
-	Text       string         `json:"text"`
-	Ended      string         `json:"ended"`
-	Until      time.Time      `json:"until,omitzero"`
-	Cut        string         `json:"cut,omitempty"`
+	Text       string         `json:"text"`           // the answer; without one, the reason and a summary of the calls
+	Ended      string         `json:"ended"`          // one of the ends below
+	Until      time.Time      `json:"until,omitzero"` // when the limit that ended the turn resets; zero for never
+	Cut        string         `json:"cut,omitempty"`  // why the last answer is incomplete: length or content_filter
 	Iterations int            `json:"iterations"`
-	Calls      []string       `json:"calls"`
+	Calls      []string       `json:"calls"` // names of the called skills and tools, such as "mail" and "mail (denied)"
 	Usage      activity.Usage `json:"usage"`
 	CostUSD    float64        `json:"cost_usd"`
 }
 
-// Ends of a turn, besides the limits: iterations, time, tokens, money, day and surface.
+// Ends of a turn.
 const (
-	Answered = "answered"
-	Stalled  = "stalled"
-	// EndedForm reports an answer without the Form. Text has the reason.
-	EndedForm = "form"
+	Answered     = "answered"
+	Stalled      = "stalled"
+	EndedForm    = "form"    // the answer did not have the Form
+	EndedStopped = "stopped" // the sandbox stopped the turn
+
+	// Limits that end a turn.
+	endedIterations = "iterations"
+	EndedTime       = "time"
+	EndedTokens     = "tokens"  // of the run
+	EndedMoney      = "money"   // of the run
+	EndedDay        = "day"     // of all runs
+	EndedSurface    = "surface" // of the surface's runs, or the agent's
+	EndedEval       = "eval"    // of the run of an eval
 )
 
 // maxRetries bounds the corrections of bad calls in a row.

@@ -40,9 +40,6 @@ type Sandbox struct {
 	Stop func() bool
 }
 
-// EndedStopped is the end of a turn that its sandbox stopped.
-const EndedStopped = "stopped"
-
 // World has the agent of a turn, its delegates and its skills.
 type World struct {
 	Agent     agents.Agent
