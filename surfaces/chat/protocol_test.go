@@ -184,6 +184,10 @@ func TestWhatIsRefused(t *testing.T) {
 			`{"model":"agent","metadata":{"thread_id":7},"messages":[{"role":"user","content":"hi"}]}`, "",
 			"", 400, "invalid_type", "metadata.thread_id",
 		},
+		"text for metadata": {
+			`{"model":"agent","metadata":"thread_id=t1","messages":[{"role":"user","content":"hi"}]}`, "",
+			"", 400, "invalid_type", "metadata",
+		},
 		"only NUL": {
 			`{"model":"agent","messages":[{"role":"user","content":"\u0000 \u0000"}]}`, "", "", 400,
 			"empty_message", "messages[0].content",

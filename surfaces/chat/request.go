@@ -25,7 +25,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// request is a chat completion request. n must be 1: a turn has one answer. Undocumented parameters are ignored.
+// request is a chat completion request. n must be 1: a turn has one answer. The server ignores parameters without a
+// field.
 type request struct {
 	parameters
 	Model         json.RawMessage `json:"model"`
@@ -37,7 +38,7 @@ type request struct {
 	N             *int            `json:"n"`
 	User          json.RawMessage `json:"user"`
 	Metadata      json.RawMessage `json:"metadata"`
-	thread        string          // of the metadata
+	thread        string          // metadata.thread_id
 }
 
 type streamOptions struct {
@@ -45,29 +46,31 @@ type streamOptions struct {
 	IncludeActivity bool `json:"include_activity"` // not OpenAI's
 }
 
-func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (*request, string, error) {
-	req := new(request)
-	hash, err := c.readJSON(w, r, req)
-	if err != nil {
-		return req, "", err
+// decode reads a completion request and returns it with the digest of its body.
+func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (req *request, digest string, err error) {
+	req = new(request)
+	if digest, err = c.readJSON(w, r, req); err != nil {
+		return nil, "", err
 	}
+	// A value of another type is an error, because without a thread id the message would start a new thread.
 	var values map[string]json.RawMessage
-	if len(req.Metadata) > 0 && json.Unmarshal(req.Metadata, &values) == nil {
-		var ok bool
-		if req.thread, ok = text(values["thread_id"]); !ok { // otherwise a new thread would be started
-			return req, "", badRequest("metadata.thread_id", "invalid_type",
-				"The parameter metadata.thread_id must be a string.")
-		}
+	if len(req.Metadata) > 0 && json.Unmarshal(req.Metadata, &values) != nil {
+		return nil, "", badRequest("metadata", "invalid_type", "The parameter metadata must be an object.")
 	}
-	return req, hash, nil
+	var ok bool
+	if req.thread, ok = text(values["thread_id"]); !ok {
+		return nil, "", badRequest("metadata.thread_id", "invalid_type",
+			"The parameter metadata.thread_id must be a string.")
+	}
+	return req, digest, nil
 }
 
-// readJSON decodes a request's body and returns its digest.
+// readJSON decodes a request's body and returns the body's digest.
 func (c *Chat) readJSON(w http.ResponseWriter, r *http.Request, into any) (string, error) {
 	body, err := admission.All(w, r, c.MaxBody)
-	large, isLarge := errors.AsType[*admission.TooLarge](err)
+	large, ok := errors.AsType[*admission.TooLarge](err)
 	switch {
-	case isLarge:
+	case ok:
 		return "", &Refusal{
 			Status: http.StatusRequestEntityTooLarge, Type: "invalid_request_error", Code: "request_too_large",
 			Message: fmt.Sprintf("The request is too large: at most %d bytes are taken.", large.MaxBytes),
@@ -75,15 +78,16 @@ func (c *Chat) readJSON(w http.ResponseWriter, r *http.Request, into any) (strin
 	case err != nil:
 		return "", badRequest("", "invalid_body", "The request's body could not be read.")
 	}
-	defer r.Body.Close() // which frees the memory: the answer may take minutes
+	defer r.Body.Close() // releases the body's memory budget now: the answer may take minutes
 	if err := json.Unmarshal(body, into); err != nil {
-		var kind *json.UnmarshalTypeError
-		if refusal, is := errors.AsType[*Refusal](err); is {
+		if refusal, ok := errors.AsType[*Refusal](err); ok {
 			return "", refusal
 		}
+		typeErr, ok := errors.AsType[*json.UnmarshalTypeError](err)
 		switch {
-		case errors.As(err, &kind) && kind.Field != "":
-			return "", badRequest(kind.Field, "invalid_type", "The parameter %s must not be a %s.", kind.Field, kind.Value)
+		case ok && typeErr.Field != "":
+			return "", badRequest(typeErr.Field, "invalid_type", "The parameter %s must not be a %s.", typeErr.Field,
+				typeErr.Value)
 		case json.Valid(body):
 			return "", badRequest("", "invalid_type", "The request's body must be a JSON object.")
 		}
@@ -93,7 +97,7 @@ func (c *Chat) readJSON(w http.ResponseWriter, r *http.Request, into any) (strin
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// compact removes white space from JSON, so different encoders of one request agree.
+// compact removes white space from JSON, so a retry with other white space has the same digest.
 func compact(body []byte) []byte {
 	var b bytes.Buffer
 	if json.Compact(&b, body) != nil {
@@ -102,33 +106,39 @@ func compact(body []byte) []byte {
 	return b.Bytes()
 }
 
+// completionMessage converts a completion request to a message. An error in the request is a *Refusal.
 func (c *Chat) completionMessage(r *http.Request, req *request, secret string) (*UserMessage, error) {
-	a, err := c.newMessage(r, req, secret)
+	msg, err := c.newMessage(r, req, secret)
 	if err != nil {
-		return a, err
-	}
-	a.formParam = "response_format"
-	if a.form, err = formOf(a.formParam, req.Format, true); err != nil {
 		return nil, err
 	}
-	for name, bound := range map[string]*int{"max_tokens": req.MaxTokens, "max_completion_tokens": req.MaxCompletion} {
-		if bound == nil {
-			continue
-		}
-		if *bound < 1 {
-			return nil, badRequest(name, "invalid_value", "%s must be at least 1.", name)
-		}
-		if a.MaxTokens == 0 || *bound < a.MaxTokens {
-			a.MaxTokens = *bound
+	msg.formParam = "response_format"
+	if msg.form, err = formOf(msg.formParam, req.Format, true); err != nil {
+		return nil, err
+	}
+	for _, limit := range []struct {
+		name   string
+		tokens *int
+	}{{"max_tokens", req.MaxTokens}, {"max_completion_tokens", req.MaxCompletion}} {
+		switch {
+		case limit.tokens == nil:
+		case *limit.tokens < 1:
+			return nil, badRequest(limit.name, "invalid_value", "%s must be at least 1.", limit.name)
+		case msg.MaxTokens == 0 || *limit.tokens < msg.MaxTokens:
+			msg.MaxTokens = *limit.tokens
 		}
 	}
-	if err := c.readMessages(a, req.Messages); err != nil {
-		return a, err
+	if err := c.readMessages(msg, req.Messages); err != nil {
+		return nil, err
 	}
-	return a, c.checkImages(a)
+	if err := c.checkImages(msg); err != nil {
+		return nil, err
+	}
+	return msg, nil
 }
 
-// newMessage returns a message with its sender, agent and thread, and without content.
+// newMessage validates all parts of a request but its messages. It returns a message with its sender, agent and thread,
+// and without content.
 func (c *Chat) newMessage(r *http.Request, req *request, secret string) (*UserMessage, error) {
 	model, ok := text(req.Model)
 	switch {
@@ -144,44 +154,47 @@ func (c *Chat) newMessage(r *http.Request, req *request, secret string) (*UserMe
 	if !ok {
 		return nil, badRequest("user", "invalid_type", "The parameter user must be a string.")
 	}
-	a := &UserMessage{
-		Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"),
-		Channel: channel,
+	msg := &UserMessage{
+		Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"), Channel: channel,
+		Join: r.Header.Get(joinHeader), Key: r.Header.Get("Idempotency-Key"),
 	}
-	a.Name, a.Join = cmp.Or(r.Header.Get(threadHeader), req.thread), r.Header.Get(joinHeader)
-	if a.Name == "" && a.Join == "" {
-		a.Name = threadOf(a.Owner, user)
+	msg.Name = cmp.Or(r.Header.Get(threadHeader), req.thread)
+	if msg.Name == "" && msg.Join == "" {
+		msg.Name = threadOf(msg.Owner, user)
 	}
-	if a.Name != "" && threads.CheckID(a.Name) != nil {
+	if msg.Name != "" && threads.CheckID(msg.Name) != nil {
 		return nil, badRequest("thread_id", "invalid_thread_id",
 			"A thread id (X-Thread-Id, metadata.thread_id or user) is 1 to %d printable characters.", threads.MaxID)
 	}
-	if a.Key = r.Header.Get("Idempotency-Key"); len(a.Key) > 255 || strings.TrimSpace(a.Key) != a.Key ||
-		!utf8.ValidString(a.Key) {
-		return nil, badRequest("Idempotency-Key", "invalid_value", "An Idempotency-Key is UTF-8 of at most 255 bytes.")
+	if len(msg.Key) > 255 || strings.TrimSpace(msg.Key) != msg.Key || !utf8.ValidString(msg.Key) {
+		return nil, badRequest("Idempotency-Key", "invalid_value",
+			"An Idempotency-Key is UTF-8 of at most 255 bytes, without white space at its ends.")
 	}
-	return a, c.lookUp(r.Context(), a)
+	if err := c.resolveAgent(r.Context(), msg); err != nil {
+		return nil, err
+	}
+	return msg, nil
 }
 
-// lookUp reads the agents, their skills and the thread of the visitor's name, and chooses the agent of the model id. It
-// retries when the connection breaks.
-func (c *Chat) lookUp(ctx context.Context, a *UserMessage) error {
-	from := &reason.Available{}
+// resolveAgent reads the agents, the callable skills and the thread that the visitor names msg.Name, in one batch. Then
+// it selects the agent that the model id names. It retries the batch when the connection breaks.
+func (c *Chat) resolveAgent(ctx context.Context, msg *UserMessage) error {
+	available := &reason.Available{}
 	err := postgres.RetryOnDisconnect(ctx, func() error {
 		b := &pgx.Batch{}
-		c.Agents.QueueList(b, &from.Agents)
-		skills.QueueCallable(b, scopes, &from.Skills)
-		if a.Name != "" && a.Join == "" {
-			a.resolvedName = a.Name
-			threads.QueueResolve(b, a.principal(), a.Name, &a.thread, &a.threadExists)
+		c.Agents.QueueList(b, &available.Agents)
+		skills.QueueCallable(b, scopes, &available.Skills)
+		if msg.Name != "" && msg.Join == "" {
+			msg.resolvedName = msg.Name
+			threads.QueueResolve(b, msg.principal(), msg.Name, &msg.thread, &msg.threadExists)
 		}
 		return c.Front.SendBatch(ctx, b).Close()
 	})
 	if err != nil {
 		return fmt.Errorf("find agent and thread: %w", err)
 	}
-	a.available = from
-	a.agent, err = selectAgent(agents.ReachedBy(from.Agents, a.Owner), a.Model)
+	msg.available = available
+	msg.agent, err = selectAgent(agents.ReachedBy(available.Agents, msg.Owner), msg.Model)
 	return err
 }
 
