@@ -10,7 +10,7 @@ select a.id::text, a.trace_id, a.execution_id::text, a.kind, a.skill_name, a.age
        a.cost_usd::float8 as cost_usd, coalesce(a.thread_id, '') as thread_id, a.lane, a.idempotency_key, a.created_at,
        coalesce(a.finished_at, a.created_at) as finished_at,
        case when @content then a.input end as input, case when @content then a.output end as output,
-       p.id::text as parent_id, p.finished_at as parent_ended, x.completed_at as run_ended, x.id::text as run_id,
+       p.id::text as parent_id, p.finished_at as parent_ended, x.completed_at as owner_ended, x.id::text as owner_id,
        case when a.execution_id is null and p.id is null then
          coalesce((select r.id from agent_executions r where r.trace_id = a.trace_id and r.parent_id is null order by r.id limit 1),
                   (select f.id from agent_activity f where f.trace_id = a.trace_id order by f.created_at, f.id limit 1))::text

@@ -14,30 +14,32 @@ import (
 // passRows are the rows of one pass.
 type passRows struct {
 	activities []activityRow
-	runs       []runRow
+	executions []executionRow
 	waits      []waitRow
 }
 
-// read reads finished rows by their ids.
-func read(ctx context.Context, db postgres.DB, activities, runs []string, content bool) (f passRows, err error) {
+// read reads finished rows by the ids of activities and executions. The waits are those of the executions.
+func read(ctx context.Context, db postgres.DB, activities, executions []string, withContent bool) (
+	rows passRows, err error,
+) {
 	if len(activities) > 0 {
-		f.activities, err = postgres.Rows[activityRow](ctx, db, "read activities for spans", activitiesSQL, customPlan,
-			postgres.Strict{"ids": activities, "content": content})
+		rows.activities, err = postgres.Rows[activityRow](ctx, db, "read activities for spans", activitiesSQL, customPlan,
+			postgres.Strict{"ids": activities, "content": withContent})
 		if err != nil {
 			return passRows{}, err
 		}
 	}
-	if len(runs) == 0 {
-		return f, nil
+	if len(executions) == 0 {
+		return rows, nil
 	}
-	f.runs, err = postgres.Rows[runRow](ctx, db, "read executions for spans", runsSQL, customPlan,
-		postgres.Strict{"ids": runs})
+	rows.executions, err = postgres.Rows[executionRow](ctx, db, "read executions for spans", executionsSQL, customPlan,
+		postgres.Strict{"ids": executions})
 	if err != nil {
 		return passRows{}, err
 	}
-	f.waits, err = postgres.Rows[waitRow](ctx, db, "read waits for spans", waitsSQL, customPlan,
-		postgres.Strict{"ids": runs, "most": maxWaits})
-	return f, err
+	rows.waits, err = postgres.Rows[waitRow](ctx, db, "read waits for spans", waitsSQL, customPlan,
+		postgres.Strict{"ids": executions, "most": maxWaits})
+	return rows, err
 }
 
 // customPlan makes PostgreSQL plan a statement for its arguments. A generic plan would scan a whole table.
@@ -56,15 +58,15 @@ type activityRow struct {
 	CreatedAt, FinishedAt                                  time.Time
 	Input, Output                                          json.RawMessage
 	ParentID                                               *string
-	ParentEnded, RunEnded                                  *time.Time
-	RunID, RootID                                          *string
+	ParentEnded, OwnerEnded                                *time.Time // Owner is the execution
+	OwnerID, RootID                                        *string
 }
 
 //go:embed read_activities.sql
 var activitiesSQL string
 
-// runRow is an execution that has ended, and its place in the trace.
-type runRow struct {
+// executionRow is an execution that has ended, and its place in the trace.
+type executionRow struct {
 	ID, TraceID, Surface, Agent, Flow, Status, ResultType, ErrorMessage, FailedStep string
 	Claim                                                                           int64
 	ThreadID                                                                        string
@@ -77,16 +79,16 @@ type runRow struct {
 	Links                                                                           []string
 }
 
-//go:embed read_runs.sql
-var runsSQL string
+//go:embed read_executions.sql
+var executionsSQL string
 
 // waitRow is a wait of an execution that has ended.
 type waitRow struct {
-	ExecutionID, Step, Event string
-	TimedOut                 bool
-	EndedAt                  time.Time
-	PhaseID                  *string
-	BeganAt                  time.Time
+	ExecutionID, Step, Kind string
+	TimedOut                bool
+	EndedAt                 time.Time
+	PhaseID                 *string
+	BeganAt                 time.Time
 }
 
 //go:embed read_waits.sql

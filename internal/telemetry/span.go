@@ -18,7 +18,7 @@ import (
 )
 
 const (
-	maxName    = 120      // of a span: a model may invent any tool name
+	maxName    = 120      // bytes of a span's name; a model may invent a long tool name
 	maxContent = 16 << 10 // of a content attribute, as in the activity log
 	maxMessage = 4 << 10
 	provider   = "openai" // the wire protocol; the actual provider is unknown
@@ -37,42 +37,44 @@ type span struct {
 	message    string // error message if failed
 }
 
-// spans converts rows to spans. It skips rows with an invalid trace id.
-func (f passRows) spans(content bool) []span {
-	var all []span
-	owner := map[string]runRow{}
-	for _, r := range f.runs {
-		owner[r.ID] = r
-		all = append(all, r.span())
+// spans converts rows to spans. It skips rows with an invalid trace id. No span ends before it starts.
+func (rows passRows) spans(withContent bool) []span {
+	var spans []span
+	executions := map[string]executionRow{}
+	for _, r := range rows.executions {
+		executions[r.ID] = r
+		spans = append(spans, r.span())
 	}
-	for _, w := range f.waits {
-		all = append(all, w.span(owner[w.ExecutionID]))
+	for _, w := range rows.waits {
+		spans = append(spans, w.span(executions[w.ExecutionID]))
 	}
-	for _, a := range f.activities {
-		all = append(all, a.span(content))
+	for _, a := range rows.activities {
+		spans = append(spans, a.span(withContent))
 	}
-	valid := all[:0]
-	for _, s := range all {
-		if s.trace.Valid() {
-			valid = append(valid, s.clampEnd(s.end))
+	valid := spans[:0]
+	for _, s := range spans {
+		if !s.trace.Valid() {
+			continue
 		}
+		if s.end.Before(s.start) {
+			s.end = s.start
+		}
+		valid = append(valid, s)
 	}
 	return valid
 }
 
-// clampEnd moves the end of a span to latest at most, and to its start at least. One statement ends a phase and the
-// call in it microseconds apart.
-func (s span) clampEnd(latest time.Time) span {
-	if s.end.After(latest) && !s.start.After(latest) {
-		s.end = latest
+// endBy moves the end of a span to the end of its parent at most: one statement ends a phase and the call in it
+// microseconds apart. A span that starts after that keeps its end.
+func (s *span) endBy(parentEnd time.Time) {
+	if s.end.After(parentEnd) && !s.start.After(parentEnd) {
+		s.end = parentEnd
 	}
-	if s.end.Before(s.start) {
-		s.end = s.start
-	}
-	return s
 }
 
-func (r runRow) span() span {
+// span returns the span of an execution. Its parent is the parent execution of the same trace, else the root of the
+// trace. Its links lead to the parent and the original of a fork in other traces, and to callers outside.
+func (r executionRow) span() span {
 	s := span{
 		trace: trace.ID(r.TraceID), id: trace.SpanID(r.ID), start: r.CreatedAt, end: r.CompletedAt,
 		kind:   oteltrace.SpanKindInternal,
@@ -96,7 +98,7 @@ func (r runRow) span() span {
 		operation, target, nameKey = opAgent, r.Agent, genAgentName
 	}
 	s.name = spanName(operation, target)
-	s.attributes = set(
+	s.attributes = nonEmpty(
 		text(genOperation, operation), text(nameKey, target), text(genAgentName, r.Agent), text(genConversation, r.ThreadID),
 		text(agentTraceRef, r.TraceID), text(agentSurface, r.Surface), text(agentExecution, r.ID), text(agentFlow, r.Flow),
 		text(agentStatus, r.Status), text(agentResult, r.ResultType), attribute.Int64(agentClaim, r.Claim),
@@ -115,7 +117,7 @@ func (r runRow) span() span {
 }
 
 // isTurn reports whether an execution is a turn of one agent. A workflow may have turns of several agents.
-func (r runRow) isTurn() bool {
+func (r executionRow) isTurn() bool {
 	return r.Flow == "operate" || r.Flow == "chat" || r.Flow == "delegate"
 }
 
@@ -127,13 +129,16 @@ func crossTraceLink(id *string, linked, own string) []trace.Remote {
 	return []trace.Remote{{TraceID: trace.ID(linked).OTel(), SpanID: trace.SpanID(*id), Sampled: true}}
 }
 
-func (w waitRow) span(run runRow) span {
+// span returns the span of a wait of an execution. Its parent is the phase of the wait, else the execution.
+func (w waitRow) span(execution executionRow) span {
 	s := span{
-		trace: trace.ID(run.TraceID), id: trace.SpanID(w.ExecutionID, "wait", w.Step), parent: trace.SpanID(w.ExecutionID),
-		name: spanName("wait", w.kind()), kind: oteltrace.SpanKindInternal, start: w.BeganAt, end: w.EndedAt,
-		attributes: set(
-			text(agentTraceRef, run.TraceID), text(agentSurface, run.Surface), text(agentExecution, w.ExecutionID),
-			text(agentWaitFor, w.kind()), text(agentStep, w.Step), attribute.Bool(agentTimedOut, w.TimedOut),
+		trace: trace.ID(execution.TraceID),
+		id:    trace.SpanID(w.ExecutionID, "wait", w.Step), parent: trace.SpanID(w.ExecutionID),
+		name: spanName("wait", w.Kind), kind: oteltrace.SpanKindInternal, start: w.BeganAt, end: w.EndedAt,
+		attributes: nonEmpty(
+			text(agentTraceRef, execution.TraceID), text(agentSurface, execution.Surface),
+			text(agentExecution, w.ExecutionID), text(agentWaitFor, w.Kind),
+			text(agentStep, w.Step), attribute.Bool(agentTimedOut, w.TimedOut),
 		),
 	}
 	if w.PhaseID != nil {
@@ -142,39 +147,19 @@ func (w waitRow) span(run runRow) span {
 	if s.start.After(s.end) {
 		s.start = s.end
 	}
-	return s.clampEnd(run.CompletedAt)
+	s.endBy(execution.CompletedAt)
+	return s
 }
 
-// kind maps the event that ended a wait to the kind of the wait.
-func (w waitRow) kind() string {
-	switch w.Event {
-	case "MESSAGE_RECEIVED":
-		return "response"
-	case "AGENT_COMPLETED":
-		return "agent"
-	case "DOCUMENT_UPLOADED":
-		return "document"
-	case "SIGNATURE_COMPLETED":
-		return "signature"
-	case "TEST_COMPLETED":
-		return "test"
-	case "SCHEDULE_REACHED":
-		return "delay"
-	case "APPROVAL_DECIDED":
-		return "approval"
-	case "LANE_FREED":
-		return "lane"
-	}
-	return "event"
-}
-
-func (a activityRow) span(content bool) span {
+// span returns the span of an activity. Its parent is the parent activity of the same trace, else the execution, else
+// the root of the trace.
+func (a activityRow) span(withContent bool) span {
 	s := span{
 		trace: trace.ID(a.TraceID), id: trace.SpanID(a.ID), start: a.CreatedAt, end: a.FinishedAt,
 		kind:   oteltrace.SpanKindInternal,
 		failed: a.Status == "error" || a.Status == "unknown", message: redact.Text(a.ErrorMessage, maxMessage),
 	}
-	for _, ancestor := range []*string{a.ParentID, a.RunID, a.RootID} {
+	for _, ancestor := range []*string{a.ParentID, a.OwnerID, a.RootID} {
 		if ancestor != nil && *ancestor != a.ID {
 			s.parent = trace.SpanID(*ancestor)
 			break
@@ -182,7 +167,7 @@ func (a activityRow) span(content bool) span {
 	}
 	var specific []attribute.KeyValue
 	s.name, s.kind, specific = a.describe()
-	s.attributes = append(specific, set(
+	s.attributes = append(specific, nonEmpty(
 		text(genConversation, a.ThreadID), text(agentTraceRef, a.TraceID), text(agentSurface, a.Surface),
 		text(agentExecution, postgres.Deref(a.ExecutionID)), text(agentActivity, a.ID), text(agentKind, a.Kind),
 		text(agentStatus, a.Status),
@@ -192,31 +177,31 @@ func (a activityRow) span(content bool) span {
 	if s.failed {
 		s.attributes = append(s.attributes, text(errorType, cmp.Or(a.ErrorClass, "_OTHER")))
 	}
-	if content {
+	if withContent {
 		s.attributes = append(s.attributes, a.content()...)
 	}
-	for _, latest := range []*time.Time{a.ParentEnded, a.RunEnded} {
-		if latest != nil {
-			s = s.clampEnd(*latest)
+	for _, parentEnd := range []*time.Time{a.ParentEnded, a.OwnerEnded} {
+		if parentEnd != nil {
+			s.endBy(*parentEnd)
 		}
 	}
 	return s
 }
 
-// describe returns the name, the kind and the attributes that the GenAI conventions define for a row's kind.
+// describe returns the name, the kind and the attributes that only spans of the activity's kind have.
 func (a activityRow) describe() (name string, kind oteltrace.SpanKind, specific []attribute.KeyValue) {
 	switch a.Kind {
 	case "model":
-		specific = set(
+		specific = nonEmpty(
 			text(genOperation, opChat), text(genProvider, provider), text(genAgentName, a.Agent), text(genRequestModel, a.Model),
-			attribute.Int64(genInputTokens, number(a.PromptTokens)),
-			attribute.Int64(genOutputTokens, number(a.CompletionTokens)),
+			attribute.Int64(genInputTokens, parseCount(a.PromptTokens)),
+			attribute.Int64(genOutputTokens, parseCount(a.CompletionTokens)),
 			attribute.Float64(agentCost, a.CostUsd),
 		)
 		if a.Status == "success" {
-			specific = append(specific, text(genAnswerModel, a.Model))
+			specific = append(specific, text(genResponseModel, a.Model))
 		}
-		if unknown := number(a.UnknownTokens); unknown > 0 {
+		if unknown := parseCount(a.UnknownTokens); unknown > 0 {
 			specific = append(specific, attribute.Int64(agentUnknown, unknown))
 		}
 		if a.Estimated {
@@ -224,11 +209,11 @@ func (a activityRow) describe() (name string, kind oteltrace.SpanKind, specific 
 		}
 		return spanName(opChat, a.Model), oteltrace.SpanKindClient, specific
 	case "call":
-		return spanName(opTool, a.SkillName), oteltrace.SpanKindInternal, set(
+		return spanName(opTool, a.SkillName), oteltrace.SpanKindInternal, nonEmpty(
 			text(genOperation, opTool), text(genToolName, a.SkillName), text(genToolType, "function"),
 			text(genAgentName, a.Agent))
 	}
-	return spanName(a.Kind, a.SkillName), oteltrace.SpanKindInternal, set(text(genAgentName, a.Agent))
+	return spanName(a.Kind, a.SkillName), oteltrace.SpanKindInternal, nonEmpty(text(genAgentName, a.Agent))
 }
 
 // content returns the messages, arguments and results of a row. This program redacted them before it stored them. A
@@ -236,9 +221,9 @@ func (a activityRow) describe() (name string, kind oteltrace.SpanKind, specific 
 func (a activityRow) content() []attribute.KeyValue {
 	switch a.Kind {
 	case "model":
-		return set(text(genInputMessages, inputMessages(a.Input)), text(genOutputMessages, outputMessages(a.Output)))
+		return nonEmpty(text(genInputMessages, inputMessages(a.Input)), text(genOutputMessages, outputMessages(a.Output)))
 	case "call":
-		return set(text(genToolArguments, redacted(a.Input)), text(genToolResult, redacted(a.Output)))
+		return nonEmpty(text(genToolArguments, redacted(a.Input)), text(genToolResult, redacted(a.Output)))
 	}
 	return nil
 }
@@ -251,18 +236,20 @@ func redacted(raw json.RawMessage) string {
 	return string(redact.JSON(raw, maxContent))
 }
 
-// spanName joins an operation and its target, truncated. Names have low cardinality, as the conventions require.
+// spanName joins an operation and its target, truncated. The targets are names of flows, agents, models, skills and
+// kinds, so the names have low cardinality, as the conventions require. A tool name that a model invented is an
+// exception.
 func spanName(operation, target string) string {
 	return textcut.Text(strings.TrimSpace(operation+" "+strings.ToValidUTF8(target, "\uFFFD")), maxName)
 }
 
-// text returns a string attribute. [set] drops empty attributes.
+// text returns a string attribute. [nonEmpty] drops empty attributes.
 func text(key, value string) attribute.KeyValue {
 	return attribute.String(key, strings.ToValidUTF8(value, "\uFFFD"))
 }
 
-// set returns the attributes without empty strings and repeated keys. The first attribute of a key wins.
-func set(all ...attribute.KeyValue) []attribute.KeyValue {
+// nonEmpty returns the attributes without empty strings and repeated keys. The first attribute of a key wins.
+func nonEmpty(all ...attribute.KeyValue) []attribute.KeyValue {
 	seen := map[attribute.Key]bool{}
 	result := make([]attribute.KeyValue, 0, len(all))
 	for _, kv := range all {
@@ -275,7 +262,8 @@ func set(all ...attribute.KeyValue) []attribute.KeyValue {
 	return result
 }
 
-func number(text string) int64 {
+// parseCount reads a count of tokens.
+func parseCount(text string) int64 {
 	n, err := strconv.ParseInt(text, 10, 64)
 	if err != nil {
 		return 0 // a row of another program
@@ -283,7 +271,7 @@ func number(text string) int64 {
 	return max(n, 0)
 }
 
-// spanID and traceID decode hex digits that are known to be valid.
+// spanID and traceID decode hex digits, which trace.SpanID and trace.ID.OTel return.
 func spanID(digits string) (id oteltrace.SpanID) {
 	raw, _ := hex.DecodeString(digits)
 	copy(id[:], raw)
