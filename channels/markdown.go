@@ -29,8 +29,10 @@ func Split(text string, l Limits) []string {
 	return append(parts, text)
 }
 
-// fenceReserve is the additional size of a part that ends within a code block.
-const fenceReserve = 40
+const (
+	fenceReserve = 40 // additional size of a part that ends within a code block
+	maxFence     = 30 // bytes of a line that opens a code block in each part; a longer run of backticks is text
+)
 
 // fitting returns the number of bytes of text that have at most limit units. It is at least one character.
 func fitting(text string, limit int, length func(string) int) int {
@@ -56,20 +58,20 @@ func border(text string, end int) int {
 	return end
 }
 
-// openFence returns the line that opens an unclosed code block of text, at most 30 bytes; "" for none.
+// openFence returns the line that opens an unclosed code block of text, at most maxFence bytes; "" for none.
 func openFence(text string) string {
 	open := ""
 	for line := range strings.Lines(text) {
 		line = strings.TrimSpace(line)
 		ticks := len(line) - len(strings.TrimLeft(line, "`"))
 		switch {
-		case open == "" && ticks >= 3 && !strings.Contains(line[ticks:], "`"):
+		case open == "" && ticks >= 3 && ticks <= maxFence && !strings.Contains(line[ticks:], "`"):
 			open = line
 		case open != "" && line == strings.Repeat("`", ticks) && ticks >= 3 && strings.HasPrefix(line, fenceOf(open)):
 			open = ""
 		}
 	}
-	if len(open) > 30 {
+	if len(open) > maxFence {
 		return fenceOf(open)
 	}
 	return open

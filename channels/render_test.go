@@ -26,6 +26,7 @@ func TestSplit(t *testing.T) {
 	assert.Equal(t, 60, strings.Count(all, "x := \"😀\""))
 	assert.Equal(t, 200, strings.Count(all, "w"))
 	assert.Equal(t, 1, len(channels.Split("", limits)))
+	assert.Equal(t, 4, len(channels.Split(strings.Repeat("`", 80)+"\n"+strings.Repeat("wort", 120), limits)))
 }
 
 func TestHTMLOfTelegram(t *testing.T) {
