@@ -36,6 +36,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 )
 
+// callTimeout bounds each call of the Web API, so a server without an answer does not stop the channel.
+const callTimeout = 20 * time.Second
+
 // Transport is the connection to one workspace.
 type Transport struct {
 	api    *slack.Client
@@ -57,13 +60,14 @@ func Open(c channels.Config) (channels.Transport, error) {
 	if missing := map[bool]string{true: "app_token", false: "signing_secret"}[socketMode(c)]; c.Secrets[missing] == "" {
 		return nil, fmt.Errorf("%w: the secret %s is not set", channels.ErrMisconfigured, missing)
 	}
-	client := cmp.Or(c.Client, http.DefaultClient)
-	options := []slack.Option{slack.OptionHTTPClient(client), slack.OptionAppLevelToken(c.Secrets["app_token"])}
+	client := *cmp.Or(c.Client, http.DefaultClient)
+	client.Timeout = callTimeout
+	options := []slack.Option{slack.OptionHTTPClient(&client), slack.OptionAppLevelToken(c.Secrets["app_token"])}
 	if base := c.Channel.Settings["base_url"]; base != "" {
 		options = append(options, slack.OptionAPIURL(strings.TrimSuffix(base, "/")+"/api/"))
 	}
 	return &Transport{
-		api: slack.New(c.Secrets["token"], options...), client: client, log: c.Logger, socket: socketMode(c),
+		api: slack.New(c.Secrets["token"], options...), client: &client, log: c.Logger, socket: socketMode(c),
 		signed: signature.Verifier{
 			Scheme: signature.HMAC, Secrets: []string{c.Secrets["signing_secret"]},
 			Layout: signature.Layout{

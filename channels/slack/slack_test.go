@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/slack-go/slack/socketmode"
@@ -438,4 +439,24 @@ func TestDeclarationsNeedTheSecretsOfTheirMode(t *testing.T) {
 			assert.Truef(t, err == nil || !strings.Contains(err.Error(), "xoxb-1"), "the error has the secret")
 		})
 	}
+}
+
+// silence is a server that never answers.
+type silence struct{}
+
+func (silence) RoundTrip(r *http.Request) (*http.Response, error) {
+	<-r.Context().Done()
+	return nil, context.Cause(r.Context())
+}
+
+func TestCallWithoutAnswerEnds(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		transport, err := Open(channels.Config{
+			Secrets: map[string]string{"app_token": "xapp-1"}, Client: &http.Client{Transport: silence{}},
+		})
+		require.NoError(t, err)
+		_, err = transport.Issuer(t.Context())
+		assert.Error(t, err)
+	})
 }
