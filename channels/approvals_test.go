@@ -329,6 +329,9 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 		v.Sender == "9", "got %+v", v)
 	pgtest.Until(t, s.pool, "failed", `select string_agg(status, ' ') from agent_channel_messages`)
 	assert.Equal(t, "<code>not &lt;b&gt;today&lt;/b&gt;</code>", s.bot.Sent(9)[0].Text)
+	s.env.Store("TOKEN", "4712:of-another-bot")
+	assert.Equal(t, 200, post("a third secret", update))
+	pgtest.Equal(t, s.pool, 2, `select count(*)::int from agent_channel_messages`)
 }
 
 // A lost turn gets a notice. A relay gets none, because the flow has its message. A deleted thread does not block other

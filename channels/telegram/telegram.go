@@ -54,8 +54,12 @@ func (t *transport) Limits() channels.Limits {
 
 // Issuer names the bot by its id, the public part of the token.
 func (t *transport) Issuer(context.Context) (string, error) {
+	return "telegram:" + t.bot(), nil
+}
+
+func (t *transport) bot() string {
 	id, _, _ := strings.Cut(t.token, ":")
-	return "telegram:" + id, nil
+	return id
 }
 
 // Run polls, or watches the webhook.
@@ -70,10 +74,7 @@ func (t *transport) Run(ctx context.Context, in channels.Inbox) error {
 	if err != nil {
 		return err
 	}
-	offset, err := strconv.ParseInt(cmp.Or(cursor, "0"), 10, 64)
-	if err != nil {
-		offset = 0
-	}
+	offset := t.offset(cursor)
 	in.Connected(ctx)
 	received := time.Now().Add(-age)
 	for ctx.Err() == nil {
@@ -93,6 +94,20 @@ func (t *transport) Run(ctx context.Context, in channels.Inbox) error {
 	return nil
 }
 
+// offset returns the id of the next update, or 0 for a cursor of another bot: each bot counts its own updates. A cursor
+// of an earlier release names no bot.
+func (t *transport) offset(cursor string) int64 {
+	bot, next, named := strings.Cut(cursor, ":")
+	if !named {
+		next = cursor
+	}
+	n, err := strconv.ParseInt(next, 10, 64)
+	if err != nil || named && bot != t.bot() {
+		return 0
+	}
+	return n
+}
+
 // poll gets the next updates. It commits them with the next offset; the request for that offset acknowledges them.
 func (t *transport) poll(ctx context.Context, in channels.Inbox, offset int64) (int64, error) {
 	parameters := map[string]any{
@@ -110,7 +125,7 @@ func (t *transport) poll(ctx context.Context, in channels.Inbox, offset int64) (
 	}
 	slices.SortStableFunc(updates, func(a, b update) int { return cmp.Compare(a.ID, b.ID) })
 	offset = updates[len(updates)-1].ID + 1
-	return offset, in.Receive(ctx, strconv.FormatInt(offset, 10), incoming(updates...)...)
+	return offset, in.Receive(ctx, t.bot()+":"+id(offset), t.incoming(updates...)...)
 }
 
 // watchHook reads the state of the webhook from Telegram, once in hookInterval.
@@ -155,7 +170,7 @@ func (t *transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inb
 		http.Error(w, "the body is no update", http.StatusBadRequest)
 		return
 	}
-	if err := in.Receive(r.Context(), "", incoming(u)...); err != nil {
+	if err := in.Receive(r.Context(), "", t.incoming(u)...); err != nil {
 		t.config.Logger.WarnContext(r.Context(), "update not stored, Telegram sends it again", "channel",
 			t.config.Channel.Name, "error", err)
 		http.Error(w, "not stored", http.StatusServiceUnavailable)

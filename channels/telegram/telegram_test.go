@@ -38,20 +38,35 @@ func open(t *testing.T, a api) channels.Transport {
 	return transport
 }
 
-// offsets is an inbox that has just read update 899.
-type offsets struct{ channels.Inbox }
+// cursors is an inbox with a new cursor.
+type cursors struct {
+	channels.Inbox
+	cursor string
+}
 
-func (offsets) Connected(context.Context) {}
+func (cursors) Connected(context.Context) {}
 
-func (offsets) Cursor(context.Context) (string, time.Duration, error) { return "900", 0, nil }
+func (c cursors) Cursor(context.Context) (string, time.Duration, error) { return c.cursor, 0, nil }
 
-// Telegram drops updates below the offset. After an idle week it starts at a random id.
+// Telegram drops updates below the offset. After an idle week it starts at a random id. Another bot has other ids.
 func TestAnIdleWeekForgetsTheOffset(t *testing.T) {
 	t.Parallel()
+	for cursor, want := range map[string]string{
+		"4711:900": "[900 <nil>]", "900": "[900 <nil>]", "4712:900": "[<nil>]", "": "[<nil>]",
+	} {
+		t.Run(cursor, func(t *testing.T) {
+			t.Parallel()
+			assert.Equal(t, want, fmt.Sprint(askedOffsets(t, cursor)))
+		})
+	}
+}
+
+// askedOffsets returns the different offsets that a bot asks for in a week without updates.
+func askedOffsets(t *testing.T, cursor string) (asked []string) {
+	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		ctx, stop := context.WithTimeout(t.Context(), 7*24*time.Hour)
 		defer stop()
-		var asked []string
 		transport := open(t, func(method string, p map[string]any) string {
 			if method != "getUpdates" {
 				return `{"ok": true, "result": true}`
@@ -62,9 +77,9 @@ func TestAnIdleWeekForgetsTheOffset(t *testing.T) {
 			time.Sleep(time.Hour)
 			return `{"ok": true, "result": []}`
 		})
-		require.NoError(t, transport.Run(ctx, offsets{}))
-		assert.Equal(t, "[900 <nil>]", fmt.Sprint(asked))
+		require.NoError(t, transport.Run(ctx, cursors{cursor: cursor}))
 	})
+	return asked
 }
 
 // A message follows a group that has become a supergroup. The error of a request with buttons names the necessary

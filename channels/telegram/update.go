@@ -55,8 +55,8 @@ type callback struct {
 }
 
 // incoming converts updates. It omits messages of bots, messages without a sender, and clicks on messages that Telegram
-// no longer has.
-func incoming(updates ...update) (list []channels.Incoming) {
+// no longer has. Each bot counts its messages, and a person's chat has the same id with every bot.
+func (t *transport) incoming(updates ...update) (list []channels.Incoming) {
 	for _, u := range updates {
 		switch {
 		case u.Click != nil && u.Click.Message != nil:
@@ -68,8 +68,8 @@ func incoming(updates ...update) (list []channels.Incoming) {
 		case u.Message != nil && u.Message.From != nil && !u.Message.From.IsBot:
 			m := u.Message
 			in := channels.Incoming{
-				ExternalID: "message " + id(m.Chat.ID) + ":" + id(m.ID), Conversation: m.conversation(), Sender: id(m.From.ID),
-				SenderName: m.From.name(), Text: cmp.Or(m.Text, m.Caption), MessageRef: id(m.ID),
+				ExternalID: "message " + t.bot() + " " + id(m.Chat.ID) + ":" + id(m.ID), Conversation: m.conversation(),
+				Sender: id(m.From.ID), SenderName: m.From.name(), Text: cmp.Or(m.Text, m.Caption), MessageRef: id(m.ID),
 			}
 			if n := len(m.Photo); n > 0 {
 				p := m.Photo[n-1]
