@@ -8,6 +8,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -226,6 +227,23 @@ func TestPairingIsBounded(t *testing.T) {
 	assert.Equal(t, "paired", got.Status)
 	_, err = channels.Pair(t.Context(), tx, code(s.bot.Sent(0)[0].Text), "admin")
 	assert.Error(t, err, "a code works twice")
+}
+
+// A sender whose code was not sent gets another one with the next message.
+func TestPairingCodeThatWasNotSentIsIssuedAgain(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{}, nil)
+	var refused atomic.Bool
+	s.bot.Fail(func(method string, _ map[string]any) telegramtest.Fault {
+		if method == "sendMessage" && !refused.Swap(true) {
+			return telegramtest.Slow
+		}
+		return telegramtest.None
+	})
+	s.bot.Say(1, 1, "Somebody", "hello")
+	pgtest.Until(t, s.pool, 1, `select count(*)::int from agent_channel_messages where status = 'ignored'`)
+	s.bot.Say(1, 1, "Somebody", "hello again")
+	s.until("a code", func() bool { return len(s.bot.Sent(1)) == 1 })
 }
 
 func code(text string) string {

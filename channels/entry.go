@@ -139,7 +139,7 @@ func (w *worker) enter(ctx context.Context, e entry) {
 		Text: text, Files: files,
 	})
 	if refused, ok := errors.AsType[*RefusedError](err); ok {
-		w.reply(ctx, e, Code(refused.Message))
+		_ = w.reply(ctx, e, Code(refused.Message)) // logged
 		w.finish(ctx, e, "failed", refused.Message)
 		return
 	}

@@ -84,7 +84,7 @@ func newCode() string {
 }
 
 // checkSender reports whether the sender of a message is paired. An unknown sender gets a code, at most once in
-// codeTTL, and none while maxPending others have one.
+// codeTTL, and none while maxPending others have one. A code that the provider refused to send does not count.
 func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err error) {
 	code := newCode()
 	issued, full := false, false
@@ -138,20 +138,27 @@ func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err err
 	}
 	switch {
 	case issued:
-		w.reply(ctx, e, "I do not know you yet. Give this code to an admin, within an hour:\n\n`"+code+
+		err := w.reply(ctx, e, "I do not know you yet. Give this code to an admin, within an hour:\n\n`"+code+
 			"`\n\nAfter that, please write again.")
+		if failure, known := errors.AsType[*SendError](err); known && !failure.MaybeSent { // nobody has the code
+			return false, exec(context.WithoutCancel(ctx), w.Pool, "expire pairing code", `
+				update agent_channel_identities set expires_at = clock_timestamp()
+				 where channel = @channel and subject = @subject and code_sha256 = @code`,
+				postgres.Strict{"channel": w.name, "subject": e.Sender, "code": digest(code)})
+		}
 	case full:
 		w.Logger.WarnContext(ctx, "too many senders wait to be paired; this one got no code", "channel", w.name)
 	}
 	return false, nil
 }
 
-// reply sends a message outside the thread. It makes one attempt: the sender may write again.
-func (w *worker) reply(ctx context.Context, e entry, text string) {
+// reply sends a message outside the thread. It makes one attempt, and logs its error: the sender may write again.
+func (w *worker) reply(ctx context.Context, e entry, text string) error {
 	_, err := w.transport.Send(ctx, Message{
 		ID: e.ID, Conversation: e.Conversation, Markdown: text, ReplyTo: e.MessageRef,
 	})
 	if err != nil {
 		w.Logger.WarnContext(ctx, "channel reply not sent", "channel", w.name, "error", message(err))
 	}
+	return err
 }
