@@ -2,6 +2,7 @@ package channels_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -206,6 +207,22 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 	s.until("the log says that a request is not shown", func() bool {
 		return strings.Contains(s.log.String(), "request for approval not shown")
 	})
+}
+
+// A sender learns that a message was given up.
+func TestSenderLearnsThatItsMessageFailed(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen},
+		func(context.Context, channels.Visit) (channels.Accepted, error) {
+			return channels.Accepted{}, errors.New("there is no such agent")
+		})
+	s.bot.Say(1, 1, "Somebody", "hello")
+	pgtest.Until(t, s.pool, true, `
+		select coalesce(bool_and(attempts > 0 and claim is null), false) from agent_channel_messages`)
+	pgtest.Exec(t, s.pool, `update agent_channel_messages set attempts = 19, next_attempt_at = clock_timestamp()`)
+	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', 'support')`)
+	pgtest.Until(t, s.pool, "failed", `select status from agent_channel_messages`)
+	assert.Equal(t, channels.FailedNotice, s.bot.Sent(1)[0].Text)
 }
 
 // At most three senders wait for pairing. Each one's code works once.

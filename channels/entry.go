@@ -160,7 +160,8 @@ func (w *worker) enter(ctx context.Context, e entry) {
 	w.wakeWatch()
 }
 
-// postpone records a failed attempt. The worker repeats it, up to maxEntries times; a [LaterError] counts no attempt.
+// postpone records a failed attempt. The worker repeats it, up to maxEntries times, and then tells the sender; a
+// [LaterError] counts no attempt.
 func (w *worker) postpone(ctx context.Context, e entry, cause error) {
 	pause := min(time.Second<<min(e.Attempts-1, 6), time.Minute)
 	uncounted := 0
@@ -170,6 +171,9 @@ func (w *worker) postpone(ctx context.Context, e entry, cause error) {
 	}
 	ctx = context.WithoutCancel(ctx)
 	if !ok && e.Attempts >= maxEntries {
+		if e.Click == "" {
+			_ = w.reply(ctx, e, FailedNotice) // logged
+		}
 		w.finish(ctx, e, "failed", cause.Error())
 		return
 	}
