@@ -33,7 +33,11 @@ type Principals interface {
 // maxArguments bounds the arguments that a message shows with buttons. Nobody may approve unreadable arguments.
 const maxArguments = 2500
 
-// requestApprovals shows new requests for approval of the channel's agent in the conversation for reports.
+// maxRequests bounds the messages for one request for approval in one conversation.
+const maxRequests = 3
+
+// requestApprovals shows new requests for approval of the channel's agent in the conversation for reports. It repeats a
+// request without a confirmed message after a minute, because nobody may have seen it.
 func (w *worker) requestApprovals(ctx context.Context) error {
 	if w.channel.ReportTo == "" {
 		return nil
@@ -43,11 +47,13 @@ func (w *worker) requestApprovals(ctx context.Context) error {
 		 where a.status = 'pending' and a.expires_at > clock_timestamp()
 		   and (@agent = '' or x.agent = @agent or exists (
 		     select from agent_threads t where t.id = x.thread_id and t.target = @channel and t.channel = @type))
-		   and not exists (select from agent_channel_buttons b
-		     where b.approval_id = a.id and b.channel = @channel and b.conversation = @conversation)
+		   and coalesce((select bool_and(b.message_ref = '' and b.created_at < clock_timestamp() - interval '1 minute')
+		         and count(*) < 2 * @tries from agent_channel_buttons b
+		     where b.approval_id = a.id and b.channel = @channel and b.conversation = @conversation), true)
 		 order by a.id limit 10`,
 		postgres.Strict{
 			"agent": w.channel.Agent, "channel": w.name, "type": w.channel.Type, "conversation": w.channel.ReportTo,
+			"tries": maxRequests,
 		})
 	if err != nil {
 		return err
@@ -65,7 +71,7 @@ func (w *worker) requestApprovals(ctx context.Context) error {
 }
 
 // requestApproval shows one request. It stores the buttons first: if the provider's answer is lost, the message may
-// still have been sent, and its buttons work.
+// still have been sent, and its buttons work beside those of a repeated message.
 func (w *worker) requestApproval(ctx context.Context, a approvals.Approval) error {
 	text, whole := approvalText(a, w.transport.Limits())
 	if !w.transport.Limits().Buttons { // the stored buttons still mark the request as shown; no message has their nonces

@@ -209,6 +209,27 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 	})
 }
 
+// A request whose message was not confirmed is shown again. The buttons of both messages work.
+func TestUnconfirmedRequestForApprovalIsShownAgain(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{ReportTo: "900"}, nil)
+	var lost atomic.Bool
+	s.bot.Fail(func(method string, _ map[string]any) telegramtest.Fault {
+		if method == "sendMessage" && !lost.Swap(true) {
+			return telegramtest.Lost
+		}
+		return telegramtest.None
+	})
+	id := s.request(`{"order": "A-1"}`)
+	s.until("the lost answer", func() bool { return strings.Contains(s.log.String(), "request for approval not shown") })
+	pgtest.Exec(t, s.pool, `update agent_channel_buttons set created_at = created_at - interval '1 minute'`)
+	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', 'support')`)
+	s.shown(2)
+	m := s.shown(1)
+	assert.Contains(t, s.click("first", 900, 1, m.ID, m.Buttons["Approve"]), "You have approved")
+	assert.Equal(t, "approved mara", s.status(id))
+}
+
 // A sender learns that a message was given up.
 func TestSenderLearnsThatItsMessageFailed(t *testing.T) {
 	t.Parallel()
