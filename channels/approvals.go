@@ -241,16 +241,22 @@ func (w *worker) decide(ctx context.Context, e entry) (answer, shown string, err
 	}
 	if decided, ok := errors.AsType[*approvals.DecidedError](err); ok {
 		answer = strings.ToUpper(decided.Error()[:1]) + decided.Error()[1:] + "."
-		text, _ := approvalText(a, w.transport.Limits())
-		return answer, text + "\n\n" + Code(answer), nil
+		return answer, w.decidedText(a, Code(answer)), nil
 	}
 	if err != nil {
 		return "", "", err
 	}
-	text, _ := approvalText(a, w.transport.Limits())
-	text += fmt.Sprintf("\n\n**%s** by %s at %s", strings.ToUpper(verb[:1])+verb[1:], Code(name),
+	decision := fmt.Sprintf("**%s** by %s at %s", strings.ToUpper(verb[:1])+verb[1:], Code(name),
 		time.Now().UTC().Format("2006-01-02 15:04 UTC"))
-	return "You have " + verb + " this.", text, nil
+	return "You have " + verb + " this.", w.decidedText(a, decision), nil
+}
+
+// decidedText describes a request and its decision in one part.
+func (w *worker) decidedText(a approvals.Approval, decision string) string {
+	limits := w.transport.Limits()
+	limits.Text -= UTF16("\n\n" + decision)
+	text, _ := approvalText(a, limits)
+	return text + "\n\n" + decision
 }
 
 var errNoButton = errors.New("there is no such button")

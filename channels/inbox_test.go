@@ -29,6 +29,11 @@ func TestStoredTextStatesOmissions(t *testing.T) {
 	}
 }
 
+// limited is a transport with a low limit.
+type limited struct{ Transport }
+
+func (limited) Limits() Limits { return Limits{Text: 400} }
+
 // A provider refuses a text over its limit, and nobody would see the request.
 func TestRequestForApprovalFitsIntoOneMessage(t *testing.T) {
 	t.Parallel()
@@ -45,6 +50,10 @@ func TestRequestForApprovalFitsIntoOneMessage(t *testing.T) {
 		assert.Equal(t, test.whole, whole, test.arguments)
 		assert.Equal(t, 1, len(Split(text, limits)))
 	}
+	w := &worker{transport: limited{}}
+	decided := w.decidedText(approvals.Approval{Arguments: []byte(`["` + strings.Repeat("some ", 50) + `"]`)},
+		strings.Repeat("reason ", 20))
+	assert.Equal(t, 1, len(Split(decided, limited{}.Limits())), decided)
 	passwords := "[" + strings.Repeat(`{"password":"x"},`, 120) + "1]"
 	text, whole := approvalText(approvals.Approval{Arguments: []byte(passwords)}, Limits{})
 	assert.Truef(t, whole && !strings.Contains(text, "_truncated"), "%t: %s", whole, text)
