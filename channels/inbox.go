@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -106,7 +107,7 @@ func (m Incoming) boundedText() string {
 func cut(s string, n int) string {
 	s = postgres.Text(s)
 	if len(s) > n {
-		s = postgres.Text(s[:n])
+		s = strings.ToValidUTF8(s[:n], "") // without a half character
 	}
 	return s
 }

@@ -17,6 +17,7 @@ func TestStoredTextStatesOmissions(t *testing.T) {
 	}{
 		"within the limits": {Incoming{Text: "hello", Files: make([]File, maxFiles)}, "hello"},
 		"long text":         {Incoming{Text: long + "y"}, long + "\n[The message is longer.]"},
+		"a cut character":   {Incoming{Text: long[1:] + "ä"}, long[1:] + "\n[The message is longer.]"},
 		"many files": {
 			Incoming{Text: "see these", Files: make([]File, maxFiles+2)},
 			"see these\n[2 further files are missing: only 8 of a message are read.]",
