@@ -125,6 +125,16 @@ func SetTitle(ctx context.Context, tx pgx.Tx, id, title string) (before string, 
 	return t.Title, err
 }
 
+// SetAgent gives a thread to another agent.
+func SetAgent(ctx context.Context, tx pgx.Tx, id, agent string) error {
+	_, err := tx.Exec(ctx, `update agent_threads set agent = @agent where id = @id`,
+		postgres.Strict{"id": id, "agent": agent})
+	if err != nil {
+		return fmt.Errorf("change agent of thread: %w", err)
+	}
+	return nil
+}
+
 func collectThread(rows pgx.Rows, err error) (Thread, error) {
 	return postgres.CollectOne(rows, err, ErrNotFound, "read thread", pgx.RowToStructByName[Thread])
 }

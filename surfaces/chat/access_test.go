@@ -19,6 +19,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -393,6 +394,23 @@ func TestKeyReachesAgentsThatNameItElseDefault(t *testing.T) {
 			}
 		}
 	}
+}
+
+// A person on a channel cannot name an agent, nor begin another conversation.
+func TestConversationOfChannelFollowsItsAgent(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
+	p := w.house(t)
+	for _, agent := range []string{"billing", "sales"} {
+		_, err := p.chat.Accept(t.Context(), channels.Visit{
+			Key: agent, Channel: channels.Channel{Name: "support", Type: channels.Telegram, Agent: agent},
+			Conversation: "5", Sender: "5", Text: "My order?",
+		})
+		require.NoError(t, err)
+		pgtest.Equal(t, w.pool, agent, `select agent from agent_threads`)
+	}
+	pgtest.Equal(t, w.pool, "billing sales", `select string_agg(agent, ' ' order by id) from agent_executions`)
 }
 
 func TestThreadKeepsItsAgent(t *testing.T) {

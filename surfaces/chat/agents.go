@@ -112,9 +112,10 @@ func agentName(a agents.Agent) string {
 	return a.Name
 }
 
-// checkAgent refuses a message to another agent than the thread's. An undeclared agent counts as the default agent.
+// checkAgent refuses a message to another agent than the thread's. An undeclared agent counts as the default agent. A
+// person on a channel can name no agent, so the conversation follows the agent of the channel.
 func (c *Chat) checkAgent(ctx context.Context, tx pgx.Tx, threadAgent string, a *UserMessage) error {
-	if threadAgent == agentName(a.agent) {
+	if threadAgent == agentName(a.agent) || a.headless() {
 		return nil
 	}
 	all, err := c.Agents.List(ctx, tx)

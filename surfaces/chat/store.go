@@ -143,6 +143,9 @@ func (c *Chat) storeMessage(
 	if err == nil {
 		err = c.checkAgent(ctx, tx, thread.Agent, a)
 	}
+	if err == nil && a.headless() && thread.Agent != agentName(a.agent) {
+		err = threads.SetAgent(ctx, tx, thread.ID, agentName(a.agent))
+	}
 	if err != nil {
 		return nil, nil, err
 	}
