@@ -239,10 +239,10 @@ func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) 
 
 // Window returns the summary of a thread and the latest messages within a number of tokens, oldest first. Only whole
 // turns before the turn before are returned (0: all), without summarised, failed and withdrawn messages. It reads at
-// most 400 rows.
+// most 400 rows. cut reports that older messages without a summary may be left out.
 func Window(
 	ctx context.Context, db postgres.DB, thread string, before int64, tokens int,
-) (summary string, messages []Message, err error) {
+) (summary string, messages []Message, cut bool, err error) {
 	id, b := postgres.Text(thread), &pgx.Batch{}
 	if before == 0 {
 		before = math.MaxInt64
@@ -259,7 +259,7 @@ func Window(
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
 		       interrupted, tokens, attempts, error_message, created_at, sent_at,
 		       (select count(*) from agent_message_images i where i.message_id = measured.id) as images
-		  from measured where running <= @tokens order by turn, seq`,
+		  from measured where running - tokens <= @tokens order by turn, seq`, // also the first that does not fit
 		postgres.Strict{"thread": id, "before": before, "tokens": tokens}).Query(func(rows pgx.Rows) (err error) {
 		messages, err = pgx.CollectRows(rows, pgx.RowToStructByName[Message])
 		return err
@@ -268,16 +268,23 @@ func Window(
 	b.Queue(`select summary from agent_threads where id = @thread`, postgres.Strict{"thread": id}).
 		QueryRow(func(row pgx.Row) error { return row.Scan(&summary) })
 	if err := db.SendBatch(ctx, b).Close(); errors.Is(err, pgx.ErrNoRows) {
-		return "", nil, fmt.Errorf("read thread %s: %w", thread, ErrNotFound)
+		return "", nil, false, fmt.Errorf("read thread %s: %w", thread, ErrNotFound)
 	} else if err != nil {
-		return "", nil, fmt.Errorf("read thread %s: %w", thread, err)
+		return "", nil, false, fmt.Errorf("read thread %s: %w", thread, err)
+	}
+	cut = len(messages) == 400
+	for _, m := range messages {
+		tokens -= m.Tokens
+	}
+	if tokens < 0 {
+		cut, messages = true, messages[1:]
 	}
 	// A turn that does not fit whole is left out.
 	firstComplete := slices.IndexFunc(messages, func(m Message) bool { return *m.Turn == *m.Seq })
 	if firstComplete < 0 {
 		firstComplete = len(messages)
 	}
-	return summary, messages[firstComplete:], nil
+	return summary, messages[firstComplete:], cut, nil
 }
 
 // Backlog returns the turns to summarise, oldest first: those before the latest keep tokens, up to about maxTokens.

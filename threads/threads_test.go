@@ -164,9 +164,10 @@ func TestWindowHasWholeTurns(t *testing.T) {
 		"one and a bit": {*q3.Seq, 19, []string{"q2", "a2"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, got, err := threads.Window(t.Context(), db, "w", c.before, c.tokens)
+			_, got, cut, err := threads.Window(t.Context(), db, "w", c.before, c.tokens)
 			require.NoError(t, err)
 			assert.NoDiff(t, c.want, contents(got))
+			assert.Equal(t, c.tokens < 1000, cut)
 		})
 	}
 }
@@ -182,10 +183,11 @@ func TestSummaryOnlyMovesForward(t *testing.T) {
 		moved, err := threads.SaveSummary(t.Context(), db, "s", 0, turn, "two greetings")
 		assert.Truef(t, err == nil && moved == want, "moved = %t, %v, want %t", moved, err, want)
 	}
-	summary, got, err := threads.Window(t.Context(), db, "s", 0, 1000)
+	summary, got, cut, err := threads.Window(t.Context(), db, "s", 0, 1000)
 	require.NoError(t, err)
 	diff := cmp.Diff([]string{"q3", "a3"}, contents(got))
-	assert.Truef(t, diff == "" && summary == "two greetings", "summary %q and window (-want +got):\n%s", summary, diff)
+	assert.Truef(t, diff == "" && summary == "two greetings" && !cut, "summary %q, cut %t and window (-want +got):\n%s",
+		summary, cut, diff)
 }
 
 func TestBacklogHasWholeOldTurns(t *testing.T) {
@@ -321,11 +323,11 @@ func TestReadsAreBoundedInLongThread(t *testing.T) {
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	for name, fn := range map[string]func() error{
 		"window": func() error {
-			_, _, err := threads.Window(t.Context(), tx, "long", 0, 2000)
+			_, _, _, err := threads.Window(t.Context(), tx, "long", 0, 2000)
 			return err
 		},
 		"window in the middle": func() error {
-			_, _, err := threads.Window(t.Context(), tx, "long", 9001, 2000)
+			_, _, _, err := threads.Window(t.Context(), tx, "long", 9001, 2000)
 			return err
 		},
 		"backlog": func() error {

@@ -318,7 +318,7 @@ func (w *world) idOf(t *testing.T, name string) string {
 // transcript returns the messages of a thread in the order of reading.
 func (w *world) transcript(t *testing.T, thread string) (lines []string) {
 	t.Helper()
-	_, messages, err := threads.Window(t.Context(), w.pool, w.idOf(t, thread), 0, 1_000_000)
+	_, messages, _, err := threads.Window(t.Context(), w.pool, w.idOf(t, thread), 0, 1_000_000)
 	require.NoError(t, err)
 	for _, m := range messages {
 		line := m.Role + ": " + m.Content

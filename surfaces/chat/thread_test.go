@@ -342,6 +342,17 @@ func TestLongThreadCostsSamePerTurn(t *testing.T) {
 	assert.Truef(t, kept <= 3000, "a turn keeps %d bytes of earlier messages", kept)
 }
 
+// A turn above the whole window is in no later request, except in the summary.
+func TestLargeTurnIsSummarised(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
+	p := w.process(t, func(c *chat.Chat) { c.History = 1000 })
+	p.answerTo(t, "large", strings.Repeat("word ", 1000))
+	p.answerTo(t, "large", "And now?")
+	pgtest.Until(t, w.pool, 1, `select summary_through from agent_threads`)
+}
+
 func TestSummaryThatFailsHarmsNobody(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

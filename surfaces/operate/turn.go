@@ -106,7 +106,7 @@ func (o *Operate) readHistory(ctx context.Context, current executions.Execution,
 		}
 		p := turnHistory{Turn: *prompts[0].Seq}
 		var messages []threads.Message
-		if p.Summary, messages, err = threads.Window(ctx, o.Pool, in.SessionID, p.Turn, o.History); err != nil {
+		if p.Summary, messages, _, err = threads.Window(ctx, o.Pool, in.SessionID, p.Turn, o.History); err != nil {
 			return turnHistory{}, err
 		}
 		p.Messages = toModelMessages(messages)
