@@ -142,7 +142,7 @@ func (c *Chat) emptyRelayAnswer(ctx context.Context, in input, messages int) (st
 			             from agent_messages m
 			            where m.execution_id = x.id
 			              and m.thread_id = r.thread_id
-			              and m.role = 'assistant' and m.channel = 'chat'
+			              and m.role = 'assistant' and m.channel = @channel
 			              and m.seq is not null
 			            order by m.seq desc
 			            limit 1), r.title)
@@ -154,7 +154,7 @@ func (c *Chat) emptyRelayAnswer(ctx context.Context, in input, messages int) (st
 			 where r.thread_id = @thread and r.kind = 'document' and r.status = 'pending'
 			 order by r.id
 			 limit 1`,
-			postgres.Strict{"thread": in.Thread}).Scan(&items, &question)
+			postgres.Strict{"thread": in.Thread, "channel": cmp.Or(in.Channel, channel)}).Scan(&items, &question)
 		if errors.Is(err, pgx.ErrNoRows) {
 			err = c.Pool.QueryRow(ctx, `select exists (select from agent_executions x
 				where x.id = @to::uuid and x.status in ('failed', 'timeout'))`, postgres.Strict{"to": in.To}).Scan(&failed)

@@ -15,6 +15,7 @@ import (
 	goopenai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -22,6 +23,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // withFile returns a message with a file.
@@ -188,6 +191,31 @@ func TestWordsAloneAreToldWhichDocumentIsMissing(t *testing.T) {
 	assert.Contains(t, lines[4], want)
 	pgtest.Equal(t, w.pool, 2, `select count(*)::int from agent_messages a join agent_messages u using (execution_id, turn)
 		where a.role = 'assistant' and u.role = 'user'`)
+}
+
+// A person on a channel learns it from a message there.
+func TestChannelSaysWhichDocumentIsMissing(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, asksForDocuments("photo"))
+	_, _, err := threads.Ensure(t.Context(), w.pool, threads.Thread{
+		ID: "t", Channel: channels.Telegram, Target: "support", Owner: channels.Owner("support"),
+	})
+	require.NoError(t, err)
+	x, _, err := p.engine.Start(t.Context(), w.pool, executions.Spec{
+		Flow: "talk", Surface: trace.Flow, ThreadID: "t",
+	})
+	require.NoError(t, err)
+	p.reaches(t, x.ID, executions.Waiting)
+	_, err = p.chat.Accept(t.Context(), channels.Visit{
+		Key: "1", Channel: channels.Channel{Name: "support", Type: channels.Telegram}, Conversation: "t",
+		Text: "it is broken",
+	})
+	require.NoError(t, err)
+	const ask = "Please send photo."
+	pgtest.Until(t, w.pool, ask+" | "+ask+"\n\nStill missing: photo. Send each as a file with your next message.", `
+		select string_agg(m.content, ' | ' order by m.seq)
+		  from agent_messages m join agent_channel_sends s on s.message_id = m.id`)
 }
 
 // A file of another visitor answers no request, and its message is not stored.

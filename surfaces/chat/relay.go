@@ -172,8 +172,8 @@ func (c *Chat) streamRelay(
 			continue
 		case !state.Busy || state.TimedOut:
 			notice, err := c.emptyRelayAnswer(ctx, in, shown)
-			if err == nil && notice != "" && notice != forwardedText && in.Target == "" {
-				err = storeNotice(ctx, x, in.Thread, notice)
+			if err == nil && notice != "" && notice != forwardedText {
+				err = storeNotice(ctx, x, in, notice)
 			}
 			if err != nil {
 				return answer{}, err
@@ -190,19 +190,16 @@ func (c *Chat) streamRelay(
 }
 
 // storeNotice adds the relay's own notice to the thread, in the turn of its message. Relays do not show the notice
-// again.
-func storeNotice(ctx context.Context, x executions.Execution, thread, notice string) error {
+// again. A channel of people sends it.
+func storeNotice(ctx context.Context, x executions.Execution, in input, notice string) error {
 	_, err := executions.StepTx(ctx, "notice", func(ctx context.Context, tx pgx.Tx) (string, error) {
-		var turn int64
+		var number int64
 		err := tx.QueryRow(ctx, `select coalesce(min(m.turn), 0) from agent_messages m
-			where m.execution_id = @id and m.role = 'user'`, postgres.Strict{"id": x.ID}).Scan(&turn)
+			where m.execution_id = @id and m.role = 'user'`, postgres.Strict{"id": x.ID}).Scan(&number)
 		if err != nil {
 			return "", fmt.Errorf("read turn of relay: %w", err)
 		}
-		m, err := threads.Post(ctx, tx, threads.NewMessage{
-			ThreadID: thread, Role: threads.Assistant, Content: notice, Channel: channel, ExecutionID: x.ID,
-			TraceID: x.TraceID, Status: threads.Sent, Turn: turn,
-		})
+		m, err := (&turn{exec: x, in: in, turnNumber: number}).post(ctx, tx, notice, false)
 		return m.ID, err
 	})
 	return err
@@ -309,14 +306,14 @@ func queueRelayMessages(b *pgx.Batch, x executions.Execution, in input, last int
 		  from agent_messages m
 		 where m.thread_id = @thread
 		   and m.seq > (select s.seq from since s)
-		   and m.role = 'assistant' and m.channel = 'chat'
+		   and m.role = 'assistant' and m.channel = @channel
 		   and (m.execution_id is not null or m.seq > (select a.seq from asked a) or @after > 0)
 		   and not exists (select from agent_executions e where e.id = m.execution_id and e.flow = any(@own))
 		 order by m.seq
 		 limit @most`,
 		postgres.Strict{
 			"thread": in.Thread, "id": x.ID, "own": ownFlows(), "relay": RelayFlow, "last": last,
-			"most": relayBatch, "after": after,
+			"most": relayBatch, "after": after, "channel": cmp.Or(in.Channel, channel),
 		}).
 		Query(func(rows pgx.Rows) (err error) {
 			state.Messages, err = pgx.CollectRows(rows, pgx.RowToStructByPos[relayedMessage])
