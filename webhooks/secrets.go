@@ -39,22 +39,24 @@ func isReference(s string) bool {
 	return envRegexp.MatchString(s) || isFile && filepath.IsAbs(path)
 }
 
-// Secrets resolves references. The error of a missing secret names the setting, and never contains a secret. A nil
-// getenv reads the process's environment.
+// Secrets resolves references. The error of a missing secret names the setting, and never contains a secret; the other
+// secrets come with it. A nil getenv reads the process's environment.
 func Secrets(references []string, getenv func(string) string) ([]string, error) {
 	if getenv == nil {
 		getenv = os.Getenv
 	}
 	var problems []error
-	secrets := make([]string, len(references))
-	for i, r := range references {
-		var err error
-		if secrets[i], err = resolveSecret(r, getenv); err != nil {
+	var secrets []string
+	for _, r := range references {
+		secret, err := resolveSecret(r, getenv)
+		if err != nil {
 			problems = append(problems, err)
+			continue
 		}
+		secrets = append(secrets, secret)
 	}
 	if err := errors.Join(problems...); err != nil {
-		return nil, fmt.Errorf("resolve references: %w", err) // logs redact what follows "secrets:"
+		return secrets, fmt.Errorf("resolve references: %w", err) // logs redact what follows "secrets:"
 	}
 	return secrets, nil
 }

@@ -30,6 +30,15 @@ func (s *Surface) Expect(r *http.Request) (*http.Request, int64, error) {
 type expected struct {
 	endpoint webhooks.Endpoint
 	verifier signature.Verifier
+	missing  error // a secret that is not set; nil if all are
+}
+
+// cause returns why a request is rejected: a missing secret may have signed what the others have not.
+func (e expected) cause(err error) error {
+	if e.missing != nil && errors.Is(err, signature.ErrRefused) {
+		return e.missing
+	}
+	return err
 }
 
 type expectedKey struct{}
@@ -49,24 +58,24 @@ func (s *Surface) expect(r *http.Request) (expected, error) {
 	if err := e.Verifier(nil).Before(r.Header, s.now()); err != nil {
 		return expected{}, s.rejectionError(r.Context(), e.Name, err)
 	}
-	secrets, err := webhooks.Secrets(e.Secrets, s.Getenv)
-	if err != nil {
-		return expected{}, s.rejectionError(r.Context(), e.Name, err)
+	secrets, missing := webhooks.Secrets(e.Secrets, s.Getenv)
+	if missing != nil && len(secrets) == 0 {
+		return expected{}, s.rejectionError(r.Context(), e.Name, missing)
 	}
-	v := e.Verifier(secrets)
+	known := expected{e, e.Verifier(secrets), missing}
 	if e.Scheme == signature.Bearer {
 		err = s.checkBearer(r, e, secrets)
 	} else {
-		err = v.Before(r.Header, s.now())
+		err = known.verifier.Before(r.Header, s.now())
 	}
 	if wait, is := errors.AsType[*credentials.Wait](err); is {
 		s.report(e.Name, "refused")
 		return expected{}, wait
 	}
 	if err != nil {
-		return expected{}, s.rejectionError(r.Context(), e.Name, err)
+		return expected{}, s.rejectionError(r.Context(), e.Name, known.cause(err))
 	}
-	return expected{e, v}, nil
+	return known, nil
 }
 
 // checkBearer checks a bearer token through the guard. After many wrong tokens the error is a *credentials.Wait.

@@ -84,7 +84,7 @@ func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (storedDeliver
 		return storedDelivery{}, err
 	}
 	if err := known.verifier.Verify(r.Header, in.Body, s.now()); err != nil {
-		return storedDelivery{}, s.rejectionError(ctx, e.Name, err)
+		return storedDelivery{}, s.rejectionError(ctx, e.Name, known.cause(err))
 	}
 	if in.Value, err = webhooks.Parse(in.Body, e.Settings.Format); err != nil {
 		return storedDelivery{}, problem.New(http.StatusBadRequest, "%s; expected %s", err, e.Settings.Format).

@@ -396,6 +396,8 @@ func TestSecretRotation(t *testing.T) {
 		{[]string{"${NEXT}"}, otherSecret, 202},
 		{[]string{"${NEXT}"}, testSecret, 401},
 		{[]string{"${MISSING}"}, testSecret, 500}, // a setup error, so the sender retries
+		{[]string{"${SECRET}", "${MISSING}"}, testSecret, 202},
+		{[]string{"${SECRET}", "${MISSING}"}, otherSecret, 500}, // the missing one may have signed it
 	} {
 		define(c.secrets...)
 		got := w.post(t, "/webhooks/rotate", signedHeaders(t, c.signer, fmt.Sprint("msg_", i), time.Now(), body),
