@@ -136,7 +136,7 @@ func (m *flowRun) reason(ctx context.Context, r preparedAction) (actionResult, e
 			return actionResult{}, err
 		}
 		turn.Scopes = []string{skills.ScopeInternal, skills.ScopeExternal}
-		turn = turn.Using(names...)
+		turn = turn.WithSkills(names...)
 	}
 	out, err := m.in.Loop.Run(ctx, turn)
 	if err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Invoke calls a skill as a durable step and passes its outcome to After. All surfaces and automations use Invoke.
+// Invoke calls a skill as a durable step and passes its outcome to AfterCall. All surfaces and automations use Invoke.
 // Errors of the skill are *executions.StepError. A write to the memory is based on the revision in the arguments. The
 // error of a conflict has class builtins.ClassConflict, with the answer.
 func (l *Loop) Invoke(
@@ -55,8 +55,8 @@ func (l *Loop) invoke(
 		if isMisconfigured(err) {
 			outcome = errSkipped
 		}
-		if l.After != nil {
-			if after := l.After(ctx, s, outcome); after != nil {
+		if l.AfterCall != nil {
+			if after := l.AfterCall(ctx, s, outcome); after != nil {
 				l.log().WarnContext(ctx, "skill call not followed up", "skill", s.Name, "error", after)
 			}
 		}
@@ -106,10 +106,10 @@ func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
 		return nil
 	case s.Enabled:
 		return &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " " + current.OutOfService()}
-	case current.Enabled || l.Admit == nil:
+	case current.Enabled || l.AdmitTrial == nil:
 		return nil
 	}
-	admitted, err := l.Admit(ctx, s.Name, owner)
+	admitted, err := l.AdmitTrial(ctx, s.Name, owner)
 	if err == nil && !admitted {
 		err = &executions.StepError{
 			Class: classDisabled, Message: "skill " + s.Name + " is out of service, and its one trial is taken",

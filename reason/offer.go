@@ -51,14 +51,14 @@ func (l *Loop) offerSkills(
 	return skillOffer{Skills: append(chosen, trials...), More: len(all) - len(chosen)}, nil
 }
 
-// addNamedSkills adds the skills that Turn.Also names.
+// addNamedSkills adds the skills that Turn.ExtraSkills names.
 func (l *Loop) addNamedSkills(
 	ctx context.Context, db postgres.DB, t *Turn, all []skills.Skill,
 ) ([]skills.Skill, error) {
 	if len(t.Scopes) == 0 {
 		return nil, nil
 	}
-	for _, name := range t.Also {
+	for _, name := range t.ExtraSkills {
 		s, err := skills.Get(ctx, db, name)
 		switch {
 		case errors.Is(err, skills.ErrNotFound):

@@ -104,10 +104,10 @@ type Loop struct {
 	Limits budgets.Limits
 	// Zone is the time zone of messages about limits; UTC when nil.
 	Zone *time.Location
-	// Admit, if set, decides whether a disabled skill gets its one trial call. After, if set, receives the outcome of each
+	// AdmitTrial, if set, decides whether a disabled skill gets its one trial call. AfterCall, if set, receives the outcome of each
 	// skill call.
-	Admit func(ctx context.Context, skill, owner string) (bool, error)
-	After func(ctx context.Context, skill skills.Skill, err error) error
+	AdmitTrial func(ctx context.Context, skill, owner string) (bool, error)
+	AfterCall  func(ctx context.Context, skill skills.Skill, err error) error
 	// Sandbox isolates the turns; nil for turns that act.
 	Sandbox *Sandbox
 
@@ -142,8 +142,8 @@ type Turn struct {
 	Seen    []memory.Sight // the memory entries that Prompt shows
 
 	// Scopes selects the skills. If it is empty, the turn offers only Tools.
-	Scopes []string
-	Also   []string // skills of other scopes, if the agent may use them
+	Scopes      []string
+	ExtraSkills []string // skills of other scopes that the agent may use; ignored without Scopes
 	// Available, if the caller has just read it, saves the turn a read.
 	Available *Available
 	Tools     []Tool
@@ -172,8 +172,8 @@ type Turn struct {
 	depth        int             // number of delegations
 }
 
-// Using limits the turn to the named skills of its scopes. Without names, it sets no limit.
-func (t Turn) Using(names ...string) Turn {
+// WithSkills limits the turn to the named skills of its scopes. Without names, it sets no limit.
+func (t Turn) WithSkills(names ...string) Turn {
 	t.onlySkills = names
 	return t
 }

@@ -77,10 +77,10 @@ func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 	require.NoError(t, err)
 	w.loop = &reason.Loop{
 		Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.NewJSONHandler(w.log, nil)),
-		Admit: func(ctx context.Context, skill, owner string) (bool, error) {
+		AdmitTrial: func(ctx context.Context, skill, owner string) (bool, error) {
 			return selfheal.Admit(ctx, w.pool, skill, owner)
 		},
-		After: selfheal.After(w.pool),
+		AfterCall: selfheal.After(w.pool),
 	}
 	return w
 }

@@ -223,7 +223,7 @@ func (r *Runner) recordedTurn(loop *reason.Loop, recorded evals.Recorded) reason
 	default: // the action of a webhook chose the skills
 		if len(recorded.Skills) > 0 {
 			t.Scopes = r.Surfaces["operate"].Scopes
-			t = t.Using(recorded.Skills...)
+			t = t.WithSkills(recorded.Skills...)
 		}
 	}
 	for _, tool := range recorded.Tools {

@@ -124,10 +124,10 @@ func (a *App) newLoop(model *models.Client, zone *time.Location) *reason.Loop {
 			Context: b.ContextTokens,
 		},
 		Limits: Limits(a.Config.Limits), Zone: zone,
-		Admit: func(ctx context.Context, skill, owner string) (bool, error) {
+		AdmitTrial: func(ctx context.Context, skill, owner string) (bool, error) {
 			return selfheal.Admit(ctx, pool, skill, owner)
 		},
-		After: selfheal.After(pool, func(ctx context.Context, skill string) error {
+		AfterCall: selfheal.After(pool, func(ctx context.Context, skill string) error {
 			return a.Evals.RunOutageCases(ctx, skill) // registerSurfaces sets Evals after the loop
 		}),
 	}

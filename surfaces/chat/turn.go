@@ -107,7 +107,7 @@ func (t *turn) generateAnswer(ctx context.Context) (answer, error) {
 		turn.Available, t.stored.available = t.stored.available, nil
 	}
 	if conv.hasLongDocument() || strings.Contains(t.prompt, documents.TruncatedPrefix) {
-		turn.Also = []string{builtins.DocumentRead}
+		turn.ExtraSkills = []string{builtins.DocumentRead}
 	}
 	if t.in.Form != nil { // it is validated before a client sees it
 		turn.OnDelta, turn.OnRestart = nil, nil

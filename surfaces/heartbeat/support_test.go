@@ -76,10 +76,10 @@ func newTestHeartbeat(t *testing.T) *testHeartbeat {
 	}
 	w.addSkill(t, skills.Definition{Name: "look", Idempotent: true})
 	loop := looptest.New(t, w.pool, w.model, skills.Options{Builtins: w.builtins})
-	loop.Admit = func(ctx context.Context, skill, owner string) (bool, error) {
+	loop.AdmitTrial = func(ctx context.Context, skill, owner string) (bool, error) {
 		return selfheal.Admit(ctx, w.pool, skill, owner)
 	}
-	loop.After = selfheal.After(w.pool)
+	loop.AfterCall = selfheal.After(w.pool)
 	w.surface = &heartbeat.Heartbeat{
 		Pool: w.pool, Heal: selfheal.Default(), Logger: slog.New(slog.DiscardHandler), Loop: loop,
 	}

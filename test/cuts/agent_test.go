@@ -99,10 +99,10 @@ func newAgent(pool *pgxpool.Pool, modelURL string, s settings, log *slog.Logger)
 	}
 	a.loop = &reason.Loop{
 		Pool: pool, Model: model, Skills: registry, Logger: log, Limits: budgets.Limits{Day: budgets.Limit{Tokens: 1 << 40}},
-		Admit: func(ctx context.Context, skill, owner string) (bool, error) {
+		AdmitTrial: func(ctx context.Context, skill, owner string) (bool, error) {
 			return selfheal.Admit(ctx, pool, skill, owner)
 		},
-		After: selfheal.After(pool),
+		AfterCall: selfheal.After(pool),
 	}
 	a.engine.Fallback((&flows.Interpreter{Pool: pool, Engine: a.engine, Loop: a.loop, Logger: log}).Find)
 	return a, errors.Join(a.loop.RegisterDelegate(a.engine), a.addSurfaces(private))
