@@ -140,6 +140,7 @@ func installBundle(ctx context.Context, config Config, npm string, b bundle, bas
 	return err
 }
 
+// packBundle downloads the archive of a version into work and returns its path.
 func packBundle(ctx context.Context, config Config, npm, work, version string) (string, error) {
 	cmd := exec.CommandContext(ctx, npm, "pack", "--ignore-scripts", "--loglevel=error", "--pack-destination="+work,
 		bundleScope+bundlePlatform()+"@"+version)
@@ -155,6 +156,7 @@ func packBundle(ctx context.Context, config Config, npm, work, version string) (
 	return archives[0], nil
 }
 
+// unpackBundle unpacks an archive with the given SHA-512 into dir, which must not exist.
 func unpackBundle(archive, dir, integrity string) error {
 	if err := checkIntegrity(archive, integrity); err != nil {
 		return err

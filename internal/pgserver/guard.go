@@ -45,6 +45,7 @@ type guard struct {
 	ended chan struct{} // closed when the process has ended and is reaped
 }
 
+// launchGuard starts the guard, which starts the server. It returns when the guard runs.
 func launchGuard(l layout, bin Binaries, config Config) (*guard, error) {
 	self, err := os.Executable()
 	if err != nil {

@@ -118,7 +118,7 @@ func runReporting(cmd *exec.Cmd, progress func(string), name string) error {
 		for lines.Scan() {
 			progress(name + ": " + lines.Text())
 		}
-		_, _ = io.Copy(io.Discard, out) // a line too long for the scanner must not block the command
+		_, _ = io.Copy(&all, out) // after a line that is too long for the scanner
 	}()
 	err := cmd.Run()
 	_ = in.Close() // never fails
@@ -137,6 +137,7 @@ func advice() string {
 		" DATABASE_URL=postgres://postgres:agent@127.0.0.1:5432/postgres)"
 }
 
+// installCommand returns the command of the machine's package manager.
 func installCommand() string {
 	sudo := "sudo "
 	if os.Geteuid() == 0 {

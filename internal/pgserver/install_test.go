@@ -1,6 +1,7 @@
 package pgserver
 
 import (
+	"os/exec"
 	"strings"
 	"testing"
 
@@ -20,4 +21,11 @@ func TestDebianCreatesNoCluster(t *testing.T) {
 			assert.Contains(t, "\n"+got, "\ncreate_main_cluster = false\n")
 		})
 	}
+}
+
+func TestFailedInstallReportsEndOfOutput(t *testing.T) {
+	t.Parallel()
+	cmd := exec.Command("sh", "-c", "head -c 70000 /dev/zero | tr '\\0' x; echo; echo no space left; exit 1")
+	err := runReporting(cmd, func(string) {}, "apt-get install")
+	assert.ErrorContains(t, err, "no space left")
 }

@@ -190,6 +190,8 @@ func (s *Server) join(ctx context.Context, config Config) error {
 	return nil
 }
 
+// launch starts a server. It waits for lingering processes of a killed server. Without Durable, it creates the data
+// directory again if the start fails.
 func (s *Server) launch(ctx context.Context, config Config) error {
 	began := time.Now()
 	err := s.tryLaunch(ctx, config)
@@ -209,6 +211,7 @@ func (s *Server) launch(ctx context.Context, config Config) error {
 	return err
 }
 
+// tryLaunch prepares the data directory and starts the server once. It returns when the server accepts connections.
 func (s *Server) tryLaunch(ctx context.Context, config Config) error {
 	if err := prepareData(ctx, s.layout, s.bin, config); err != nil {
 		return err

@@ -45,8 +45,8 @@ func (l layout) data() string            { return l.path(dataDir) }
 // choosePlace chooses the folder of the server's files and creates it.
 //
 // The folder is config.Dir/<major>. Under root, the server's user may be unable to reach that folder (a project below
-// /root) or to own files there (some mounts). Then place chooses a folder below /var/lib/lanekeeper named after the
-// project. The file LOCATION in config.Dir names the folder for later starts.
+// /root) or to own files there (some mounts). Then choosePlace chooses a folder below /var/lib/lanekeeper named after
+// the project. The file LOCATION in config.Dir names the folder for later starts.
 func choosePlace(config Config, bin Binaries) (layout, error) {
 	user, err := serverAccount()
 	if err != nil {
@@ -71,6 +71,8 @@ func choosePlace(config Config, bin Binaries) (layout, error) {
 	return placeAsRoot(config, dir, major, user)
 }
 
+// placeAsRoot chooses the folder of a server that root starts for user: the folder that LOCATION names, else dir, else
+// a folder below /var/lib/lanekeeper.
 func placeAsRoot(config Config, dir, major string, user *account) (layout, error) {
 	if base := followPointer(dir); base != "" {
 		l := layout{root: filepath.Join(base, major), user: user, keep: true}
@@ -134,6 +136,7 @@ func (l *layout) claim() error {
 	return os.Chmod(l.root, 0o700)
 }
 
+// settleOwner decides which user owns the server's files.
 func (l *layout) settleOwner() error {
 	uid, err := ownerOf(l.root)
 	if err != nil {

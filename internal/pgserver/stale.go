@@ -46,6 +46,7 @@ func clearStale(ctx context.Context, l layout) error {
 	return removeIfExists(path)
 }
 
+// endOrphan shuts down a server that has lost its guard: fast, then immediately.
 func endOrphan(ctx context.Context, pid int, data string) error {
 	for _, attempt := range []struct {
 		signal syscall.Signal
