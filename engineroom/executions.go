@@ -210,7 +210,8 @@ func (room *Room) listExecutions(ctx context.Context, req *pageRequest) (any, er
 	return room.lastSearched(ctx, f, result)
 }
 
-// rankExecutions reads the slowest or the most expensive executions of the newest maxRanked, or of their model calls.
+// rankExecutions reads the slowest of the newest maxRanked executions, or the most expensive by the newest maxRanked
+// model calls.
 func (room *Room) rankExecutions(ctx context.Context, f executionFilter) (any, error) {
 	args := f.args(maxRanked, rankedShown)
 	var rows pgx.Rows

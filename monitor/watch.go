@@ -54,6 +54,8 @@ func (m Monitor) Check(ctx context.Context, db postgres.Beginner, every time.Dur
 	return nil
 }
 
+// check stores the present verdict and announces its change. It does nothing if a process checks now, or has checked
+// within 80 per cent of the interval.
 func (m Monitor) check(ctx context.Context, tx pgx.Tx, every time.Duration) error {
 	var state string
 	var reached map[string]int

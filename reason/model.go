@@ -56,6 +56,7 @@ type modelCall struct {
 	prompt      *prompts.Record
 }
 
+// callModel sends the transcript to the turn's model, or to a fallback, as a durable step.
 func (w *turn) callModel(ctx context.Context) (*reply, error) {
 	fresh := min(w.newCount, len(w.messages))
 	w.newCount = 0

@@ -23,8 +23,8 @@
 // # Context
 //
 // The loop trims the context before every request: it drops the oldest exchanges whole, and keeps the leading system
-// messages and the prompt. It cuts overlong messages with a marker. The model reads the rest of a cut result with
-// read_result, and finds skills beyond the offered skills with skill_search.
+// messages, the prompt and the newest exchange. It cuts overlong messages with a marker. The model reads the rest of a
+// cut result with read_result, and finds skills beyond the offered skills with skill_search.
 //
 // # Memory
 //
@@ -104,8 +104,8 @@ type Loop struct {
 	Limits budgets.Limits
 	// Zone is the time zone of messages about limits; UTC when nil.
 	Zone *time.Location
-	// AdmitTrial, if set, decides whether a disabled skill gets its one trial call. AfterCall, if set, receives the outcome of each
-	// skill call.
+	// AdmitTrial, if set, decides whether a disabled skill gets its one trial call. AfterCall, if set, receives the
+	// outcome of each skill call.
 	AdmitTrial func(ctx context.Context, skill, owner string) (bool, error)
 	AfterCall  func(ctx context.Context, skill skills.Skill, err error) error
 	// Sandbox isolates the turns; nil for turns that act.

@@ -14,8 +14,8 @@ import (
 const minKept = 256
 
 // trimContext trims the next request to the turn's context, by estimated tokens, tools included. It drops the oldest
-// exchanges whole: first the history's, then the turn's. The opening, the prompt and the newest exchange stay. Then it
-// cuts the longest messages, the opening last.
+// exchanges whole: first the history's, then the turn's. The leading system messages, the prompt and the
+// newest exchange stay. Then it cuts the longest messages, the leading system messages last.
 func (w *turn) trimContext() {
 	limit := max(w.budget.Context-w.toolTokens(), w.budget.Context/4)
 	for models.EstimateTokens(w.messages) > limit {

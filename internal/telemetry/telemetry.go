@@ -15,8 +15,8 @@
 //     later; the work does not wait.
 //   - The next exporting process sends the spans of a killed process, including the rows that a takeover closed for it.
 //     It also sends runs of external workers, cancels, timeouts, and rows written in plain SQL.
-//   - The exporter sends a span once. If the receiver accepted a batch but its answer was lost, the exporter sends the
-//     spans again with the same ids. It drops spans if the receiver was unavailable for longer than [Backlog].
+//   - The exporter sends a span again, with the same id, if the receiver's answer was lost, or if a process ended
+//     before it had stored its position. It drops spans if the receiver was unavailable for longer than [Backlog].
 //
 // A row may become visible after rows with later ids, because its transaction commits later. So a pass waits for the
 // end of every transaction that was writing at its start (by pg_locks), for at most half a minute.

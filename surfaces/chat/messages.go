@@ -33,7 +33,7 @@ type wireMessage struct {
 	Content json.RawMessage `json:"content"`
 }
 
-// history has the last messages of a request, at most maxReadMessages. Decoding keeps no more in memory.
+// history has the last messages of a request, at most maxReadMessages. Decoding keeps at most twice as many in memory.
 type history struct {
 	skipped int // messages before the first of latest
 	latest  []wireMessage

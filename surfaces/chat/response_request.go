@@ -122,6 +122,7 @@ func readItem(dec *json.Decoder, n int) (wireMessage, error) {
 		"Items of the type %q are not supported: client tools are not called.", truncate(it.Type, 40))
 }
 
+// responseMessage converts a request to a message. An error in the request is a *Refusal.
 func (c *Chat) responseMessage(r *http.Request, q responseRequest, secret string) (*UserMessage, error) {
 	req := &request{Model: q.Model, User: json.RawMessage("null")}
 	a, err := c.newMessage(r, req, secret)
