@@ -175,6 +175,16 @@ func TestUnusedUploadsGo(t *testing.T) {
 	_, err = add(t.Context(), pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")})
 	assert.ErrorIs(t, err, documents.ErrTooMany, "one too many")
 	added(t, pool, documents.Upload{Content: []byte("y"), By: threads.Key("other")})
+	// Each upload deletes only the oldest expired ones, here those of another key.
+	pgtest.Exec(t, pool, `
+		update agent_documents set expires_at = now() - interval '1 s' where owner = 'app';
+		update agent_documents set owner = 'earlier', expires_at = now() - interval '1 hour'
+		 where id in (select id from agent_documents where owner = 'app' limit 20)`)
+	pgtest.Exec(t, pool, `
+		insert into agent_documents (name, content_type, size, sha256, is_text, content, owner_kind, owner, expires_at)
+		select name, content_type, size, sha256, is_text, content, owner_kind, 'app', now() - interval '1 s'
+		  from agent_documents where owner = 'earlier'`)
+	added(t, pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")})
 }
 
 func TestADocumentGoesWithItsThreadAndItsExecution(t *testing.T) {

@@ -33,7 +33,7 @@ var (
 		func(b *pgx.Batch, owner string) *pgx.QueuedQuery {
 			return b.Queue(`
 				select count(*), coalesce(sum(size), 0) from agent_documents
-				 where owner = @owner and owner_kind <> 'admin' and expires_at is not null`,
+				 where owner = @owner and owner_kind <> 'admin' and expires_at >= statement_timestamp()`,
 				postgres.Strict{"owner": owner})
 		},
 		MaxUnused, MaxUnusedBytes, "limit per chat key is %d unused uploads and %d bytes",
