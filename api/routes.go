@@ -249,7 +249,7 @@ func (s *server) decisionRoutes() []route {
 			method: "POST", path: "/v1/events", body: eventRequest{}, response: eventResponse{}, status: http.StatusAccepted,
 			handle: s.raiseEvent, derivesKey: true,
 			about: "Raise an event and resume its waiters; without a waiter it is stored for the first one. " +
-				"The same id counts once.",
+				"The same id counts once; that of another event is refused.",
 		}, {
 			method: "POST", path: "/v1/objectives/{id}/accept", body: reasonRequest{}, ifMatch: true, response: change{},
 			handle:    s.acceptObjective,
