@@ -113,6 +113,16 @@ func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delive
 	if content == "" {
 		return s.deliverEvent(ctx, e)
 	}
+	if len(content) > maxMessage {
+		_, err := threads.Get(ctx, s.pool, e.Key)
+		switch {
+		case errors.Is(err, threads.ErrNotFound):
+			return s.deliverEvent(ctx, e)
+		case err == nil:
+			err = problem.BadBody("data: the message is longer than %d bytes", maxMessage)
+		}
+		return executions.Delivered{}, err
+	}
 	var arrived threads.ReceiveResult
 	what := fmt.Sprintf("thread %q, or the message id,", e.Key)
 	err := s.locks.Do(ctx, s.pool, what, func(tx pgx.Tx) (err error) {
@@ -159,7 +169,7 @@ func messageContent(e eventRequest) (data map[string]any, content string) {
 		return nil, ""
 	}
 	content, _ = vars["lastResponse"].(string)
-	if len(content) > maxMessage || strings.TrimSpace(content) == "" {
+	if strings.TrimSpace(content) == "" {
 		return nil, ""
 	}
 	data = map[string]any{}

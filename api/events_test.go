@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"net/http"
+	"strings"
 	"testing"
 	"time"
 
@@ -78,11 +79,14 @@ func TestRaisedMessageIsInThread(t *testing.T) {
 	assert.Equal(t, first, again)
 	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"photo":7}}`, asAdmin())
 	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"elsewhere","data":{"content":"yes"}}`, asAdmin())
+	long := `","data":{"content":"` + strings.Repeat("x", 64<<10+1) + `"}}`
+	a.checkProblem(a.raw("POST", "/v1/events", `{"event":"MESSAGE_RECEIVED","key":"ana`+long, asAdmin()), 400, "longer than")
+	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"elsewhere`+long, asAdmin())
 	pgtest.Equal(t, a.pool, "ana user received yes", `select string_agg(concat_ws(' ', thread_id, role, status, content),
 		'; ') from agent_messages`)
 	pgtest.Equal(t, a.pool, "yes 12345678901234567890", `select concat_ws(' ', data ->> 'content', data ->> 'n')
 		from agent_events where external_id = 'm1'`)
-	pgtest.Equal(t, a.pool, 3, `select count(*) from agent_events where event = 'MESSAGE_RECEIVED'`)
+	pgtest.Equal(t, a.pool, 4, `select count(*) from agent_events where event = 'MESSAGE_RECEIVED'`)
 }
 
 func TestOnlyExternalEventsCanBeRaised(t *testing.T) {
