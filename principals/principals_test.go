@@ -159,6 +159,27 @@ func TestASessionEnds(t *testing.T) {
 	assert.ErrorIs(t, err, principals.ErrInactive, "a login of a disabled principal")
 }
 
+// A read-only or full database cannot note the use of a credential. Its owner may still read.
+func TestAReadOnlyDatabaseAuthenticates(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	create(t, db, "anna", principals.User, principals.Viewer)
+	_, token := makeToken(t, db, "anna", 0, "*")
+	secret, err := principals.LogIn(t.Context(), db,
+		principals.SessionParams{Principal: "anna", Method: principals.WithLink})
+	require.NoError(t, err)
+	pgtest.Exec(t, db, `update agent_sessions set last_seen_at = last_seen_at - interval '1 hour'`)
+	config := db.Config()
+	config.ConnConfig.RuntimeParams["default_transaction_read_only"] = "on"
+	readOnly, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	defer readOnly.Close()
+	_, err = principals.AuthenticateToken(t.Context(), readOnly, token)
+	assert.NoError(t, err, "a token")
+	_, err = principals.AuthenticateSession(t.Context(), readOnly, secret, nil)
+	assert.NoError(t, err, "a session")
+}
+
 func TestALinkLogsInOnce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -120,12 +120,9 @@ func AuthenticateSession(ctx context.Context, db postgres.DB, secret string, key
 	case err != nil:
 		return nil, fmt.Errorf("session not read: %w", err)
 	}
-	if stale {
-		_, err = db.Exec(ctx, `update agent_sessions set last_seen_at = clock_timestamp() where id = @id::uuid`,
+	if stale { // on an error the next request retries: a full or read-only database must not refuse readers
+		_, _ = db.Exec(ctx, `update agent_sessions set last_seen_at = clock_timestamp() where id = @id::uuid`,
 			postgres.Strict{"id": c.SessionID})
-		if err != nil {
-			return nil, fmt.Errorf("update last_seen_at: %w", err)
-		}
 	}
 	return c, nil
 }

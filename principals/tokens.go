@@ -225,12 +225,9 @@ func AuthenticateToken(ctx context.Context, db postgres.DB, plaintext string) (*
 	case !live:
 		return nil, ErrInactive
 	}
-	if stale {
-		_, err = db.Exec(ctx, `update agent_tokens set last_used_at = clock_timestamp() where id = @id`,
+	if stale { // on an error the next request retries: a full or read-only database must not refuse readers
+		_, _ = db.Exec(ctx, `update agent_tokens set last_used_at = clock_timestamp() where id = @id`,
 			postgres.Strict{"id": id})
-		if err != nil {
-			return nil, fmt.Errorf("update last_used_at: %w", err)
-		}
 	}
 	return c, nil
 }
