@@ -7,6 +7,7 @@ import (
 	"crypto/sha256"
 	"fmt"
 	"io"
+	"mime"
 	"net/http"
 	"strings"
 	"time"
@@ -101,13 +102,25 @@ func identify(r *http.Request, rt route) (id *keyedRequest, given bool, err erro
 	r.Body = io.NopCloser(bytes.NewReader(body))
 	hash := sha256.New()
 	fmt.Fprintf(hash, "%s?%s\n%q\n", r.URL.EscapedPath(), r.URL.RawQuery, r.Header.Get("X-Thread-Id"))
-	hash.Write(body)
+	if expected := r.Header.Get("If-Match"); expected != "" {
+		fmt.Fprintf(hash, "%q\n", expected)
+	}
+	hash.Write(withoutBoundary(r, body))
 	id = &keyedRequest{
 		scope: rt.method + " " + rt.path + " " + callerOf(r.Context()), key: values[0],
 		fingerprint: hash.Sum(nil),
 	}
 	rand.Read(id.attempt[:]) // never fails
 	return id, true, nil
+}
+
+// withoutBoundary removes the delimiters of a form, because clients invent a new boundary for each attempt.
+func withoutBoundary(r *http.Request, body []byte) []byte {
+	kind, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
+	if err != nil || kind != "multipart/form-data" || params["boundary"] == "" {
+		return body
+	}
+	return bytes.ReplaceAll(body, []byte("--"+params["boundary"]), nil)
 }
 
 func isKey(key string) bool {

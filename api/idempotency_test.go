@@ -228,6 +228,9 @@ func TestBuiltinRoutesHonourKeys(t *testing.T) {
 	assert.Truef(t, first.Code == 200 && again.Body.String() == first.Body.String(),
 		"%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
 	a.checkProblem(a.postWithKey("/v1/skills/other/disable", `{"reason":"x"}`, token, "k"), 422, "a different request")
+	header := withHeader("If-Match", `"7"`)
+	header.Set("Idempotency-Key", "k")
+	a.checkProblem(a.raw("POST", "/v1/skills/fetch/disable", `{"reason":"x"}`, header), 422, "a different request")
 	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_activity where skill_name = @s`,
 		postgres.Strict{"s": "disable_skill"})
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"mime/multipart"
 	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
 	"testing"
@@ -272,6 +273,23 @@ func TestDocuments(t *testing.T) {
 		select string_agg(skill_name || coalesce(input ->> 'document', ''), ' ' order by id) from agent_activity
 		  where skill_name like '%\_document'`)
 	pgtest.Equal(t, a.pool, 0, `select count(*) from agent_activity a where a::text like '%alert(1)%'`)
+}
+
+// Each attempt of a client has a boundary of its own.
+func TestRepeatedUploadIsStoredOnce(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	upload := func(content string) *httptest.ResponseRecorder {
+		body, kind := fileForm(t, "a.txt", content)
+		header := withHeader("Content-Type", kind)
+		header.Set("Idempotency-Key", "k")
+		return a.raw("POST", "/v1/documents", body, header)
+	}
+	first, again := upload("x"), upload("x")
+	assert.Truef(t, first.Code == 201 && again.Body.String() == first.Body.String(),
+		"%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
+	a.checkProblem(upload("y"), 422, "a different request")
+	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_documents`)
 }
 
 func TestInvalidUploads(t *testing.T) {
