@@ -163,6 +163,9 @@ func (o threadRequest) check() error {
 
 func (s *server) openThread(r request) (response, error) {
 	o := r.body.(threadRequest)
+	if err := s.auth.checkChatKey(o.Owner); err != nil {
+		return response{}, err
+	}
 	if o.Target != "" {
 		var known bool
 		err := s.pool.QueryRow(r.Context(), `select exists (select from agent_webhook_targets where name = @name)`,

@@ -466,6 +466,7 @@ func TestThreadAccess(t *testing.T) {
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "juan", "chat_key": "siet"},
 			http.StatusBadRequest, nil)
 		h.admin("POST", "/v1/threads/maria/participants", map[string]any{"key": "siet"}, http.StatusBadRequest, nil)
+		h.admin("POST", "/v1/threads", map[string]any{"id": "juan", "owner": "siet"}, http.StatusBadRequest, nil)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "juan", "chat_key": "site"},
 			http.StatusCreated, nil)
 		h.startWaitingFlow("juan", "juan")
