@@ -2,6 +2,7 @@ package api
 
 import (
 	"cmp"
+	"context"
 	"encoding/json"
 	"errors"
 	"net/http"
@@ -9,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -60,6 +62,9 @@ func (s *server) createJoinToken(r request) (response, error) {
 		return response{}, err
 	}
 	life, err := readDuration("expires_in", b.ExpiresIn)
+	if err == nil && b.ExecutionID != "" {
+		err = s.checkLive(r.Context(), b.ExecutionID)
+	}
 	if err != nil {
 		return response{}, err
 	}
@@ -72,6 +77,18 @@ func (s *server) createJoinToken(r request) (response, error) {
 			return map[string]any{"access_id": token.ID, "expires_at": token.ExpiresAt.UTC().Format(time.RFC3339)}, err
 		})
 	return response{body: token, status: http.StatusCreated, trace: c.TraceID}, threadError(err)
+}
+
+// checkLive rejects an ended execution, because its join token would admit nobody.
+func (s *server) checkLive(ctx context.Context, execution string) error {
+	x, err := executions.Get(ctx, s.pool, execution)
+	switch {
+	case errors.Is(err, executions.ErrNotFound):
+		return problem.New(http.StatusNotFound, "execution_id: no execution %s", execution)
+	case err == nil && x.Status.Ended():
+		err = problem.BadBody("execution_id: execution %s has ended: %s", execution, x.Status)
+	}
+	return err
 }
 
 // accessRequest names a participant by exactly one of Key, Flow and Webhook.

@@ -145,6 +145,10 @@ func TestInvalidMessages(t *testing.T) {
 	pgtest.Exec(t, a.pool, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
 	a.checkProblem(a.raw("POST", path, fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":%q}`, id, lock), asAdmin()),
 		409, "ended")
+	join := "/v1/threads/t/join_tokens" // a token of an ended execution admits nobody
+	a.checkProblem(a.raw("POST", join, fmt.Sprintf(`{"execution_id":%q}`, id), asAdmin()), 400, "has ended: cancelled")
+	a.checkProblem(a.raw("POST", join, fmt.Sprintf(`{"execution_id":%q}`, missing), asAdmin()), 404, "no execution")
+	a.create(join, fmt.Sprintf(`{"execution_id":%q}`, inside), nil)
 	pgtest.Equal(t, a.pool, 0, `select count(*)::int from agent_messages`)
 }
 
