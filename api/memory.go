@@ -201,7 +201,7 @@ func memoryError(err error) error {
 	case errors.Is(err, memory.ErrFull):
 		return problem.New(http.StatusConflict, "%s", err).Kind("memory-full", "Memory full")
 	}
-	return err
+	return valueError(err)
 }
 
 func (s *server) deleteMemory(r request) (response, error) {

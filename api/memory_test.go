@@ -76,6 +76,9 @@ func TestConditionalMemoryWrites(t *testing.T) {
 	a.checkProblem(a.raw("PUT", path, `{"value":1,"reason":"x"}`, withHeader("If-Match", "*")), 404, "not found")
 	a.checkProblem(a.raw("PUT", path, `{"value":"password=hunter2hunter2","reason":"x"}`,
 		withHeader("If-None-Match", "*")), 400, "secret")
+	for _, value := range []string{`"\ud800"`, `1e400000`} {
+		a.checkProblem(a.raw("PUT", path, `{"value":`+value+`,"reason":"x"}`, withHeader("If-None-Match", "*")), 400, "")
+	}
 	status, header, _ = put("anew", withHeader("If-None-Match", "*"))
 	assert.Truef(t, status == 200 && header.Get("ETag") == `"5"`, "written again: %d %v", status, header)
 	pgtest.Equal(t, a.pool, 5, `select count(*) from agent_activity where skill_name = 'set_memory'`)
