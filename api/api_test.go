@@ -154,6 +154,12 @@ func TestBadRequestProblems(t *testing.T) {
 			"POST", "/v1/tokens", `{"principal":"x","scopes":["*"],"expires_in":"soon","reason":"x"}`, 400,
 			`expires_in is "soon"`,
 		},
+		"NUL in a principal": {
+			"POST", "/v1/tokens", `{"principal":"root\u0000","scopes":["*"],"reason":"x"}`, 404, "no such principal",
+		},
+		"NUL in a scope": {
+			"POST", "/v1/tokens", `{"principal":"root","scopes":["work:\u0000"],"reason":"x"}`, 400, "invalid glob",
+		},
 		"lifetime of a join token": {
 			"POST", "/v1/threads/x/join_tokens", `{"expires_in":"soon"}`, 400, `expires_in is "soon"`,
 		},

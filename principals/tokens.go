@@ -81,7 +81,7 @@ func ParseScopes(given []string) ([]string, error) {
 		case s == All || slices.Contains(scopeNames(), s):
 			list = append(list, s)
 		case isWork:
-			if _, err := path.Match(glob, ""); err != nil || glob == "" || len(glob) > maxGlob {
+			if _, err := path.Match(glob, ""); err != nil || glob == "" || len(glob) > maxGlob || !postgres.IsText(glob) {
 				return nil, fmt.Errorf("%w: invalid glob in scope %.60q; valid: work:GLOB, such as work:external:sum*",
 					ErrInvalid, s)
 			}
