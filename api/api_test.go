@@ -376,6 +376,12 @@ func TestEndpointsAreDocumented(t *testing.T) {
 	assert.Truef(t, refused["application/json"] != nil, "chat refuses with %v", refused)
 	assert.True(t, op("/webhooks/{endpoint}", "post")["responses"].(map[string]any)["202"] != nil,
 		"a webhook is not answered with 202")
+	for at, status := range map[[2]string]string{
+		{"/v1/tokens", "post"}: "404", {"/v1/evals/labels", "post"}: "404",
+		{"/v1/memory/entries/{category}/{key}", "put"}: "409",
+	} {
+		assert.Truef(t, op(at[0], at[1])["responses"].(map[string]any)[status] != nil, "%v has no %s", at, status)
+	}
 	named := op("/chat/{file}", "get")["parameters"].([]any)
 	assert.Truef(t, len(named) == 2, "parameters are %v", named)
 }

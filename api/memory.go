@@ -25,7 +25,7 @@ func (s *server) memoryRoutes() []route {
 			about:  "One entry of the memory. Its ETag is the precondition of a change. Category and key are path-escaped.",
 		}, {
 			method: "PUT", path: "/v1/memory/entries/{category}/{key}", body: memoryWrite{}, response: memory.Entry{},
-			handle: s.putMemory, hasETag: true, ifMatch: true,
+			handle: s.putMemory, hasETag: true, ifMatch: true, conflicts: true,
 			params: []param{agentParam},
 			about: "Store a value under a key. Requires If-Match with the ETag, or If-None-Match: * for a new key; 412 " +
 				"returns both values.",

@@ -255,7 +255,7 @@ func (s *server) principalRoutes() []route {
 			about: "API tokens, newest first. Their secrets are stored nowhere.",
 		}, {
 			method: "POST", path: "/v1/tokens", body: tokenRequest{}, response: newToken{},
-			status: http.StatusCreated, handle: s.createToken, secret: true,
+			status: http.StatusCreated, handle: s.createToken, secret: true, notFound: true,
 			about: "Create an API token. This response alone has its text. Scopes narrow the role: *, runs:read, work:GLOB, …",
 		}, {
 			method: "POST", path: "/v1/tokens/{id}/revoke", body: reasonRequest{}, response: change{},
