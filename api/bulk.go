@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
+	"strings"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -30,7 +31,7 @@ func (b bulkRequest) check() error {
 		switch {
 		case !uuidForm.MatchString(id):
 			return problem.BadBody("ids: %.60q is not the id (uuid) of an execution", id)
-		case slices.Contains(b.IDs[:i], id):
+		case slices.ContainsFunc(b.IDs[:i], func(other string) bool { return strings.EqualFold(other, id) }):
 			return problem.BadBody("ids: %s occurs twice", id)
 		}
 	}

@@ -59,7 +59,7 @@ func TestBulkActions(t *testing.T) {
 		"action":   `{"action":"fork","ids":["` + first + `"],"reason":"x"}`,
 		"none":     `{"action":"retry","ids":[],"reason":"x"}`,
 		"too many": `{"action":"retry","ids":["` + strings.Repeat(first+`","`, 200) + first + `"],"reason":"x"}`,
-		"twice":    `{"action":"retry","ids":["` + first + `","` + first + `"],"reason":"x"}`,
+		"twice":    `{"action":"retry","ids":["` + first + `","` + strings.ToUpper(first) + `"],"reason":"x"}`,
 		"no id":    `{"action":"retry","ids":["x"],"reason":"x"}`,
 		"reason":   `{"action":"retry","ids":["` + first + `"],"reason":" "}`,
 	} {

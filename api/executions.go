@@ -6,6 +6,7 @@ import (
 	"errors"
 	"net/http"
 	"regexp"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -85,14 +86,14 @@ func (s *server) execution(r request) (executions.Execution, error) {
 	return executions.Get(r.Context(), s.pool, id)
 }
 
-// pathUUID returns the id in the path.
+// pathUUID returns the id in the path, in the lower case of the database's texts.
 func pathUUID(r request, kind string) (string, error) {
 	id := r.PathValue("id")
 	if !uuidForm.MatchString(id) {
 		return "", problem.New(http.StatusBadRequest, "%.60q is not the id (uuid) of %s", id, kind).
 			Kind("malformed-id", "Malformed id")
 	}
-	return id, nil
+	return strings.ToLower(id), nil
 }
 
 var uuidForm = regexp.MustCompile(`^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$`)

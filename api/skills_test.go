@@ -210,8 +210,8 @@ func TestRedriveDeadRun(t *testing.T) {
 		insert into agent_automation_runs (automation_id, cause, scheduled_for, status) select id, 'cron', now(), 'dead'
 		  from a returning id::text`)
 	var run automations.Run
-	header := a.checkResponse(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"the site is back"}`,
-		asAdmin()),
+	upper := "/v1/automations/runs/" + strings.ToUpper(id) + "/redrive"
+	header := a.checkResponse(a.raw("POST", upper, `{"reason":"the site is back"}`, asAdmin()),
 		"POST", "/v1/automations/runs/"+id+"/redrive", http.StatusAccepted, &run)
 	assert.Truef(t, run.Status == automations.Error && run.RetryAt != nil, "run is %+v", run)
 	pgtest.Equal(t, a.pool, "redrive_automation by admin: the site is back",
