@@ -303,6 +303,8 @@ func TestDocumentsAreListedNewestFirst(t *testing.T) {
 		before = page[1].ID
 	}
 	assert.Equal(t, strings.Join(want, " "), strings.Join(seen, " "), seen, want)
+	_, err := documents.ListOwn(t.Context(), pool, threads.Admin, "file-7", false, 10)
+	assert.ErrorIs(t, err, documents.ErrNotFound, "a cursor that is no id")
 }
 
 func TestTheTextOfAMessageIsSeparatedFromItsDocuments(t *testing.T) {

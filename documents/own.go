@@ -20,17 +20,21 @@ func GetOwn(ctx context.Context, db postgres.DB, p threads.Principal, id string)
 }
 
 // ListOwn returns up to limit of a principal's documents without their content, newest or oldest first. After is an
-// exclusive cursor: the id of a document.
+// exclusive cursor: the id of a document, perhaps of a deleted one. It returns [ErrNotFound] for any other text.
 func ListOwn(
 	ctx context.Context, db postgres.DB, p threads.Principal, after string, oldest bool, limit int,
 ) ([]Document, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_documents
-		 where `+ownedBy+` and (@after = '' or case when @oldest then id > lanekeeper.agent_uuid(@after)
-		                                           else id < lanekeeper.agent_uuid(@after) end)
+		 where `+ownedBy+` and (@after = '' or case when @oldest then id > nullif(@after, '')::uuid
+		                                           else id < nullif(@after, '')::uuid end)
 		 order by case when @oldest then id end, id desc limit @limit`,
 		ownerArgs(p, postgres.Strict{"after": postgres.Text(after), "oldest": oldest, "limit": limit}))
-	return postgres.Collect(rows, err, "list documents", pgx.RowToStructByPos[Document])
+	list, err := postgres.Collect(rows, err, "list documents", pgx.RowToStructByPos[Document])
+	if postgres.IsCode(err, "22P02") { // after is not a UUID
+		err = fmt.Errorf("list documents: %w", ErrNotFound)
+	}
+	return list, err
 }
 
 // DeleteOwn deletes a principal's unused document, in the caller's transaction. It returns [ErrInUse] for a document of

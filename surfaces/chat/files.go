@@ -150,7 +150,7 @@ func (c *Chat) listFiles(w http.ResponseWriter, r *http.Request, _ trace.ID) err
 	}
 	docs, err := documents.ListOwn(r.Context(), c.Front, caller, query.Get("after"), order == "asc", limit+1)
 	if err != nil {
-		return err
+		return fileError(err)
 	}
 	page := filePage{Object: "list", Data: []file{}, HasMore: len(docs) > limit}
 	for _, d := range docs[:min(len(docs), limit)] {
