@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
@@ -18,8 +19,8 @@ import (
 const maxCSVRows = 10_000
 
 // csvParam selects the format of a listing.
-var csvParam = enumParam("format", "json (default) or csv. csv returns up to limit rows (default and maximum 10,000) "+
-	"after cursor; Accept: text/csv selects it too", "json", "csv")
+var csvParam = enumParam("format", "json (default) or csv. csv returns up to limit rows, or 10,000 without limit; "+
+	"the header Link names the next table. Accept: text/csv selects csv, too", "json", "csv")
 
 // wantsCSV reports whether the client asked for CSV.
 func wantsCSV(rt route, req request) bool {
@@ -34,10 +35,15 @@ func wantsCSV(rt route, req request) bool {
 // writeCSV reads the pages of a listing and writes them as one table. It encodes the whole table before it sends the
 // first byte, so an error can still become a problem response.
 func (s *server) writeCSV(w http.ResponseWriter, r *http.Request, rt route, req request) {
-	table, err := s.csvTable(rt, req)
+	table, next, err := s.csvTable(rt, req)
 	if err != nil {
 		s.writeError(w, r, rt, err, "")
 		return
+	}
+	if next != "" {
+		query := r.URL.Query()
+		query.Set("cursor", next)
+		w.Header().Set("Link", "<"+r.URL.EscapedPath()+"?"+query.Encode()+`>; rel="next"`)
 	}
 	name := rt.path[strings.LastIndexByte(rt.path, '/')+1:]
 	w.Header().Set("Content-Type", "text/csv; charset=utf-8; header=present")
@@ -48,7 +54,8 @@ func (s *server) writeCSV(w http.ResponseWriter, r *http.Request, rt route, req 
 	}
 }
 
-func (s *server) csvTable(rt route, req request) ([]byte, error) {
+// csvTable returns the table, and the cursor of its next part if it is cut at the limit.
+func (s *server) csvTable(rt route, req request) (table []byte, next string, err error) {
 	var b bytes.Buffer
 	out := csv.NewWriter(&b)
 	limit := maxCSVRows
@@ -61,14 +68,14 @@ func (s *server) csvTable(rt route, req request) ([]byte, error) {
 		req.query["limit"] = strconv.Itoa(min(limit-rows, maxPage))
 		resp, _, err := s.dispatch(rt, req)
 		if err != nil {
-			return nil, err
+			return nil, "", err
 		}
 		page := reflect.ValueOf(resp.body)
 		items := page.FieldByName("Items")
 		if columns == nil {
 			columns = csvColumns(items.Type().Elem())
 			if err := out.Write(columns); err != nil {
-				return nil, fmt.Errorf("write table: %w", err)
+				return nil, "", fmt.Errorf("write table: %w", err)
 			}
 		}
 		for i := range items.Len() {
@@ -77,18 +84,18 @@ func (s *server) csvTable(rt route, req request) ([]byte, error) {
 				err = out.Write(cells)
 			}
 			if err != nil {
-				return nil, fmt.Errorf("write table: %w", err)
+				return nil, "", fmt.Errorf("write table: %w", err)
 			}
 		}
 		rows += items.Len()
-		next, _ := reflect.TypeAssert[*string](page.FieldByName("NextCursor"))
-		if next == nil {
+		cursor, _ := reflect.TypeAssert[*string](page.FieldByName("NextCursor"))
+		if next = postgres.Deref(cursor); next == "" {
 			break
 		}
-		req.query["cursor"] = *next
+		req.query["cursor"] = next
 	}
 	out.Flush()
-	return b.Bytes(), out.Error()
+	return b.Bytes(), next, out.Error()
 }
 
 // csvColumns returns the JSON names of a row's fields. It omits json.RawMessage fields.

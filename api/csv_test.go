@@ -86,4 +86,9 @@ func TestCSVRowLimit(t *testing.T) {
 		select 'fl_' || n, 'flow', 'many', 'pending'
 		  from generate_series(1, 10001) n`)
 	assert.Equal(t, 10_000, len(a.table("/v1/executions?format=csv", "")))
+	link := a.raw("GET", "/v1/executions?format=csv", "", asAdmin()).Header().Get("Link")
+	next, isNext := strings.CutSuffix(strings.TrimPrefix(link, "<"), `>; rel="next"`)
+	require.True(t, isNext, link)
+	assert.Equal(t, 1, len(a.table(next, "")), next)
+	assert.Equal(t, "", a.raw("GET", next, "", asAdmin()).Header().Get("Link"))
 }
