@@ -382,6 +382,8 @@ func TestEndpointsAreDocumented(t *testing.T) {
 	} {
 		assert.Truef(t, op(at[0], at[1])["responses"].(map[string]any)[status] != nil, "%v has no %s", at, status)
 	}
+	upload := op("/v1/documents", "post")["requestBody"].(map[string]any)["content"].(map[string]any)
+	assert.Truef(t, upload["multipart/form-data"] != nil && len(upload) == 1, "an upload is %v", upload)
 	named := op("/chat/{file}", "get")["parameters"].([]any)
 	assert.Truef(t, len(named) == 2, "parameters are %v", named)
 }

@@ -1,7 +1,6 @@
 package api
 
 import (
-	"encoding/json"
 	"net/http"
 
 	"github.com/jackc/pgx/v5"
@@ -13,7 +12,7 @@ import (
 
 func (s *server) documentRoutes() []route {
 	upload := route{
-		method: "POST", path: "/v1/documents", body: json.RawMessage{}, response: documents.Document{},
+		method: "POST", path: "/v1/documents", body: FileForm{}, response: documents.Document{},
 		status: http.StatusCreated, maxBody: s.documentBytes + documents.FormOverhead,
 		params: []param{
 			textParam("name", "The file name, for a body that is the file itself"),

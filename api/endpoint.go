@@ -18,8 +18,8 @@ type Endpoint struct {
 	Access       Access
 	// Scope is the right that an Admin endpoint needs.
 	Scope principals.Scope
-	// Body and Response are zero values for the document; nil for none. A Body other than json.RawMessage requires
-	// application/json.
+	// Body and Response are zero values for the document; nil for none. A Body other than json.RawMessage and FileForm
+	// requires application/json.
 	Body, Response any
 	// Query documents the query parameters.
 	Query map[string]string
@@ -49,6 +49,9 @@ type Endpoint struct {
 	Page    bool
 	Handler http.Handler
 }
+
+// FileForm is the Body of a route that takes a form (multipart/form-data) with a part named file.
+type FileForm struct{}
 
 // Access states the required credentials. The zero value is invalid for endpoints and Admin for the package's routes.
 type Access int

@@ -92,7 +92,14 @@ func (s *schemas) operation(rt route) object {
 		op["security"] = []object{{"visitor": []string{}}}
 	case Public:
 	}
-	if rt.body != nil {
+	switch rt.body.(type) {
+	case nil:
+	case FileForm:
+		op["requestBody"] = object{"required": true, "content": content("multipart/form-data", object{
+			"type": "object", "required": []string{"file"},
+			"properties": object{"file": object{"type": "string", "format": "binary"}},
+		})}
+	default:
 		op["requestBody"] = object{
 			"required": true,
 			"content":  content("application/json", s.schema(reflect.TypeOf(rt.body))),

@@ -293,5 +293,6 @@ func (s *server) decisionRoutes() []route {
 
 // wantsJSON reports whether the route requires Content-Type: application/json.
 func (rt route) wantsJSON() bool {
-	return rt.body != nil && reflect.TypeOf(rt.body) != reflect.TypeFor[json.RawMessage]()
+	kind := reflect.TypeOf(rt.body)
+	return rt.body != nil && kind != reflect.TypeFor[json.RawMessage]() && kind != reflect.TypeFor[FileForm]()
 }

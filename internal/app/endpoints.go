@@ -148,7 +148,7 @@ func (a *App) chatEndpoints() []api.Endpoint {
 func (a *App) visitorEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/v1/files", Access: api.Visitor, Body: json.RawMessage{}, Response: json.RawMessage{},
+			Method: "POST", Path: "/v1/files", Access: api.Visitor, Body: api.FileForm{}, Response: json.RawMessage{},
 			OpenAIErrors: true, MaxBody: int64(a.Config.DocumentMaxBytes) + documents.FormOverhead,
 			Handler: a.Chat.FilesHandler(),
 			About:   "OpenAI's file upload. A message refers to the file by id. An unused file is deleted after a day.",
