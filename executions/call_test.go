@@ -983,3 +983,31 @@ func TestInnerStepKeysHavePrefix(t *testing.T) {
 	replay, err := p.Replay(t.Context(), id)
 	assert.Truef(t, err == nil && replay.Equal, "the replay: %+v, %v", replay.Divergence, err)
 }
+
+// The statements of OnResult are in the transaction that stores the call's result or error.
+func TestOnResultCommitsWithResult(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `create table settled (step text primary key)`)
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		call := func(step string, callErr error) error {
+			_, err := executions.Do(ctx, step, executions.Call{},
+				func(_ context.Context, effect *executions.Effect) (bool, error) {
+					effect.OnResult = func(b *pgx.Batch) {
+						b.Queue(`insert into settled values (@step) on conflict do nothing`, postgres.Strict{"step": step})
+					}
+					return true, callErr
+				})
+			return err
+		}
+		if err := call("succeeds", nil); err != nil {
+			return executions.Result{}, err
+		}
+		_ = call("fails", errors.New("no"))
+		return executions.Result{}, nil
+	}))
+	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	pgtest.Equal(t, pool, "fails succeeds", `
+		select string_agg(s.step, ' ' order by s.step) from settled s join agent_checkpoints c using (step)
+		 where s.xmin = c.xmin`)
+}

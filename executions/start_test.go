@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -444,4 +445,55 @@ func TestRedactedKeepsOtherValues(t *testing.T) {
 	assert.NoDiff(t, x, x.Redacted(t.Context()))
 	c := executions.Checkpoint{Step: "look#2", Output: json.RawMessage(`[1,"a"]`)}
 	assert.NoDiff(t, c, c.Redacted(t.Context(), x))
+}
+
+func TestInsertClaimedRunsAfterCommit(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := startEngine(t, pool, flowMap(func(context.Context) (executions.Result, error) {
+		return executions.Result{Summary: "ran"}, nil
+	}))
+	spec := executions.Spec{Flow: "flow", Surface: trace.Chat, DedupeKey: "once"}
+	undone := errors.New("undone")
+	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
+		_, created, err := p.InsertClaimed(t.Context(), tx, spec)
+		require.Truef(t, err == nil && created, "created %v, %v", created, err)
+		return undone
+	})
+	require.ErrorIs(t, err, undone)
+	pgtest.Equal(t, pool, 0, `select count(*) from agent_executions`)
+	var claimed executions.Execution
+	for i := range 2 {
+		err = postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
+			got, created, err := p.InsertClaimed(t.Context(), tx, spec)
+			if i == 0 {
+				claimed = got
+			} else if got.ID != claimed.ID {
+				t.Errorf("the key led to %s and %s", claimed.ID, got.ID)
+			}
+			assert.Equal(t, i == 0, created, i)
+			return err
+		})
+		require.NoError(t, err)
+	}
+	x, err := p.RunClaimed(t.Context(), &claimed)
+	require.NoError(t, err)
+	assert.Equal(t, executions.Completed, x.Status)
+	assert.Equal(t, "ran", x.ResultSummary)
+}
+
+// If the caller of ClaimAndRun leaves, its run continues in another process.
+func TestClaimAndRunReleasesRunWhenCallerLeaves(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	ctx, leave := context.WithCancel(t.Context())
+	p := newEngine(t, pool, flowMap(func(inner context.Context) (executions.Result, error) {
+		leave()
+		<-inner.Done()
+		return executions.Result{}, context.Cause(inner)
+	}))
+	id := p.startFlow(t, "flow")
+	require.NoError(t, p.ClaimAndRun(ctx, id))
+	startEngine(t, pool, flowMap(noop))
+	awaitStatus(t, pool, id, executions.Completed)
 }
