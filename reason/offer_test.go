@@ -11,16 +11,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// many adds 60 skills in scope; one of them sends invoices. It adds one skill out of scope, which sends invoices, too.
-func (w *world) many(t *testing.T) *atomic.Int32 {
+// addManySkills adds 59 skills in scope, among them send_invoice, and the skill visitorInvoices out of scope. It returns
+// the number of calls of these two.
+func (w *world) addManySkills(t *testing.T) *atomic.Int32 {
 	t.Helper()
-	for i := range 58 {
-		w.put(t, skills.Definition{Name: fmt.Sprintf("aa_%02d", i)})
-		w.builtins[fmt.Sprintf("aa_%02d", i)] = func(context.Context, skills.Call) (any, error) { return nil, nil }
-	}
+	w.addProbes(t, 58)
 	sent := &atomic.Int32{}
 	for name, scope := range map[string]string{
 		"send_invoice":    skills.ScopeInternal,
@@ -35,10 +34,20 @@ func (w *world) many(t *testing.T) *atomic.Int32 {
 	return sent
 }
 
-func TestOfVeryManySkillsOthersAreFoundBySearch(t *testing.T) {
+// addProbes adds n skills, whose names precede all others.
+func (w *world) addProbes(t *testing.T, n int) {
+	t.Helper()
+	for i := range n {
+		name := fmt.Sprintf("aa_%02d", i)
+		w.builtins[name] = w.builtins["probe"]
+		w.put(t, skills.Definition{Name: name})
+	}
+}
+
+func TestSearchFindsSkillsBeyondTheOffer(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	sent := w.many(t)
+	sent := w.addManySkills(t)
 	w.turn.Prompt = "Please probe it."
 	w.plan(
 		modeltest.ToolCall("send_invoice", `{}`),
@@ -46,60 +55,74 @@ func TestOfVeryManySkillsOthersAreFoundBySearch(t *testing.T) {
 		modeltest.ToolCall("send_invoice", `{}`).AndCall("visitorInvoices", `{}`), modeltest.Text("Sent."))
 	x, got := w.completed(t)
 	requests := w.model.Requests()
-	offered := toolNames(requests[0])
-	assert.Truef(t, len(offered) == 31 && slices.Contains(offered, "skill_search") && slices.Contains(offered, "probe") &&
-		!slices.Contains(offered, "send_invoice"), "%d are offered: %q", len(offered), offered)
-	assert.Contains(t, w.since(t, 1)[2].Content, "skill_search")
-	text := w.since(t, 2)[1].Content
-	assert.Truef(t, strings.Contains(text, "send_invoice") && !strings.Contains(text, "visitor"), "found %s", text)
-	after := toolNames(requests[2])
-	assert.Truef(t, len(after) == 32 && slices.Contains(after, "send_invoice"), "after the search %q are offered", after)
-	assert.Truef(t, sent.Load() == 1 && slices.Equal(got.Calls, []string{"skill_search", "send_invoice"}),
-		"%d invoices were sent, outcome %+v", sent.Load(), got)
-	refused := named(w.rows(t, x), "visitorInvoices")
-	assert.Truef(t, len(refused) == 1 && refused[0].Class == "unknown_tool", "rows are %+v", refused)
-	rows := named(w.rows(t, x), "skill_search")
-	assert.Truef(t, len(rows) == 1 && string(rows[0].Output) == `{"found": ["send_invoice"]}`, "rows are %+v", rows)
+	first, afterSearch := toolNames(requests[0]), toolNames(requests[2])
+	assert.Equal(t, 31, len(first), "30 skills and skill_search", first)
+	assert.True(t, slices.Contains(first, "skill_search"), "skill_search is not offered:", first)
+	assert.True(t, slices.Contains(first, "probe"), "the skill of the prompt is not offered:", first)
+	assert.True(t, !slices.Contains(first, "send_invoice"), "send_invoice is offered before the search:", first)
+	refusal := w.since(t, 1)[2].Content
+	assert.Contains(t, refusal, "skill_search")
+	found := w.since(t, 2)[1].Content
+	assert.Contains(t, found, "send_invoice")
+	assert.True(t, !strings.Contains(found, "visitor"), "the search found a skill out of scope:", found)
+	assert.Equal(t, 32, len(afterSearch), "the offer after the search", afterSearch)
+	assert.True(t, slices.Contains(afterSearch, "send_invoice"), "the found skill is not offered:", afterSearch)
+	assert.Equal(t, 1, sent.Load(), "invoices")
+	assert.Equal(t, "skill_search send_invoice", strings.Join(got.Calls, " "))
+	rows := w.rows(t, x)
+	refused, searches := named(rows, "visitorInvoices"), named(rows, "skill_search")
+	require.Equal(t, 1, len(refused))
+	assert.Equal(t, "unknown_tool", refused[0].Class)
+	require.Equal(t, 1, len(searches))
+	assert.Equal(t, `{"found": ["send_invoice"]}`, string(searches[0].Output))
 }
 
-func TestFortySkillsAreAllOffered(t *testing.T) {
+func TestOffer(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("ok"))
-	for i := range 38 { // and sizes and probe
-		w.builtins[fmt.Sprintf("s%d", i)] = w.builtins["probe"]
-		w.put(t, skills.Definition{Name: fmt.Sprintf("s%d", i)})
+	for _, c := range []struct {
+		skills, offered int
+		search          bool
+	}{
+		{40, 40, false}, // the limit
+		{41, 31, true},  // 30 skills and skill_search
+	} {
+		t.Run(fmt.Sprint(c.skills, " skills"), func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, modeltest.Text("ok"))
+			w.addProbes(t, c.skills-2) // newWorld has sizes and probe
+			w.completed(t)
+			offered := toolNames(w.model.Requests()[0])
+			assert.Equal(t, c.offered, len(offered))
+			assert.Equal(t, c.search, slices.Contains(offered, "skill_search"), "skill_search is offered")
+		})
 	}
-	w.completed(t)
-	offered := toolNames(w.model.Requests()[0])
-	assert.Truef(t, len(offered) == 40 && !slices.Contains(offered, "skill_search"), "%d are offered", len(offered))
 }
 
 func TestSearchThatFindsNothingSaysSo(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	w.many(t)
+	w.addManySkills(t)
 	w.plan(modeltest.ToolCall("skill_search", `{"query":"zzz"}`), modeltest.Text("ok"))
 	w.completed(t)
 	assert.Contains(t, w.since(t, 1)[1].Content, "Nothing was found")
 }
 
-func TestWhatWasFoundStaysCallableAfterCrash(t *testing.T) {
+func TestFoundSkillStaysCallableAfterCrash(t *testing.T) {
 	t.Parallel()
-	for at := 3; at <= 6; at++ { // the search, the next request, the call, the last request
-		t.Run(fmt.Sprintf("before new step %d", at), func(t *testing.T) {
+	for before, step := range map[string]int{"search": 3, "second request": 4, "call": 5, "last request": 6} {
+		t.Run("before "+before, func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t)
-			sent := w.many(t)
+			sent := w.addManySkills(t)
 			w.plan(modeltest.ToolCall("skill_search", `{"query":"invoice"}`), modeltest.ToolCall("send_invoice", `{}`),
 				modeltest.Text("Sent."))
 			c := newCrash()
-			w.crashBefore(at, c)
+			w.crashBefore(step, c)
 			x := w.survive(t, c)
-			if got := outcome(t, x); got.Text != "Sent." || !c.done.Load() {
-				t.Errorf("execution is %s (%s), outcome %+v", x.Status, postgres.Deref(x.ErrorMessage), got)
-			}
-			n := len(w.transcripts(t))
-			assert.Truef(t, n == 3 && sent.Load() == 1, "%d requests, %d invoices", n, sent.Load())
+			assert.True(t, c.done.Load(), "no crash")
+			assert.Equal(t, "Sent.", outcome(t, x).Text, x.Status, postgres.Deref(x.ErrorMessage))
+			assert.Equal(t, 3, len(w.transcripts(t)), "requests")
+			assert.Equal(t, 1, sent.Load(), "invoices")
 		})
 	}
 }
