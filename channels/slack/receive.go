@@ -32,7 +32,7 @@ func (t *Transport) Run(ctx context.Context, in channels.Inbox) error {
 	if _, err := t.self(ctx); err != nil {
 		return err
 	}
-	if t.socket {
+	if t.socketMode {
 		return t.listen(ctx, in)
 	}
 	tick := time.NewTicker(t.pingInterval)
@@ -221,7 +221,7 @@ func (t *Transport) commit(
 func (t *Transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inbox) {
 	ctx, cancel := context.WithTimeout(r.Context(), hookTimeout)
 	defer cancel()
-	if err := t.signed.Before(r.Header, time.Now()); t.socket || err != nil {
+	if err := t.verifier.Before(r.Header, time.Now()); t.socketMode || err != nil {
 		http.Error(w, "the request is not signed", http.StatusUnauthorized)
 		return
 	}
@@ -230,7 +230,7 @@ func (t *Transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inb
 		http.Error(w, "the body is too large, or ended", http.StatusRequestEntityTooLarge)
 		return
 	}
-	if err := t.signed.Verify(r.Header, body, time.Now()); err != nil {
+	if err := t.verifier.Verify(r.Header, body, time.Now()); err != nil {
 		http.Error(w, "the signature is wrong", http.StatusUnauthorized)
 		return
 	}

@@ -133,7 +133,7 @@ func (t *Transport) readPage(
 // Typing does nothing.
 func (t *Transport) Typing(ctx context.Context, conversation string) error {
 	to := parseAddress(conversation)
-	if to.thread == "" || t.noStatus.Load() {
+	if to.thread == "" || t.statusRefused.Load() {
 		return nil
 	}
 	err := t.api.SetAssistantThreadsStatusContext(ctx, slack.AssistantThreadsSetStatusParameters{
@@ -142,8 +142,8 @@ func (t *Transport) Typing(ctx context.Context, conversation string) error {
 	if err == nil {
 		return nil
 	}
-	if refused, ok := errors.AsType[slack.SlackErrorResponse](err); ok && !unavailable(refused.Err) {
-		t.noStatus.Store(true)
+	if respErr, ok := errors.AsType[slack.SlackErrorResponse](err); ok && !isServiceError(respErr.Err) {
+		t.statusRefused.Store(true)
 	}
 	return classify(err)
 }
