@@ -22,8 +22,9 @@ func (c *cli) healthcheckCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "healthcheck",
 		Short: "Check the agent that serves on this machine",
-		Long: `Check whether the agent at AGENT_LISTEN on this machine is alive; with --ready whether it accepts requests.
-The exit code is 0 or 1. It needs no other setting, no database and no shell, so containers can use it in HEALTHCHECK.`,
+		Long: `Check that the agent at AGENT_LISTEN on this machine is alive. With --ready, check that it accepts requests.
+The command exits with 0 if the check succeeds, 1 if it fails, and 2 for an invalid AGENT_LISTEN. It needs no other
+setting, no database and no shell, so it suits the HEALTHCHECK of a container.`,
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error { return c.healthcheck(cmd.Context(), ready) },
 	}
@@ -31,8 +32,8 @@ The exit code is 0 or 1. It needs no other setting, no database and no shell, so
 	return cmd
 }
 
-// healthTimeout bounds a probe.
-const healthTimeout = 3 * time.Second
+// probeTimeout bounds a probe.
+const probeTimeout = 3 * time.Second
 
 func (c *cli) healthcheck(ctx context.Context, ready bool) error {
 	path := "/healthz"
@@ -43,7 +44,7 @@ func (c *cli) healthcheck(ctx context.Context, ready bool) error {
 	if err != nil {
 		return &exitError{exitUsage, err}
 	}
-	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
+	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
 	body, err := probe(ctx, base+path)
 	if err != nil {
@@ -52,7 +53,8 @@ func (c *cli) healthcheck(ctx context.Context, ready bool) error {
 	return c.printf(json.RawMessage(body), "%s%s: ok\n", base, path)
 }
 
-// probeURL derives the local address from AGENT_LISTEN and ignores all other settings.
+// probeURL returns the base URL of AGENT_LISTEN. For a wildcard address, the host is the loopback address. Other
+// settings may be invalid.
 func (c *cli) probeURL() (string, error) {
 	cfg, err := config.Load(map[string]string{"AGENT_LISTEN": c.environ["AGENT_LISTEN"]})
 	if err != nil {
@@ -62,13 +64,22 @@ func (c *cli) probeURL() (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if addr, err := netip.ParseAddr(host); host == "" || err == nil && addr.IsUnspecified() {
-		host = "127.0.0.1"
-		if addr.Is6() {
-			host = "::1"
-		}
+	return "http://" + net.JoinHostPort(loopbackFor(host), port), nil
+}
+
+// loopbackFor returns the loopback address for a wildcard address, and any other host unchanged.
+func loopbackFor(host string) string {
+	if host == "" {
+		return "127.0.0.1"
 	}
-	return "http://" + net.JoinHostPort(host, port), nil
+	addr, err := netip.ParseAddr(host)
+	switch {
+	case err != nil || !addr.IsUnspecified():
+		return host
+	case addr.Is6():
+		return "::1"
+	}
+	return "127.0.0.1"
 }
 
 // probe requests url once and returns the body of a 200 response.
@@ -104,15 +115,15 @@ func failedChecks(body []byte) string {
 	if json.Unmarshal(body, &response) != nil {
 		return ""
 	}
-	var bad []string
+	var failures []string
 	for name, check := range response.Checks {
 		if !check.OK {
-			bad = append(bad, name+": "+check.Detail)
+			failures = append(failures, name+": "+check.Detail)
 		}
 	}
-	slices.Sort(bad)
-	if len(bad) == 0 {
+	slices.Sort(failures)
+	if len(failures) == 0 {
 		return ""
 	}
-	return " (" + strings.Join(bad, "; ") + ")"
+	return " (" + strings.Join(failures, "; ") + ")"
 }
