@@ -83,11 +83,15 @@ func TestListFlows(t *testing.T) {
 }`, textareaOf(t, wantTexts(t, list+"/flows/onboard", "an example of its schema", "Definition")))
 	assert.Equal(t, "{\n  \"start\": 10\n}", textareaOf(t, wantTexts(t, list+"/flows/external:sum",
 		"of its newest execution")))
+	rows.Quiet(t, pool, `
+		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by, input)
+		select 'fl_2', 'flow', 'external:sum', 'running', 1, id, '{"start": 11}' from agent_workers limit 1`)
+	assert.Equal(t, "{\n  \"start\": 11\n}", textareaOf(t, wantTexts(t, list+"/flows/external:sum")))
 	body := wantTexts(t, list+"/flows/ship")
 	assert.True(t, textareaOf(t, body) == "{}" && !strings.Contains(body, "hunter2"), "the form contains a secret")
 	wantTexts(t, list+"/flows/heartbeat", "Only the program itself starts this flow")
 	wantError(t, list+"/flows/shipp", http.StatusNotFound, "there is no flow")
-	wantError(t, list+"/flows?x=1", http.StatusBadRequest, "there is no filter")
+	wantError(t, list+"/flows?x=1", http.StatusBadRequest, "this page has no filters")
 }
 
 func TestTalkingFlowNeedsThread(t *testing.T) {

@@ -71,6 +71,8 @@ func filtersOf(values url.Values, known ...string) (map[string]string, error) {
 	q := map[string]string{}
 	for name, given := range values {
 		switch {
+		case len(known) == 0:
+			return nil, problem.BadParameter("there is no filter %.60q here; this page has no filters", name)
 		case !slices.Contains(known, name):
 			return nil, problem.BadParameter("there is no filter %.60q here; there are %s", name, strings.Join(known, ", "))
 		case len(given) > 1:

@@ -99,7 +99,7 @@ const (
 // missingWorker reports that no process or external worker runs a flow.
 type missingWorker struct {
 	Flow, Kind string
-	Seen       *time.Time // the newest execution that an external worker locked; nil for none
+	Seen       *time.Time // start of the newest execution that an external worker locked; nil for none
 }
 
 // missingWorkerOf reports a flow without a process or worker; nil if one exists.
