@@ -338,6 +338,10 @@ func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
 			put(t, pool, objectives.Definition{Name: "a", Goal: "another", Steps: []string{"s"}})
 			return nil
 		},
+		"another agent": func() error {
+			_, err := pool.Exec(t.Context(), `update agent_objectives set agent = 'other'`)
+			return err
+		},
 		"resumed": func() error {
 			_, err := objectives.SetStatus(t.Context(), pool, o.ID, objectives.Active, objectives.Paused)
 			if err == nil {

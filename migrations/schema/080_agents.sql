@@ -165,11 +165,13 @@ comment on column agent_objectives.round is 'The round of a recurring objective.
 comment on column agent_objectives.note is 'The agent''s last remark on the progress.';
 comment on column agent_objectives.proposed_by is 'The agent that proposed it. Empty: people declared it.';
 comment on column agent_objectives.proposed_trace is 'The trace of the proposal.';
-comment on column agent_objectives.decided_by is 'The person who accepted or rejected the proposal.';
+comment on column agent_objectives.decided_by is
+  'The admin who accepted or rejected the proposal, or the source of the declaration that accepted it.';
 comment on column agent_objectives.decided_reason is 'The reason for the decision.';
 comment on column agent_objectives.decided_at is 'When it was decided.';
 comment on column agent_objectives.last_trace_id is 'The trace that last worked on it.';
-comment on column agent_objectives.source is 'The declaring side: workspace, builtin, or empty for the API.';
+comment on column agent_objectives.source is
+  'workspace: a file declared it. admin: an admin''s command. agent: the agent proposed it.';
 comment on column agent_objectives.idle_runs is
   'Runs in a row that changed none of its steps. Each run delays due_at further. A change of the objective or of a '
   'step resets the count.';
@@ -286,8 +288,10 @@ begin
   else
     new.revision := old.revision + 1;
     if tg_table_name = 'agent_objectives' then
-      if old.idle_runs > 0 and (old.goal, old.success_criteria, old.status, old.priority, old.review_every)
-           is distinct from (new.goal, new.success_criteria, new.status, new.priority, new.review_every) then
+      if old.idle_runs > 0
+         and (old.goal, old.success_criteria, old.agent, old.status, old.priority, old.review_every)
+             is distinct from
+             (new.goal, new.success_criteria, new.agent, new.status, new.priority, new.review_every) then
         new.idle_runs := 0;
         new.due_at := least(new.due_at, clock_timestamp());
       end if;

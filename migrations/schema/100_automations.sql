@@ -48,7 +48,8 @@ comment on column agent_automations.disabled_by is 'The person or program that d
 comment on column agent_automations.disabled_at is 'When it was disabled.';
 comment on column agent_automations.paused_for is 'The disabled skill that pauses it. Empty: it is not paused.';
 comment on column agent_automations.proposed_by is 'The agent that proposed it. Empty: people declared it.';
-comment on column agent_automations.decided_by is 'The person who accepted or rejected the proposal.';
+comment on column agent_automations.decided_by is
+  'The admin who accepted or rejected the proposal, or the source of the declaration that accepted it.';
 comment on column agent_automations.next_run_at is 'When its schedule is due next.';
 comment on column agent_automations.last_run_at is 'When it last ran.';
 comment on column agent_automations.last_trace_id is 'The trace of the last run.';

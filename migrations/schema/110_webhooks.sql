@@ -24,7 +24,7 @@ comment on column agent_webhook_endpoints.disabled_reason is 'Why it was disable
 comment on column agent_webhook_endpoints.disabled_by is
   'The person or program that disabled it. Empty: it is enabled.';
 comment on column agent_webhook_endpoints.disabled_at is 'When it was disabled.';
-comment on column agent_webhook_endpoints.source is 'The declaring side: workspace, builtin, or empty for the API.';
+comment on column agent_webhook_endpoints.source is 'The declaring side, such as workspace.';
 
 create table agent_webhook_deliveries (
   id uuid default lanekeeper.agent_uuid7() primary key, endpoint text not null,
@@ -119,7 +119,7 @@ comment on column agent_webhook_targets.failing_since is
   'When the first of these failures happened. Null: the last attempt succeeded.';
 comment on column agent_webhook_targets.blocked_until is
   'No message is sent before this time: the target requested a pause (Retry-After).';
-comment on column agent_webhook_targets.source is 'The declaring side: workspace, builtin, or empty for the API.';
+comment on column agent_webhook_targets.source is 'The declaring side, such as workspace.';
 comment on column agent_webhook_targets.format is
   'slack: the body is {"text": …} for an incoming webhook of Slack. Empty: the event as JSON.';
 

@@ -34,7 +34,7 @@ comment on column agent_channels.state_at is 'When the state began.';
 comment on column agent_channels.seen_at is 'When the provider last answered. An old time: the connection is silent.';
 comment on column agent_channels.cursor is 'The position up to which messages of the provider were received.';
 comment on column agent_channels.cursor_at is 'When the cursor last moved.';
-comment on column agent_channels.source is 'The declaring side: workspace, or empty for the API.';
+comment on column agent_channels.source is 'The declaring side, such as workspace.';
 
 create table agent_channel_messages (
   id uuid default lanekeeper.agent_uuid7() primary key, channel text not null,
