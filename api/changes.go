@@ -110,7 +110,7 @@ func requireChanged(changed bool, err error, format string, args ...any) (bool, 
 // revisionChecks lock an object and compare its revision with If-Match. The key is the object's field in the audit
 // input.
 var revisionChecks = map[string]func(ctx context.Context, tx pgx.Tx, name string, revision int) error{
-	"objective": objectives.AtRevision, "automation": automations.AtRevision, "skill": skills.AtRevision,
+	"objective": objectives.LockRevision, "automation": automations.LockRevision, "skill": skills.LockRevision,
 }
 
 // withCurrent attaches the current object to a StaleError.

@@ -285,12 +285,16 @@ func TestAutomations(t *testing.T) {
 	_, err := automations.Propose(t.Context(), a.pool, proposal, "agent", string(trace.New(trace.Heartbeat)))
 	require.NoError(t, err)
 	var got change
-	for _, action := range []string{"disable", "enable"} {
-		a.post("/v1/automations/nightly/"+action, `{"reason":"as agreed"}`, &got)
-		a.checkAudit(got.TraceID, got.ActivityID, action+"_automation", "as agreed")
-		var row struct{ Enabled bool }
-		a.get("/v1/automations/nightly", &row)
-		assert.Truef(t, row.Enabled == (action == "enable") && got.Changed, "after %s: %+v, %+v", action, row, got)
+	id := pgtest.Value[string](t, a.pool, `select id::text from agent_automations where name = 'nightly'`)
+	for _, nameOrID := range []string{"nightly", id} {
+		for _, action := range []string{"disable", "enable"} {
+			a.post("/v1/automations/"+nameOrID+"/"+action, `{"reason":"as agreed"}`, &got)
+			a.checkAudit(got.TraceID, got.ActivityID, action+"_automation", "as agreed")
+			assert.True(t, got.Changed, action, nameOrID, "changed nothing")
+			var row struct{ Enabled bool }
+			a.get("/v1/automations/nightly", &row)
+			assert.Equal(t, action == "enable", row.Enabled, action, nameOrID)
+		}
 	}
 	a.checkProblem(a.raw("POST", "/v1/automations/hourly/enable", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
 	a.checkProblem(a.raw("POST", "/v1/automations/hourly/run", `{"reason":"x"}`, asAdmin()), 409, "accept it first")

@@ -139,7 +139,7 @@ func (s *server) changeSkill(
 	result := skillChange{Name: name}
 	done, err := s.record(r.Context(), action, reason, map[string]any{"skill": name},
 		func(tx pgx.Tx, _ string) (any, error) {
-			if err := skills.AtRevision(r.Context(), tx, name, revision); err != nil {
+			if err := skills.LockRevision(r.Context(), tx, name, revision); err != nil {
 				return nil, err
 			}
 			err := change(tx, name, reason, &result)

@@ -13,8 +13,8 @@
 // Every run is claimed before it starts ([Claim], [ClaimRun]), by one of several callers. A crash leaves the claimed
 // row. Package runner runs claimed runs.
 //
-// The agent may propose an automation ([Propose]). It is disabled until an admin accepts it; the database enforces
-// that.
+// The agent may propose an automation ([Propose]). It is disabled until an admin accepts it ([Accept]), or a declaration
+// takes its name ([Put]).
 //
 // [Abandoned] finds runs whose execution was cancelled or failed. [Finish] ends them as failures.
 //
@@ -98,14 +98,15 @@ type Automation struct {
 	DisabledAt     *time.Time      `json:"disabled_at"`
 	PausedFor      string          `json:"paused_for"`  // the disabled skill that paused it
 	ProposedBy     string          `json:"proposed_by"` // the agent; empty for a declaration
-	DecidedBy      string          `json:"decided_by"`  // the admin who accepted or rejected it
-	Revision       int             `json:"revision"`    // grows with each change of its definition or decision
-	NextRunAt      *time.Time      `json:"next_run_at"` // nil for events and signals
-	LastRunAt      *time.Time      `json:"last_run_at"`
-	LastTraceID    string          `json:"last_trace_id"`
-	Source         string          `json:"source"`
-	CreatedAt      time.Time       `json:"created_at"`
-	UpdatedAt      time.Time       `json:"updated_at"`
+	DecidedBy      string          `json:"decided_by"`  // the admin; or the source of the declaration that accepted it
+	// Revision increases with each change, except of SignalArmed, NextRunAt, LastRunAt, LastTraceID and UpdatedAt.
+	Revision    int        `json:"revision"`
+	NextRunAt   *time.Time `json:"next_run_at"` // nil for events and signals
+	LastRunAt   *time.Time `json:"last_run_at"`
+	LastTraceID string     `json:"last_trace_id"`
+	Source      string     `json:"source"`
+	CreatedAt   time.Time  `json:"created_at"`
+	UpdatedAt   time.Time  `json:"updated_at"`
 }
 
 // PausedFor lists the automations that are paused for a skill, by name. The database pauses them when the skill is
@@ -119,60 +120,56 @@ func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, err
 // Enable enables an automation, for any disabled_by. It returns false if the automation is enabled already. It returns
 // [ErrNotFound] for an unknown automation, [ErrProposal] for an undecided proposal, and [ErrSkillDisabled] while its
 // skill is disabled.
-func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
+func Enable(ctx context.Context, db postgres.DB, nameOrID string) (bool, error) {
+	a, err := Get(ctx, db, nameOrID)
+	if err != nil {
+		return false, err
+	}
 	tag, err := db.Exec(ctx, `
 		update agent_automations a
 		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, paused_for = '',
 		       updated_at = clock_timestamp()
-		 where a.name = @name and not a.enabled and a.disabled_by <> 'proposal'
+		 where a.id = @id and not a.enabled and a.disabled_by <> 'proposal'
 		   and not exists (select from agent_skills k where k.name = a.skill_name and not k.enabled)`,
-		pgx.StrictNamedArgs{"name": name})
+		pgx.StrictNamedArgs{"id": a.ID})
 	if err != nil {
-		return false, fmt.Errorf("enable automation %q: %w", name, err)
+		return false, fmt.Errorf("enable automation %q: %w", nameOrID, err)
 	}
-	a, err := Get(ctx, db, name)
+	a, err = Get(ctx, db, a.ID)
 	switch {
 	case err != nil:
 		return false, err
 	case a.DisabledBy == Proposal:
-		return false, fmt.Errorf("enable automation %q: %w", name, ErrProposal)
+		return false, fmt.Errorf("enable automation %q: %w", nameOrID, ErrProposal)
 	case !a.Enabled:
-		return false, fmt.Errorf("enable automation %q: enable skill %s first: %w", name, a.SkillName, ErrSkillDisabled)
+		return false, fmt.Errorf("enable automation %q: enable skill %s first: %w", nameOrID, a.SkillName, ErrSkillDisabled)
 	}
 	return tag.RowsAffected() > 0, nil
 }
 
 // Disable disables an automation for an admin, so it does not resume with its skill. For a proposal, that is the
 // rejection. It returns false if an admin has disabled the automation already, and [ErrNotFound] for an unknown one.
-func Disable(ctx context.Context, db postgres.DB, name, by, reason string) (bool, error) {
+func Disable(ctx context.Context, db postgres.DB, nameOrID, by, reason string) (bool, error) {
 	if strings.TrimSpace(by) == "" || by == SelfHeal || by == Proposal {
-		return false, fmt.Errorf("disable automation %q: %w", name, errors.New("an admin is required"))
+		return false, fmt.Errorf("disable automation %q: an admin is required", nameOrID)
+	}
+	a, err := Get(ctx, db, nameOrID)
+	if err != nil {
+		return false, err
 	}
 	tag, err := db.Exec(ctx, `
 		update agent_automations
 		   set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(),
 		       paused_for = '', decided_by = case when disabled_by = 'proposal' then @by else decided_by end,
 		       updated_at = clock_timestamp()
-		 where name = @name and (enabled or paused_for <> '' or disabled_by = 'proposal')`,
-		pgx.StrictNamedArgs{"name": name, "by": truncate(by), "reason": truncate(reason)})
-	if err != nil {
-		return false, fmt.Errorf("disable automation %q: %w", name, err)
-	}
-	return changedOrFound(ctx, db, name, tag.RowsAffected())
+		 where id = @id and (enabled or paused_for <> '' or disabled_by = 'proposal')`,
+		pgx.StrictNamedArgs{"id": a.ID, "by": truncate(by), "reason": truncate(reason)})
+	return postgres.Changed(tag, err, fmt.Sprintf("disable automation %q", nameOrID))
 }
 
-// changedOrFound reports whether rows changed. Without a change, it returns [ErrNotFound] for an unknown automation.
-func changedOrFound(ctx context.Context, db postgres.DB, name string, rows int64) (bool, error) {
-	if rows > 0 {
-		return true, nil
-	}
-	_, err := Get(ctx, db, name)
-	return false, err
-}
-
-// AtRevision locks an automation until the transaction ends. It returns a [*postgres.StaleError] if the automation has
-// another revision, and [ErrNotFound] if it is unknown. Revision 0 matches every revision.
-func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
+// LockRevision locks an automation until the transaction ends. It returns a [*postgres.StaleError] if the automation
+// has another revision, and [ErrNotFound] if it is unknown. For revision 0, LockRevision does nothing.
+func LockRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
 	return postgres.LockRevision(ctx, tx, "automation", `
 		select revision from agent_automations where name = @name or id::text = @name
 		 order by id::text = @name desc limit 1 for update`, name, revision, ErrNotFound)

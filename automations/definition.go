@@ -199,7 +199,7 @@ func (r *resolved) checkAction() fielderr.List {
 }
 
 // Put stores the declaration d and reports whether it changed anything. A changed schedule is due at its first time
-// from now. The state (enabled, paused, last run) stays.
+// from now. The state (enabled, paused, last run) stays, except that an undecided proposal of the name is accepted.
 func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err error) {
 	r, err := resolve(d)
 	if err != nil {
@@ -209,7 +209,6 @@ func Put(ctx context.Context, db postgres.DB, d Definition) (changed bool, err e
 	if err != nil {
 		return false, fmt.Errorf("put automation %q: %w", d.Name, err)
 	}
-	// A declaration accepts the agent's proposal.
 	tag, err := db.Exec(ctx, `
 		insert into agent_automations as a
 		       (name, description, agent, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt,

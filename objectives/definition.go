@@ -18,6 +18,10 @@ import (
 )
 
 const (
+	maxText         = 4096 // bytes of a goal or of success criteria
+	maxTitle        = 500  // bytes of a name or of a step's title
+	maxSteps        = 100
+	maxPriority     = 9
 	minReview       = time.Minute
 	maxReview       = 366 * 24 * time.Hour
 	defaultPriority = 2
@@ -109,7 +113,8 @@ func parseReview(text string) (time.Duration, error) {
 }
 
 // Put stores the declaration d and reports whether it changed anything. The title identifies a step: new steps are
-// appended, and all others stay, also those outside the file. Status, round, due time and results stay.
+// appended, and all others stay, also those outside the file. Round and results stay. The status stays, except that a
+// proposal, also a rejected one, becomes active. due_at stays, except that a change ends a delay ([BackOff]).
 func Put(ctx context.Context, db postgres.Beginner, d Definition, source string) (changed bool, err error) {
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("put objective %q: %w", d.Name, err)
@@ -141,7 +146,7 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 		"priority": d.Priority,
 		"agent":    d.Agent, "review": review.Seconds(), "source": source,
 	}
-	// A declaration accepts the agent's proposal.
+	// A declaration accepts a proposal of its name, also a rejected one.
 	err = tx.QueryRow(ctx, `
 		insert into agent_objectives as o (name, goal, success_criteria, agent, priority, review_every, source)
 		values (@name, @goal, @criteria, @agent, @priority, make_interval(secs => nullif(@review::float8, 0)), @source)
@@ -151,6 +156,7 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 		       updated_at = clock_timestamp(),
 		       status = case when o.status in ('proposed', 'rejected') then 'active' else o.status end,
 		       decided_by = case when o.status in ('proposed', 'rejected') then @source else o.decided_by end,
+		       decided_reason = case when o.status in ('proposed', 'rejected') then '' else o.decided_reason end,
 		       decided_at = case when o.status in ('proposed', 'rejected') then clock_timestamp() else o.decided_at end
 		 where (o.goal, o.success_criteria, o.agent, o.priority, o.review_every, o.source)
 		       is distinct from (excluded.goal, excluded.success_criteria, excluded.agent, excluded.priority,

@@ -195,6 +195,20 @@ func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
 		"%d decisions, %+v", wins.Load(), o)
 }
 
+func TestDeclarationActivatesRejectedProposal(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	d := objectives.Definition{Name: "tidy", Goal: "be tidy"}
+	_, err := objectives.Propose(t.Context(), pool, d, "agent", "hb_1")
+	require.NoError(t, err)
+	rejected, err := objectives.Reject(t.Context(), pool, "tidy", "ana", "too early")
+	require.True(t, rejected && err == nil, rejected, err)
+	o := put(t, pool, d)
+	assert.Equal(t, objectives.Active, o.Status)
+	assert.Equal(t, objectives.SourceWorkspace, o.DecidedBy)
+	assert.Equal(t, "", o.DecidedReason, "the reason of the rejection stays")
+}
+
 func TestProposalsAreBoundedAndNotesCompareAndSet(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

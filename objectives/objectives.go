@@ -1,23 +1,26 @@
 // Package objectives owns the agent's objectives: the tables agent_objectives, agent_objective_steps and
 // agent_objective_evidence.
 //
-// An objective has a goal, success criteria and steps. An admin or the model writes steps. A step goes once from
-// pending to done, to failed after three attempts, or to skipped, by compare-and-set, with its trace. A declaration
-// in the workspace adds steps and changes goals. It never changes results.
+// An objective has a goal, success criteria and steps. An admin or the model writes steps. In each round, a pending
+// step becomes done, or failed after [MaxAttempts] failed attempts. Each transition is a compare-and-set, and stores
+// its trace. A skipped step stays skipped; no function of this package skips a step. A declaration in the
+// workspace adds steps and changes goals. It never changes results.
 //
 // A step is done only with evidence: a successful call of the agent, in the reporting trace and since the round
-// began, that proves no other step; or an admin's confirmation ([ConfirmStep]). Pending, skipped and failed calls do
-// not count. The database enforces it, so a model's claim alone completes nothing. [FindEvidence] finds the calls.
+// began, that is not yet the evidence of another step; or an admin's confirmation ([ConfirmStep]). Pending, skipped
+// and failed calls do not count. The database enforces it, so a model's claim alone completes nothing. [FindEvidence]
+// finds the calls.
 //
-// The agent may propose an objective ([Propose]). Work starts after an admin accepts it; the database enforces that.
+// The agent may propose an objective ([Propose]). Work starts after an admin accepts it ([Accept]), or after a
+// declaration takes its name ([Put]). The database requires decided_by for each status but proposed.
 //
-// An active objective is due when its time has come and it has a pending step, or no step at all. Without any step,
-// planning is due. Without pending steps it is settled instead ([Advanced], or [Settle] after a lost run). With
-// review_every it starts its next round: all steps but the skipped are pending again. Otherwise it is completed, or
-// failed if a step failed.
+// An active objective is due when its due_at has passed. [Due] returns due objectives with a pending step, and those
+// without any step, which the model has to plan. A due objective whose steps have all ended is settled ([Advanced], or
+// [Settle] after a lost run). With review_every it starts its next round: all steps but the skipped are pending again.
+// Otherwise it is completed, or failed if a step failed.
 //
 // A run without progress delays the objective ([BackOff]): 15 minutes, doubled for each further run, at most a day. A
-// new, done, failed or confirmed step, an edit, or another status ends the delay; the database does that.
+// new step, an attempt at a step, an edit, or another status ends the delay. Triggers of the database do that.
 //
 // The worker holds the objective's lane. The compare-and-set on each step keeps the state correct if the lane is
 // lost.
@@ -49,7 +52,7 @@ var (
 	ErrNameTaken = errors.New("an objective of this name exists with another definition")
 	// ErrTooMany reports that too many proposals are undecided.
 	ErrTooMany = errors.New("too many proposals are undecided")
-	// ErrConflict reports an objective at another revision than the caller read.
+	// ErrConflict reports an objective that has changed since the caller read it.
 	ErrConflict = errors.New("objective was changed by somebody else; read it again")
 )
 
@@ -70,8 +73,8 @@ const (
 	Skipped = "skipped"
 )
 
-// Unread is the revision for [SetNote] of a caller that has not read the objective.
-const Unread = -1
+// NoPriorNote is the revision for [SetNote] that allows only the first note.
+const NoPriorNote = -1
 
 // Sources of objectives: a workspace file, the agent, or an admin's command.
 const (
@@ -80,14 +83,8 @@ const (
 	SourceAdmin     = "admin"
 )
 
-const (
-	maxText      = 4096
-	maxTitle     = 500
-	maxSteps     = 100
-	maxPriority  = 9
-	maxNote      = 4096
-	maxUndecided = 20 // undecided proposals
-)
+// maxNote bounds a note, in bytes.
+const maxNote = 4096
 
 // Objective is a row of agent_objectives with the progress of its round.
 type Objective struct {
@@ -106,19 +103,20 @@ type Objective struct {
 	Note               string     `json:"note"`           // the agent's last note on its progress
 	ProposedBy         string     `json:"proposed_by"`    // the agent; empty for a declaration
 	ProposedTrace      string     `json:"proposed_trace"` // trace of the proposal
-	DecidedBy          string     `json:"decided_by"`     // the admin who accepted or rejected it
+	DecidedBy          string     `json:"decided_by"`     // the admin; or the source of the declaration that accepted it
 	DecidedReason      string     `json:"decided_reason"`
 	DecidedAt          *time.Time `json:"decided_at"`
-	Revision           int        `json:"revision"` // grows with each change of its definition or decision
-	LastTraceID        string     `json:"last_trace_id"`
-	Source             string     `json:"source"`
-	CreatedAt          time.Time  `json:"created_at"`
-	UpdatedAt          time.Time  `json:"updated_at"`
-	Total              int        `json:"total"` // steps without skipped ones
-	Done               int        `json:"done"`
-	Failed             int        `json:"failed"`
-	Pending            int        `json:"pending"`
-	Progress           float64    `json:"progress"` // done / total, 0 to 1
+	// Revision increases with each change, except of DueAt, IdleRuns, LastTraceID and UpdatedAt.
+	Revision    int       `json:"revision"`
+	LastTraceID string    `json:"last_trace_id"`
+	Source      string    `json:"source"`
+	CreatedAt   time.Time `json:"created_at"`
+	UpdatedAt   time.Time `json:"updated_at"`
+	Total       int       `json:"total"` // steps without skipped ones
+	Done        int       `json:"done"`
+	Failed      int       `json:"failed"`
+	Pending     int       `json:"pending"`
+	Progress    float64   `json:"progress"` // done / total, 0 to 1
 }
 
 // Filter narrows [List]; the zero value lists the newest 100.
@@ -161,9 +159,9 @@ type AgentFilter struct {
 	Except []string
 }
 
-// Due returns the objectives with work now, by priority and waiting time: active, due, with a pending step or without
-// any step. limit is 10 when 0.
-func Due(ctx context.Context, db postgres.DB, w AgentFilter, limit int) ([]Objective, error) {
+// Due returns active objectives whose due_at has passed and that have a pending step or no step at all, by priority and
+// due_at. limit is 10 when 0.
+func Due(ctx context.Context, db postgres.DB, f AgentFilter, limit int) ([]Objective, error) {
 	if limit <= 0 {
 		limit = 10
 	}
@@ -171,7 +169,7 @@ func Due(ctx context.Context, db postgres.DB, w AgentFilter, limit int) ([]Objec
 		 where o.status = 'active' and o.due_at <= clock_timestamp() and (p.pending > 0 or p.steps = 0)
 		   and case when @agent <> '' then o.agent = @agent else o.agent <> all(@except::text[]) end
 		 order by o.priority, o.due_at, o.id limit @limit`,
-		pgx.StrictNamedArgs{"agent": w.Agent, "except": append([]string{}, w.Except...), "limit": limit})
+		pgx.StrictNamedArgs{"agent": f.Agent, "except": append([]string{}, f.Except...), "limit": limit})
 }
 
 // Get returns one objective by name or id, or [ErrNotFound].
@@ -181,8 +179,8 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Objective, error
 		 order by o.id::text = @key desc limit 1`, pgx.StrictNamedArgs{"key": nameOrID})
 }
 
-// SetStatus pauses, resumes or ends an objective. from is the required status; for another it returns false. Only
-// [Accept] and [Reject] decide a proposal.
+// SetStatus pauses, resumes or ends an objective. It returns false if the objective's status is not from. It decides no
+// proposal: [Accept], [Reject] and [Put] do.
 func SetStatus(ctx context.Context, db postgres.DB, objectiveID, from, to string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_objectives
@@ -193,18 +191,19 @@ func SetStatus(ctx context.Context, db postgres.DB, objectiveID, from, to string
 	return postgres.Changed(tag, err, fmt.Sprintf("set objective to %s", to))
 }
 
-// AtRevision locks an objective until the transaction ends. It returns a [*postgres.StaleError] if it has another
-// revision, and [ErrNotFound] for none. Revision 0 matches every revision.
-func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
+// LockRevision locks an objective until the transaction ends. It returns a [*postgres.StaleError] if the objective has
+// another revision, and [ErrNotFound] if it is unknown. For revision 0, LockRevision does nothing.
+func LockRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
 	return postgres.LockRevision(ctx, tx, "objective", `
 		select revision from agent_objectives where name = @name or id::text = @name
 		 order by id::text = @name desc limit 1 for update`, name, revision, ErrNotFound)
 }
 
 // SetNote replaces the note on an objective's progress and returns the objective. revision is the one that the caller
-// read; 0 replaces any note, and [Unread] requires that there is none. If the objective has another revision, SetNote
-// returns [ErrConflict] and the current objective. It returns [ErrNotActive] for an objective that is not active,
-// paused or proposed, and [ErrInvalid] for an empty or too long note.
+// read; 0 replaces any note, and [NoPriorNote] requires that there is none. SetNote returns [ErrConflict] and the
+// current objective if the objective has another revision, or if its status changes meanwhile. It returns
+// [ErrNotActive] for an objective that is not active, paused or proposed, and [ErrInvalid] for an empty or too long
+// note.
 func SetNote(ctx context.Context, db postgres.DB, nameOrID, note, traceID string, revision int) (Objective, error) {
 	if err := checkText("note", note, maxNote); err != nil {
 		return Objective{}, fmt.Errorf("set note of objective %q: %w: %w", nameOrID, ErrInvalid, err)
@@ -220,9 +219,10 @@ func SetNote(ctx context.Context, db postgres.DB, nameOrID, note, traceID string
 		update agent_objectives
 		   set note = @note, last_trace_id = @trace_id, updated_at = clock_timestamp()
 		 where id = @id and status = @status
-		   and (@revision = 0 or revision = @revision or @revision = @unread and note = '')`,
+		   and (@revision = 0 or revision = @revision or @revision = @no_prior_note and note = '')`,
 		pgx.StrictNamedArgs{
-			"id": o.ID, "note": note, "trace_id": traceID, "status": o.Status, "revision": revision, "unread": Unread,
+			"id": o.ID, "note": note, "trace_id": traceID, "status": o.Status, "revision": revision,
+			"no_prior_note": NoPriorNote,
 		})
 	if err != nil {
 		return Objective{}, fmt.Errorf("set note of objective %q: %w", nameOrID, err)

@@ -12,6 +12,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
+// maxUndecided bounds the number of undecided proposals.
+const maxUndecided = 20
+
 // Propose stores an objective that the agent by proposes, and returns it. Work starts after an admin accepts it. A
 // repeated proposal with the same goal, criteria and steps changes nothing, not even the priority or the review
 // interval. Propose returns [ErrNameTaken] for the name of any other objective, and [ErrTooMany] while 20 proposals are

@@ -51,8 +51,8 @@ func BackOff(ctx context.Context, db postgres.DB, objectiveID string) error {
 	return nil
 }
 
-// Settle settles, like [Advanced], the due objectives whose steps all have ended: a lost run did not settle them. It
-// returns their number.
+// Settle settles, like [Advanced], the active objectives whose due_at has passed and whose steps have all ended: a lost
+// run did not settle them. It returns their number.
 func Settle(ctx context.Context, db postgres.Beginner) (int, error) {
 	type unsettled struct{ ID, LastTraceID string }
 	all, err := postgres.Rows[unsettled](ctx, db, "settle objectives", `

@@ -197,9 +197,9 @@ func FailTrial(ctx context.Context, db postgres.DB, name, reason string) (bool, 
 	return postgres.Changed(tag, err, fmt.Sprintf("fail trial of skill %q", name))
 }
 
-// AtRevision locks a skill until the transaction ends. It returns a [*postgres.StaleError] if the skill's state has
-// another revision, and [ErrNotFound] if there is no such skill. Revision 0 matches every revision.
-func AtRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
+// LockRevision locks a skill until the transaction ends. It returns a [*postgres.StaleError] if the skill's state has
+// another revision, and [ErrNotFound] if there is no such skill. For revision 0, LockRevision does nothing.
+func LockRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
 	return postgres.LockRevision(ctx, tx, "skill", `
 		select state_revision from agent_skills where name = @name for update`, name, revision, ErrNotFound)
 }

@@ -307,7 +307,7 @@ func (c *cli) automationsSwitchCommand(
 	var reason string
 	var based *revisionCheck
 	cmd := &cobra.Command{
-		Use: use, Short: short, Args: positionalArgs(1, 1, "an automation's name"),
+		Use: use, Short: short, Args: positionalArgs(1, 1, "an automation's name or id"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			changed, err := recordChange(cmd.Context(), s, verb, map[string]any{"automation": args[0], "reason": reason},
 				func(tx pgx.Tx, _ string) (bool, error) {
@@ -334,6 +334,6 @@ func (c *cli) automationsSwitchCommand(
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "from the command line", "reason for the audit log")
-	based = revisionFlag(cmd, automations.AtRevision)
+	based = revisionFlag(cmd, automations.LockRevision)
 	return cmd
 }

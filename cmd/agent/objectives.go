@@ -203,7 +203,7 @@ objectives show (0: new).`,
 // requireRevision fails if the objective's revision differs, or if it exists although none was expected.
 func requireRevision(ctx context.Context, tx pgx.Tx, name string, revision int) error {
 	if revision != memory.Absent {
-		return objectives.AtRevision(ctx, tx, name, revision)
+		return objectives.LockRevision(ctx, tx, name, revision)
 	}
 	current, err := objectives.Get(ctx, tx, name)
 	switch {
@@ -253,7 +253,7 @@ func (c *cli) objectivesDecideCommand(
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "from the command line", "reason for the audit log")
-	based = revisionFlag(cmd, objectives.AtRevision)
+	based = revisionFlag(cmd, objectives.LockRevision)
 	return cmd
 }
 
@@ -280,7 +280,7 @@ func (c *cli) objectivesStatusCommand(use, short, verb, from, to string) *cobra.
 			return c.reportObjective(cmd.Context(), s, o.ID, changed, "changed", "is not "+from)
 		}),
 	}
-	based = revisionFlag(cmd, objectives.AtRevision)
+	based = revisionFlag(cmd, objectives.LockRevision)
 	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")
 	return cmd
 }

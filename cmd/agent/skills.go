@@ -169,7 +169,7 @@ func (c *cli) skillsSwitchCommand(enable bool) *cobra.Command {
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "from the command line", "reason for the audit log")
-	based = revisionFlag(cmd, skills.AtRevision)
+	based = revisionFlag(cmd, skills.LockRevision)
 	return cmd
 }
 

@@ -20,7 +20,7 @@ func (e *StaleError) Error() string {
 }
 
 // LockRevision locks the row that sql selects by @name, until the transaction ends. sql returns the row's revision.
-// LockRevision returns a [*StaleError] for another revision, and missing for no row. Revision 0 matches every revision.
+// LockRevision returns a [*StaleError] for another revision, and missing for no row. For revision 0 it does nothing.
 func LockRevision(ctx context.Context, tx pgx.Tx, what, sql, name string, revision int, missing error) error {
 	if revision == 0 {
 		return nil
