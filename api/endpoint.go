@@ -82,7 +82,7 @@ func (e Endpoint) route() (route, error) {
 		method: e.Method, path: e.Path, about: e.About, access: e.Access, body: e.Body,
 		response: e.Response, status: e.Status,
 		alreadyDone: e.AlreadyDone, contentType: e.ContentType, stream: e.Stream, finite: e.Finite, openAI: e.OpenAIErrors,
-		maxBody: e.MaxBody, idempotent: e.Idempotent,
+		maxBody: e.MaxBody, acceptsKey: e.Idempotent,
 		crossOrigin: strings.HasPrefix(e.Path, webhooks), page: e.Page, httpHandler: e.Handler, expect: e.Expect,
 	}
 	if e.Access == Admin {

@@ -210,7 +210,7 @@ func (s *server) evalRoutes() []route {
 			params: []param{suite, run}, about: "Labels of answers, newest first, at most 10,000.",
 		}, {
 			method: "POST", path: "/v1/evals/labels", body: newEvalLabel{}, response: evals.Label{}, handle: s.labelEval,
-			repeatable: true, conflicts: true, notFound: true,
+			safeToRetry: true, conflicts: true, notFound: true,
 			about: "Say whether the answer of a trial is good or bad; none withdraws your label. 409 while the trial is not " +
 				"decided.",
 		},

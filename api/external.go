@@ -27,7 +27,7 @@ func (s *server) executionRoutes() []route {
 				"422 for an unknown flow.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/lock", body: lockRequest{}, response: lockResponse{},
-			handle: s.lockExecution, conflicts: true, repeatable: true,
+			handle: s.lockExecution, conflicts: true, safeToRetry: true,
 			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same " +
 				"lock. 409 with holder if it is locked, waiting or ended.",
 		}, {
@@ -41,11 +41,11 @@ func (s *server) executionRoutes() []route {
 				"is a number of seconds, or text such as 24h or 7d.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
-			handle: s.releaseLock, conflicts: true, repeatable: true,
+			handle: s.releaseLock, conflicts: true, safeToRetry: true,
 			about: "Release a lock, as DELETE does: some proxies remove the body of a DELETE.",
 		}, {
 			method: "POST", path: "/v1/locks", body: claimRequest{}, response: claimResponse{},
-			handle: s.claimExecutions, repeatable: true,
+			handle: s.claimExecutions, safeToRetry: true,
 			about: "Lock ready executions of external flows, and read their state. Without one it waits for the first, for " +
 				"wait_seconds. lock_ids are the locks that the worker has; others of the owner are returned again.",
 		}, {
@@ -54,7 +54,7 @@ func (s *server) executionRoutes() []route {
 			about:  "Renew many locks at once. live is false for void locks.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/checkpoints", body: checkpointRequest{}, response: checkpointResponse{},
-			status: http.StatusCreated, handle: s.checkpoint, conflicts: true, alreadyDone: true, repeatable: true,
+			status: http.StatusCreated, handle: s.checkpoint, conflicts: true, alreadyDone: true, safeToRetry: true,
 			about: "Checkpoint the output of a step. 200 if the same output was recorded before; 409 for a different output " +
 				"or a void lock.",
 		},

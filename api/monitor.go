@@ -29,7 +29,7 @@ func (s *server) monitorRoutes() []route {
 				"verdict, the heartbeats, today's spend against its limits, and failures, grouped by root error.",
 		}, {
 			method: "POST", path: "/v1/monitor/acknowledge", body: acknowledgeRequest{}, response: monitor.Status{},
-			handle: s.acknowledge, repeatable: true, conflicts: true,
+			handle: s.acknowledge, conflicts: true,
 			about: "Acknowledge the reasons of a degraded verdict. They do not count until they change or are over. mark is " +
 				"that of the verdict. 409 when the reasons are others now.",
 		},

@@ -51,7 +51,7 @@ func (s *server) rejectObjective(r request) (response, error) {
 	})
 }
 
-// decideObjective accepts or rejects an open proposal; 409 if it is not open.
+// decideObjective accepts or rejects a proposal. Accept also works for a rejected one. 409 if the status is another.
 func (s *server) decideObjective(
 	r request, action string, decide func(pgx.Tx, string, string) (bool, error),
 ) (response, error) {

@@ -155,7 +155,7 @@ func (s *schemas) parameters(rt route) []object {
 	for _, found := range pathParam.FindAllStringSubmatch(plainPath(rt.path), -1) {
 		list = append(list, object{"name": found[1], "in": "path", "required": true, "schema": object{"type": "string"}})
 	}
-	if rt.idempotent {
+	if rt.acceptsKey {
 		list = append(list, object{
 			"name": keyHeader, "in": "header", "description": "Makes repeated requests within 24 hours run once.",
 			"schema": object{"type": "string", "minLength": 1, "maxLength": maxKey},
@@ -289,15 +289,15 @@ func errorStatuses(rt route) []int {
 	if rt.wantsJSON() {
 		list = append(list, http.StatusUnsupportedMediaType)
 	}
-	if rt.conflicts || rt.idempotent {
+	if rt.conflicts || rt.acceptsKey {
 		list = append(list, http.StatusConflict)
 	}
-	if rt.idempotent {
+	if rt.acceptsKey {
 		list = append(list, http.StatusUnprocessableEntity)
 	}
 	if rt.ifMatch {
 		list = append(list, http.StatusPreconditionFailed)
-		if !rt.idempotent {
+		if !rt.acceptsKey {
 			list = append(list, http.StatusPreconditionRequired)
 		}
 	}

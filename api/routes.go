@@ -20,13 +20,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// route is one row of the table.
+// route declares one HTTP route: its handler, access and limits, and its entry in the OpenAPI document.
 type route struct {
 	method, path string
 	about        string
 	access       Access                          // default Admin
 	scopes       []principals.Scope              // of Admin routes, from scopes.go; one suffices
-	secret       bool                            // the response has a secret: the server never stores it
+	secret       bool                            // the response has a secret, so the route accepts no key
 	params       []param                         // of the query; the server rejects others
 	body         any                             // zero value of the request body; nil for none
 	response     any                             // zero value of the response body
@@ -34,21 +34,21 @@ type route struct {
 	contentType  string                          // of the response; JSON when empty
 	unready      bool                            // may respond with 503
 	alreadyDone  bool                            // responds with 200 if already done
-	repeatable   bool                            // an idempotent POST: needs no Idempotency-Key
-	derivesKey   bool                            // derives a database key from the Idempotency-Key
+	safeToRetry  bool                            // an idempotent POST: it needs no key, and invoke retries it
+	derivesKey   bool                            // the Idempotency-Key is the row's dedupe key, so a retry is safe
 	conflicts    bool                            // may respond with 409
 	notFound     bool                            // may respond with 404 for an id in the body
 	deferred     bool                            // may respond with 202
 	hasETag      bool                            // the response has an ETag, the object's revision
 	ifMatch      bool                            // supports If-Match, may respond with 412
 	stream       bool                            // no deadline
-	finite       bool                            // a stream whose end a shutdown awaits
+	finite       bool                            // a stream; a shutdown waits for its end
 	openAI       bool                            // errors in OpenAI's format
 	crossOrigin  bool                            // accepts cross-origin requests
 	replica      bool                            // may read from the replica
 	csv          bool                            // a listing that can be a table
-	page         bool                            // undocumented, errors as pages
-	idempotent   bool                            // supports Idempotency-Key
+	page         bool                            // not in the OpenAPI document; errors are HTML pages
+	acceptsKey   bool                            // supports Idempotency-Key
 	maxBody      int64                           // bytes
 	expect       expectation                     // runs before the server reads the body; may be nil
 	probe        bool                            // bypasses admission
@@ -65,7 +65,8 @@ type response struct {
 	revision int
 }
 
-// routes lists the package's routes and the endpoints.
+// routes returns the package's routes and the endpoints. It completes the package's routes: access and scopes, the CSV
+// parameter, the limit of the body, and support of Idempotency-Key.
 func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 	table := slices.Concat(
 		s.probeRoutes(), s.readRoutes(), s.agentRoutes(), s.reportRoutes(), s.whyRoutes(), s.stateRoutes(), s.actionRoutes(),
@@ -82,7 +83,8 @@ func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 			table[i].params = append(slices.Clip(table[i].params), csvParam)
 		}
 		table[i].maxBody = cmp.Or(table[i].maxBody, maxBody)
-		table[i].idempotent = table[i].method == http.MethodPost && !table[i].repeatable && !table[i].page && !table[i].secret
+		table[i].acceptsKey = table[i].method == http.MethodPost && !table[i].safeToRetry && !table[i].page &&
+			!table[i].secret
 	}
 	for _, e := range endpoints {
 		rt, err := e.route()
@@ -182,8 +184,8 @@ func (s *server) stateRoutes() []route {
 		}, {
 			method: "GET", path: "/v1/objectives", response: page[objectives.Objective]{}, handle: s.listObjectives,
 			about: "Objectives with their progress, newest first.",
-			params: listParams(enumParam("status", "State of the objective", "active", "paused", "completed", "failed",
-				"proposed", "rejected"),
+			params: listParams(enumParam("status", "State of the objective", objectives.Active, objectives.Paused,
+				objectives.Completed, objectives.Failed, objectives.Proposed, objectives.Rejected),
 				textParam("source", "Source of the objective")),
 		}, {
 			method: "GET", path: "/v1/objectives/{id}", response: objectiveDetail{}, hasETag: true, handle: s.getObjective,
@@ -253,7 +255,7 @@ func (s *server) decisionRoutes() []route {
 		}, {
 			method: "POST", path: "/v1/objectives/{id}/accept", body: reasonRequest{}, ifMatch: true, response: change{},
 			handle:    s.acceptObjective,
-			conflicts: true, about: "Accept a proposed objective. 409 if it is not an open proposal.",
+			conflicts: true, about: "Accept a proposed or rejected objective. 409 if it is neither.",
 		}, {
 			method: "POST", path: "/v1/objectives/{id}/reject", body: reasonRequest{}, ifMatch: true, response: change{},
 			handle:    s.rejectObjective,
@@ -269,11 +271,11 @@ func (s *server) decisionRoutes() []route {
 		}, {
 			method: "POST", path: "/v1/automations/{id}/enable", body: reasonRequest{}, ifMatch: true, response: change{},
 			handle: s.enableAutomation,
-			about:  "Enable an automation by name.",
+			about:  "Enable an automation, by name or id.",
 		}, {
 			method: "POST", path: "/v1/automations/{id}/disable", body: reasonRequest{}, ifMatch: true, response: change{},
 			handle: s.disableAutomation,
-			about:  "Disable an automation by name, or reject a proposal.",
+			about:  "Disable an automation, by name or id. This rejects a proposal.",
 		}, {
 			method: "POST", path: "/v1/automations/{id}/accept", body: reasonRequest{}, ifMatch: true, response: change{},
 			handle:    s.acceptAutomation,

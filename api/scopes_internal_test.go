@@ -1,12 +1,36 @@
 package api
 
 import (
+	"net/http"
+	"reflect"
 	"slices"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
+
+// A retry after a lost response would create a second token, which nobody has seen.
+func TestRoutesThatCreateTokensAreNotRetried(t *testing.T) {
+	t.Parallel()
+	table, err := (&server{}).routes(nil)
+	require.NoError(t, err)
+	var checked int
+	for _, rt := range table {
+		response := reflect.TypeOf(rt.response)
+		if rt.method != http.MethodPost || response == nil || response.Kind() != reflect.Struct {
+			continue
+		}
+		for _, field := range reflect.VisibleFields(response) {
+			if field.Tag.Get("json") == "token" {
+				checked++
+				assert.Truef(t, !rt.safeToRetry, "%s %s is retried", rt.method, rt.path)
+				assert.Truef(t, !rt.acceptsKey, "the response of %s %s is stored", rt.method, rt.path)
+			}
+		}
+	}
+	assert.Equal(t, 2, checked, "routes that create tokens")
+}
 
 // A route without a scope is open to admins only. The route table must state that.
 func TestEveryRouteHasAScope(t *testing.T) {

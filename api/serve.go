@@ -27,7 +27,7 @@ func (s *server) serve(rt route) http.Handler {
 	if next == nil {
 		next = s.apiHandler(rt)
 	}
-	if rt.idempotent {
+	if rt.acceptsKey {
 		next = s.withIdempotency(rt, next)
 	}
 	return s.authenticateAndAdmit(rt, s.withDeadline(rt, next))
@@ -108,9 +108,9 @@ func (s *server) dispatch(rt route, req request) (resp response, source *replica
 	return resp, source, err
 }
 
-// invoke calls the route's handler. It retries repeatable requests after a broken database connection.
+// invoke calls the route's handler. After a broken database connection, it retries a request that is safe to retry.
 func (rt route) invoke(req request) (resp response, err error) {
-	retryable := req.Method == http.MethodGet || req.Method == http.MethodHead || rt.repeatable ||
+	retryable := req.Method == http.MethodGet || req.Method == http.MethodHead || rt.safeToRetry ||
 		rt.derivesKey && req.Header.Get(keyHeader) != ""
 	if !retryable {
 		return rt.handle(req)
