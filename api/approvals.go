@@ -8,6 +8,27 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
+// approvalRoutes returns the routes that read and decide approvals.
+func (s *server) approvalRoutes() []route {
+	return []route{
+		{
+			method: "GET", path: "/v1/approvals", response: page[approvals.Approval]{}, handle: s.listApprovals,
+			about: "Calls that need approval, newest first.",
+			params: listParams(enumParam("status", "State of the approval", approvalStatuses()...),
+				textParam("skill", "Name of the skill"),
+				traceParam),
+		}, {
+			method: "GET", path: "/v1/approvals/{id}", response: approvals.Approval{}, handle: s.getApproval,
+			about: "One call that needs approval, with its exact arguments.",
+		}, {
+			method: "POST", path: "/v1/approvals/{id}", body: decisionRequest{}, response: approvals.Approval{},
+			handle:    s.decideApproval,
+			conflicts: true,
+			about:     "Approve or reject a call once. The waiting execution resumes. 409 if it was decided or has expired.",
+		},
+	}
+}
+
 func (s *server) listApprovals(r request) (response, error) {
 	listing, err := readPage("approvals", r.query, func(a approvals.Approval) string { return a.ID },
 		func(before string, limit int) ([]approvals.Approval, error) {

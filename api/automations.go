@@ -10,6 +10,43 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
+// automationRoutes returns the routes that read, enable, disable and run automations, and decide proposals.
+func (s *server) automationRoutes() []route {
+	return []route{
+		{
+			method: "GET", path: "/v1/automations", response: page[automations.Automation]{}, handle: s.listAutomations,
+			about: "Automations, newest first.",
+			params: listParams(enumParam("enabled", "Whether it is enabled", "true", "false"),
+				textParam("skill", "Name of the skill"),
+				textParam("source", "Source of the declaration")),
+		}, {
+			method: "GET", path: "/v1/automations/{id}", response: automationDetail{}, hasETag: true, handle: s.getAutomation,
+			about: "One automation by name or id, with its latest runs.",
+		}, {
+			method: "POST", path: "/v1/automations/{id}/enable", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle: s.enableAutomation,
+			about:  "Enable an automation, by name or id.",
+		}, {
+			method: "POST", path: "/v1/automations/{id}/disable", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle: s.disableAutomation,
+			about:  "Disable an automation, by name or id. This rejects a proposal.",
+		}, {
+			method: "POST", path: "/v1/automations/{id}/accept", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle:    s.acceptAutomation,
+			conflicts: true, about: "Accept a proposed automation. 409 if it is not an open proposal.",
+		}, {
+			method: "POST", path: "/v1/automations/{id}/run", body: reasonRequest{}, response: automations.Run{},
+			status: http.StatusAccepted,
+			handle: s.runAutomation, about: "Run an automation now, even a disabled one. The response has its trace.",
+		}, {
+			method: "POST", path: "/v1/automations/runs/{id}/redrive", body: reasonRequest{}, response: automations.Run{},
+			status: http.StatusAccepted,
+			handle: s.redriveRun, conflicts: true,
+			about: "Give a dead run one more attempt. 409 if it is not dead.",
+		},
+	}
+}
+
 // automationDetail is an automation with its latest runs, newest first.
 type automationDetail struct {
 	automations.Automation

@@ -21,6 +21,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
+// eventRoutes returns the routes that raise events.
+func (s *server) eventRoutes() []route {
+	return []route{
+		{
+			method: "POST", path: "/v1/events", body: eventRequest{}, response: eventResponse{}, status: http.StatusAccepted,
+			handle: s.raiseEvent, derivesKey: true,
+			about: "Raise an event and resume its waiters; without a waiter it is stored for the first one. " +
+				"The same id counts once; that of another event is refused.",
+		},
+	}
+}
+
 // Limits of an event in bytes.
 const (
 	maxEventKey = 500

@@ -17,6 +17,42 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
+// executionRoutes returns the routes that start, read, follow and cancel executions.
+func (s *server) executionRoutes() []route {
+	return []route{
+		{
+			method: "POST", path: "/v1/executions", body: startRequest{}, response: executionStatus{},
+			status: http.StatusCreated, handle: s.startExecution, conflicts: true, notFound: true, derivesKey: true,
+			about: "Start an execution of a flow. An external worker locks and runs the flows external and external:NAME. " +
+				"422 for an unknown flow.",
+		}, {
+			method: "GET", path: "/v1/executions", response: page[executions.Execution]{}, handle: s.listExecutions,
+			csv: true, about: "Executions, newest first.",
+			params: listParams(param{
+				name: "status", about: "State of the execution, or several with commas: " + strings.Join(statuses(), ", "),
+				check: checkStatuses,
+			}, surfaceParam,
+				textParam("flow", "Name of the flow"), textParam("agent", "Name of the agent"),
+				textParam("label", "Label: name=value, or a value"), traceParam,
+				timeParam("since", "Created at or after"), timeParam("until", "Created before")),
+		}, {
+			method: "GET", path: "/v1/executions/{id}", response: executionDetail{}, handle: s.getExecution,
+			about: "One execution with its latest checkpoint and open wait.",
+		}, {
+			method: "GET", path: "/v1/executions/{id}/events", contentType: "text/event-stream", stream: true,
+			httpHandler: http.HandlerFunc(s.followExecution),
+			about: "The status of an execution as server-sent events: event status, data {id, trace_id, status, " +
+				"waiting_for, at}. First the current state (for external executions the changes since " +
+				"Last-Event-ID), then each change until the end. 204 if Last-Event-ID is the end.",
+		}, {
+			method: "POST", path: "/v1/executions/{id}/cancel", body: reasonRequest{}, response: cancelResponse{},
+			handle: s.cancelExecution, deferred: true,
+			about: "Cancel an execution now. An ended one keeps its status. 202 with cancel_requested if another " +
+				"transaction locks the row for more than a second: detail names the blocker, and the cancel follows when it ends.",
+		},
+	}
+}
+
 func (s *server) listExecutions(r request) (response, error) {
 	list, err := readPage("executions", r.query, func(x executions.Execution) string { return x.ID },
 		func(before string, limit int) ([]executions.Execution, error) {

@@ -17,15 +17,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// executionRoutes returns the routes that start executions and serve external workers.
-func (s *server) executionRoutes() []route {
+// workerRoutes returns the routes of external workers.
+func (s *server) workerRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/executions", body: startRequest{}, response: executionStatus{},
-			status: http.StatusCreated, handle: s.startExecution, conflicts: true, notFound: true, derivesKey: true,
-			about: "Start an execution of a flow. An external worker locks and runs the flows external and external:NAME. " +
-				"422 for an unknown flow.",
-		}, {
 			method: "POST", path: "/v1/executions/{id}/lock", body: lockRequest{}, response: lockResponse{},
 			handle: s.lockExecution, conflicts: true, safeToRetry: true,
 			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same " +

@@ -19,6 +19,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
+// laneRoutes returns the routes that list and break lanes.
+func (s *server) laneRoutes() []route {
+	return []route{
+		{
+			method: "GET", path: "/v1/lanes", response: page[lanes.LiveLane]{}, handle: s.listLanes, params: listParams(),
+			about: "Held lanes, newest grant first, then running executions, newest first.",
+		}, {
+			method: "POST", path: "/v1/lanes/{lane}/break", body: reasonRequest{}, response: laneBreak{},
+			handle: s.breakLane, conflicts: true,
+			about: "Break a lane; its holder's fencing token becomes invalid. The lane is path-escaped.",
+		},
+	}
+}
+
 // runPrefix begins the virtual lanes of running executions.
 const runPrefix = "execution:"
 

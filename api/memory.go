@@ -19,6 +19,12 @@ import (
 func (s *server) memoryRoutes() []route {
 	return []route{
 		{
+			method: "GET", path: "/v1/memory", response: page[memory.Entry]{}, handle: s.listMemory,
+			about: "Memories, newest first; with q the best matches on one page.",
+			params: listParams(textParam("category", "Only this category"), textParam("prefix", "Prefix of the key"), traceParam,
+				textParam("q", "A search query, in the shared memory or that of agent"),
+				textParam("agent", "Only this agent's memory")),
+		}, {
 			method: "GET", path: "/v1/memory/entries/{category}/{key}", response: memory.Entry{},
 			handle: s.getMemory, hasETag: true,
 			params: []param{agentParam},

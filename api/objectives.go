@@ -6,6 +6,38 @@ import (
 	"github.com/lanekeeper/lanekeeper/objectives"
 )
 
+// objectiveRoutes returns the routes that read objectives, decide proposals, and pause and resume objectives.
+func (s *server) objectiveRoutes() []route {
+	return []route{
+		{
+			method: "GET", path: "/v1/objectives", response: page[objectives.Objective]{}, handle: s.listObjectives,
+			about: "Objectives with their progress, newest first.",
+			params: listParams(enumParam("status", "State of the objective", objectives.Active, objectives.Paused,
+				objectives.Completed, objectives.Failed, objectives.Proposed, objectives.Rejected),
+				textParam("source", "Source of the objective")),
+		}, {
+			method: "GET", path: "/v1/objectives/{id}", response: objectiveDetail{}, hasETag: true, handle: s.getObjective,
+			about: "One objective by name or id, with its steps and their evidence.",
+		}, {
+			method: "POST", path: "/v1/objectives/{id}/accept", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle:    s.acceptObjective,
+			conflicts: true, about: "Accept a proposed or rejected objective. 409 if it is neither.",
+		}, {
+			method: "POST", path: "/v1/objectives/{id}/reject", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle:    s.rejectObjective,
+			conflicts: true, about: "Reject a proposed objective. 409 if it is not an open proposal.",
+		}, {
+			method: "POST", path: "/v1/objectives/{id}/pause", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle:    s.pauseObjective,
+			conflicts: true, about: "Pause an active objective. 409 if it is not active.",
+		}, {
+			method: "POST", path: "/v1/objectives/{id}/resume", body: reasonRequest{}, ifMatch: true, response: change{},
+			handle:    s.resumeObjective,
+			conflicts: true, about: "Resume a paused objective. 409 if it is not paused.",
+		},
+	}
+}
+
 type objectiveDetail struct {
 	objectives.Objective
 	Steps    []objectives.Step     `json:"steps"`

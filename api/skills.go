@@ -13,6 +13,31 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
+// skillRoutes returns the routes that read, enable and disable skills.
+func (s *server) skillRoutes() []route {
+	return []route{
+		{
+			method: "GET", path: "/v1/skills", response: page[skillRow]{}, handle: s.listSkills,
+			about: "Skills, newest first, each with its health over the last 7 days.",
+			params: listParams(enumParam("enabled", "Whether it is enabled", "true", "false"),
+				enumParam("scope", "Its scope", "internal", "external", "both"),
+				textParam("source", "Source of the declaration"),
+				textParam("disabled_by", "Person or program that disabled it")),
+		}, {
+			method: "GET", path: "/v1/skills/{name}", response: skillRow{}, handle: s.getSkill, hasETag: true,
+			about: "One skill by its name, with its health over the last 7 days. Its ETag is the revision of its state.",
+		}, {
+			method: "POST", path: "/v1/skills/{name}/enable", body: reasonRequest{}, ifMatch: true, response: skillChange{},
+			handle: s.enableSkill,
+			about:  "Enable a skill and its paused automations. Earlier failures no longer count.",
+		}, {
+			method: "POST", path: "/v1/skills/{name}/disable", body: reasonRequest{}, ifMatch: true, response: skillChange{},
+			handle: s.disableSkill,
+			about:  "Disable a skill and pause its automations.",
+		},
+	}
+}
+
 type skillRow struct {
 	skills.Skill
 	Health skillHealth `json:"health"`

@@ -19,11 +19,18 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// threadRoutes returns the routes that create and name threads, and send messages to them. Others read them, and manage
-// access to them.
+// threadRoutes returns the routes that read, create and name threads, and send messages to them. Others manage access.
 func (s *server) threadRoutes() []route {
 	return []route{
 		{
+			method: "GET", path: "/v1/threads", response: page[threads.Thread]{}, handle: s.listThreads,
+			about: "Conversations, most recent first. A new message moves its conversation to the front.",
+			params: listParams(textParam("channel", "Channel of the conversation"),
+				textParam("owner", "Owner of the conversation"), textParam("agent", "Agent of the conversation")),
+		}, {
+			method: "GET", path: "/v1/threads/{id}", response: threadDetail{}, handle: s.getThread, params: listParams(),
+			about: "One conversation with a page of its messages, newest first.",
+		}, {
 			method: "POST", path: "/v1/threads", body: threadRequest{}, response: threads.Thread{}, status: http.StatusCreated,
 			handle: s.openThread, conflicts: true, about: "Create a conversation. 409 if the id exists.",
 		}, {

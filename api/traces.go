@@ -6,6 +6,38 @@ import (
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
+// traceRoutes returns the routes that read traces, their prompts, and the activity log.
+func (s *server) traceRoutes() []route {
+	return []route{
+		{
+			method: "GET", path: "/v1/traces", response: page[activity.TraceSummary]{}, handle: s.listTraces, replica: true,
+			about: "Traces, newest first, each summed up in one row.",
+			params: listParams(surfaceParam, enumParam("status", "State of the root execution", statuses()...),
+				textParam("agent", "Agent of the root execution"), sinceParam),
+		}, {
+			method: "GET", path: "/v1/traces/{id}", response: activity.Trace{}, handle: s.getTrace, replica: true,
+			about: "A trace with its activities. The id may be prefixed, its ULID alone, or the 32 hex digits of OpenTelemetry.",
+		}, {
+			method: "GET", path: "/v1/traces/{id}/prompts", response: prompts.Page{}, handle: s.getPrompts, replica: true,
+			about: "The exact prompt of each model call of a trace, redacted; shared parts occur once.",
+			params: []param{
+				{name: "activity_id", about: "Only the model call of this activity", check: checkUUID},
+				limitParam("Calls", prompts.MaxCalls, prompts.MaxCalls), textParam("cursor", "next_cursor of the previous page"),
+			},
+		}, {
+			method: "GET", path: "/v1/traces/{id}/why", response: why.Answer{}, handle: s.getWhy, replica: true,
+			about: "Explain a trace, in rows from top to bottom: causes across traces, actions, waits, lanes, " +
+				"failures, effects and cost. from_ref caused to_ref. The id may have any form; in SQL: why(trace).",
+		}, {
+			method: "GET", path: "/v1/activity", response: page[activity.Row]{}, handle: s.listActivity, replica: true,
+			about: "The activity log, newest first. Without since, trace_id or skill it covers the last 30 days.",
+			params: listParams(surfaceParam, enumParam("status", "State of the activity", activityStatuses()...),
+				textParam("skill", "Name of the skill"), textParam("lane", "Lane of the work"), traceParam,
+				textParam("agent", "Name of the agent"), sinceParam, timeParam("until", "End of the period")),
+		},
+	}
+}
+
 func (s *server) listTraces(r request) (response, error) {
 	cursor, err := decodeCursor("traces", r.query["cursor"])
 	if err != nil {
@@ -68,14 +100,6 @@ func logPage[T any](listing string, rows []T, next string, err error) (response,
 		next = encodeCursor(listing, next)
 	}
 	return response{body: pageOf(rows, next)}, nil
-}
-
-func (s *server) whyRoutes() []route {
-	return []route{{
-		method: "GET", path: "/v1/traces/{id}/why", response: why.Answer{}, handle: s.getWhy, replica: true,
-		about: "Explain a trace, in rows from top to bottom: causes across traces, actions, waits, lanes, " +
-			"failures, effects and cost. from_ref caused to_ref. The id may have any form; in SQL: why(trace).",
-	}}
 }
 
 func (s *server) getWhy(r request) (response, error) {
