@@ -158,8 +158,8 @@ func (c *cli) objectivesAddCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "add NAME", Short: "Add an objective", Args: positionalArgs(1, 1, "a name"),
 		Long: `Add an objective. It is due at once, and the next heartbeat works on it. Without --step the agent plans the
-steps. The same name again changes goal and criteria and adds steps; --if-revision requires the revision of agent
-objectives show (0: new).`,
+steps. The same name again replaces goal, criteria, priority and interval, and adds steps. Its agent stays.
+--if-revision requires the revision of agent objectives show (0: new).`,
 		Example: `  agent objectives add "tidy logs" --goal "Keep the log tables under 10 GB" \
     --success "no log table above 2 GB" --step "measure the log tables" --step "report" --every 7d`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
@@ -177,9 +177,9 @@ objectives show (0: new).`,
 					if err := requireRevision(cmd.Context(), tx, d.Name, revision); err != nil {
 						return false, err
 					}
-					switch _, err := objectives.Get(cmd.Context(), tx, d.Name); {
+					switch current, err := objectives.Get(cmd.Context(), tx, d.Name); {
 					case err == nil:
-						did = "changed"
+						did, d.Agent = "changed", current.Agent
 					case !errors.Is(err, objectives.ErrNotFound):
 						return false, err
 					}

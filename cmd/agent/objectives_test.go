@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/memory"
@@ -45,10 +46,15 @@ func TestObjectiveCommands(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
+	db := pgtest.Pool(t, url, postgres.Options{})
 	for goal, did := range []string{"added", "changed"} {
 		assert.Equal(t, "tidy: "+did+"; it is active\n", p.must("objectives", "add", "tidy", "--goal",
 			fmt.Sprint("be tidy ", goal), "--success", "no dust", "--step", "sweep"))
+		if did == "added" {
+			pgtest.Exec(t, db, `update agent_objectives set agent = 'cleaner'`)
+		}
 	}
+	pgtest.Equal(t, db, "cleaner be tidy 1", `select agent || ' ' || goal from agent_objectives`)
 	var got shownState
 	p.mustJSON(&got, "objectives", "pause", "tidy")
 	assert.Truef(t, got.Changed && got.Objective.Status == "paused", "got %+v", got)
