@@ -16,9 +16,9 @@ import (
 const maxUndecided = 20
 
 // Propose stores an objective that the agent by proposes, and returns it. Work starts after an admin accepts it. A
-// repeated proposal with the same goal, criteria and steps changes nothing, not even the priority or the review
-// interval. Propose returns [ErrNameTaken] for the name of any other objective, and [ErrTooMany] while 20 proposals are
-// undecided.
+// repeated proposal with the same goal and criteria and without a new step changes nothing, not even the priority or
+// the review interval. Propose returns [ErrNameTaken] for the name of any other objective, and [ErrTooMany] while 20
+// proposals are undecided.
 func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceID string) (o Objective, err error) {
 	if err := Validate(d); err != nil {
 		return Objective{}, fmt.Errorf("propose objective %q: %w", d.Name, err)

@@ -2,6 +2,7 @@ package objectives
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
@@ -52,7 +53,7 @@ func BackOff(ctx context.Context, db postgres.DB, objectiveID string) error {
 }
 
 // Settle settles, like [Advanced], the active objectives whose due_at has passed and whose steps have all ended: a lost
-// run did not settle them. It returns their number.
+// run did not settle them. It returns their number. An objective that is deleted meanwhile is no error.
 func Settle(ctx context.Context, db postgres.Beginner) (int, error) {
 	type unsettled struct{ ID, LastTraceID string }
 	all, err := postgres.Rows[unsettled](ctx, db, "settle objectives", `
@@ -65,7 +66,7 @@ func Settle(ctx context.Context, db postgres.Beginner) (int, error) {
 		return 0, err
 	}
 	for _, o := range all {
-		if _, err := Advanced(ctx, db, o.ID, o.LastTraceID); err != nil {
+		if _, err := Advanced(ctx, db, o.ID, o.LastTraceID); err != nil && !errors.Is(err, ErrNotFound) {
 			return 0, err
 		}
 	}
