@@ -35,7 +35,7 @@ func EvidenceOf(ctx context.Context, db postgres.DB, objectiveID string) ([]Evid
 // FindEvidence returns the activities that prove a pending step: successful calls since its round began that prove no
 // step yet. If the step's title names skills, it returns the calls of these skills, up to maxEvidence. Otherwise it
 // returns the oldest call whose skill no other pending step names. It returns none if there is no such call.
-func FindEvidence(ctx context.Context, db postgres.DB, stepID string, w EvidenceFilter) ([]string, error) {
+func FindEvidence(ctx context.Context, db postgres.DB, stepID string, f EvidenceFilter) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		select a.id, a.skill_name
 		  from lanekeeper.agent_evidence a, agent_objective_steps s
@@ -44,7 +44,7 @@ func FindEvidence(ctx context.Context, db postgres.DB, stepID string, w Evidence
 		   and (@under = '' or starts_with(a.step, @under || '/'))
 		   and not exists (select from agent_objective_evidence e where e.activity_id = a.id)
 		 order by a.id`,
-		pgx.StrictNamedArgs{"step": stepID, "trace_id": w.TraceID, "execution": w.ExecutionID, "under": w.StepKey})
+		pgx.StrictNamedArgs{"step": stepID, "trace_id": f.TraceID, "execution": f.ExecutionID, "under": f.StepKey})
 	calls, err := postgres.Collect(rows, err, "find evidence", pgx.RowToStructByPos[call])
 	if err != nil {
 		return nil, err

@@ -27,7 +27,7 @@ func act(t *testing.T, pool *pgxpool.Pool, traceID, skill, kind, status string) 
 	return id
 }
 
-func TestOnlyASuccessfulActionOfThisTraceProvesAStep(t *testing.T) {
+func TestOnlySuccessfulCallsOfTraceProveStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	early := act(t, pool, "hb_1", "look", "call", "success")
@@ -71,7 +71,7 @@ func TestOnlyASuccessfulActionOfThisTraceProvesAStep(t *testing.T) {
 		"got %+v, %v", of, err)
 }
 
-func TestTheDatabaseRefusesAStepThatNothingShows(t *testing.T) {
+func TestDatabaseRejectsStepWithoutEvidence(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one"}})
@@ -100,7 +100,7 @@ func TestTheDatabaseRefusesAStepThatNothingShows(t *testing.T) {
 	assert.NoError(t, err, "an objective with evidence cannot be deleted")
 }
 
-func TestARoundNeedsEvidenceOfItsOwn(t *testing.T) {
+func TestRoundNeedsNewEvidence(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one"}, ReviewEvery: "1h"})
@@ -117,7 +117,7 @@ func TestARoundNeedsEvidenceOfItsOwn(t *testing.T) {
 	assert.Truef(t, !ok && errors.Is(err, objectives.ErrNoEvidence), "a call of the last round counts: %v, %v", ok, err)
 }
 
-func TestEvidenceIsFoundByWhatTheStepNames(t *testing.T) {
+func TestFindEvidenceMatchesSkillsOfTitle(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"call sizes and rows", "report", "look at locks"}})
@@ -146,7 +146,7 @@ func TestEvidenceIsFoundByWhatTheStepNames(t *testing.T) {
 	}
 }
 
-func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
+func TestAdminDecidesProposal(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	d := objectives.Definition{Name: "tidy", Goal: "be tidy", SuccessCriteria: "no dust", Steps: []string{"sweep"}}
@@ -209,7 +209,7 @@ func TestDeclarationActivatesRejectedProposal(t *testing.T) {
 	assert.Equal(t, "", o.DecidedReason, "the reason of the rejection stays")
 }
 
-func TestProposalsAreBoundedAndNotesCompareAndSet(t *testing.T) {
+func TestUndecidedProposalsAreBounded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var taken atomic.Int32
@@ -228,8 +228,14 @@ func TestProposalsAreBoundedAndNotesCompareAndSet(t *testing.T) {
 	}
 	wg.Wait()
 	assert.Equal(t, 20, taken.Load())
+}
+
+func TestConcurrentNotesHaveOneWinner(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a"})
 	var wins atomic.Int32
+	var wg sync.WaitGroup
 	for i := range 32 {
 		wg.Go(func() {
 			_, err := objectives.SetNote(t.Context(), pool, "a", fmt.Sprint("note ", i), "hb_1", o.Revision)
@@ -242,7 +248,8 @@ func TestProposalsAreBoundedAndNotesCompareAndSet(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if got := get(t, pool, "a"); wins.Load() != 1 || got.Note == "" || got.Revision <= o.Revision {
-		t.Errorf("%d writers won, %+v", wins.Load(), got)
-	}
+	assert.Equal(t, 1, wins.Load())
+	got := get(t, pool, "a")
+	assert.True(t, got.Note != "", "the note is empty")
+	assert.Equal(t, o.Revision+1, got.Revision)
 }

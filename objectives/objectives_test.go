@@ -100,7 +100,7 @@ func TestValidate(t *testing.T) {
 	}
 }
 
-func TestPutKeepsWhatWasLearned(t *testing.T) {
+func TestPutKeepsResultsOfSteps(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	d := objectives.Definition{Name: "a", Goal: "g", ReviewEvery: "1d", Steps: []string{"one", "two"}}
@@ -121,7 +121,7 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 	assert.Truef(t, o.Goal == "other" && o.Done == 1 && o.Total == 4, "got %+v", o)
 }
 
-func TestPutOfABadDefinitionStoresNothing(t *testing.T) {
+func TestPutRejectsInvalidDefinition(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "a", Goal: "g", Steps: []string{"x", "x"}},
@@ -150,7 +150,7 @@ func TestDue(t *testing.T) {
 	assert.Truef(t, o.Status == objectives.Completed, "got %+v", o)
 }
 
-func TestAStepIsTakenOnce(t *testing.T) {
+func TestStepCompletesOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"s"}})
@@ -176,7 +176,7 @@ func TestAStepIsTakenOnce(t *testing.T) {
 	assert.Truef(t, s.Status == objectives.Done && s.TraceID == "hb_"+s.Result && s.Attempts == 1, "got %+v", s)
 }
 
-func TestAStepFailsAfterThreeAttempts(t *testing.T) {
+func TestStepFailsAfterThreeAttempts(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"s"}})
@@ -213,7 +213,7 @@ func TestAdvanced(t *testing.T) {
 	assert.ErrorIs(t, err, objectives.ErrNotFound)
 }
 
-func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
+func TestRecurringObjectiveBeginsNextRoundOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", ReviewEvery: "1h", Steps: []string{"one", "two", "no"}})
@@ -244,7 +244,7 @@ func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
 	assert.Equal(t, "a", due(t, pool))
 }
 
-func TestAnObjectiveWithoutSteps(t *testing.T) {
+func TestObjectiveWithoutStepsStaysDue(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	once := put(t, pool, objectives.Definition{Name: "once"})
@@ -255,7 +255,7 @@ func TestAnObjectiveWithoutSteps(t *testing.T) {
 	assert.Truef(t, err == nil && got.Round == 2 && due(t, pool) == "once", "got %+v, %v", got, err)
 }
 
-func TestConcurrentPlansKeepTheirOrder(t *testing.T) {
+func TestConcurrentAddStepsKeepsOrder(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"first"}})
@@ -282,7 +282,7 @@ func TestConcurrentPlansKeepTheirOrder(t *testing.T) {
 	assert.Equal(t, 18, len(steps(t, pool, o)))
 }
 
-func TestRemovePausesWhatWasAdvanced(t *testing.T) {
+func TestRemovePausesAdvancedObjectives(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	worked := put(t, pool, objectives.Definition{Name: "worked", Steps: []string{"s"}})
@@ -299,7 +299,7 @@ func TestRemovePausesWhatWasAdvanced(t *testing.T) {
 	assert.Truef(t, err == nil && len(list) == 2 && list[0].Name == "kept", "got %+v, %v", list, err)
 }
 
-func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
+func TestRunsWithoutProgressDelayObjective(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	o := put(t, pool, objectives.Definition{Name: "a", Goal: "g", Steps: []string{"s", "t", "u", "v"}})
