@@ -13,8 +13,8 @@
 // Every run is claimed before it starts ([Claim], [ClaimRun]), by one of several callers. A crash leaves the claimed
 // row. Package runner runs claimed runs.
 //
-// The agent may propose an automation ([Propose]). It is disabled until an admin accepts it ([Accept]), or a declaration
-// takes its name ([Put]).
+// The agent may propose an automation ([Propose]). It is disabled until an admin accepts it ([Accept]), or a
+// declaration takes its name ([Put]).
 //
 // [Abandoned] finds runs whose execution was cancelled or failed. [Finish] ends them as failures.
 //

@@ -15,8 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// addManySkills adds 59 skills in scope, among them send_invoice, and the skill visitorInvoices out of scope. It returns
-// the number of calls of these two.
+// addManySkills adds 59 skills in scope, among them send_invoice, and the skill visitorInvoices out of scope. It
+// returns the number of calls of these two.
 func (w *world) addManySkills(t *testing.T) *atomic.Int32 {
 	t.Helper()
 	w.addProbes(t, 58)

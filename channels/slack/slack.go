@@ -11,8 +11,8 @@
 // thread ([Transport.Find]). Text is rendered as mrkdwn with all foreign text escaped: it has no mention and no hidden
 // link. Links are not unfurled.
 //
-// A sender is a user id of the app's workspace. In a shared channel, the sender id of a user of another workspace begins
-// with that workspace's id (T2/U1), so it never matches an account of the app's workspace.
+// A sender is a user id of the app's workspace. In a shared channel, the sender id of a user of another workspace
+// begins with that workspace's id (T2/U1), so it never matches an account of the app's workspace.
 package slack
 
 import (
