@@ -3,6 +3,7 @@ package chat
 import (
 	"encoding/json"
 
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
 
@@ -49,7 +50,8 @@ func formOf(param string, raw json.RawMessage, nested bool) (*reason.Form, error
 		return nil, badRequest(param+".name", "missing_required_parameter", "Missing required parameter: %s.name.", param)
 	}
 	form := &reason.Form{
-		Name: s.Name, Description: s.Description, Schema: string(s.Schema), Strict: s.Strict != nil && *s.Strict,
+		Name: s.Name, Description: postgres.Text(s.Description), Schema: string(s.Schema),
+		Strict: s.Strict != nil && *s.Strict,
 	}
 	if !isSet(s.Schema) {
 		form.Schema = "{}"

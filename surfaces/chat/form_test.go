@@ -70,7 +70,7 @@ func TestServerWithoutStructuredOutputsGetsFormInWords(t *testing.T) {
 	w := newWorld(t, modeltest.Refusal(400, "x", "", "response_format is not supported", 0), modeltest.Text(city),
 		modeltest.Text(`{"a":1}`))
 	p := w.process(t)
-	_, body := p.post(t, cityAsked+`}`)
+	_, body := p.post(t, strings.Replace(cityAsked, `"strict"`, `"description":"\u0000","strict"`, 1)+`}`)
 	assert.Truef(t, strings.Contains(body, quoted(city)), "answered with %s", body)
 	object := strings.Replace(cityAsked, cityFormat, `"response_format":{"type":"json_object"}`, 1)
 	_, body = p.post(t, object+`}`)

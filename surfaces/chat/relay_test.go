@@ -103,7 +103,9 @@ func TestMessageGoesToFlowThatWaitsForIt(t *testing.T) {
 	})
 	id := p.talks(t)
 	assert.Equal(t, "Hello, Ada.\n\nWhere do you live?", p.answerTo(t, "t", "Ada"))
-	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), says("London"))
+	london := says("London")
+	london.User = "A\x00da"
+	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), london)
 	require.NoError(t, err)
 	got, err := streamed(t, stream)
 	assert.Truef(t, err == nil && got == "So Ada lives in London.", "streamed: %q, %v", got, err)

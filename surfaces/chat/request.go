@@ -155,8 +155,8 @@ func (c *Chat) newMessage(r *http.Request, req *request, secret string) (*UserMe
 		return nil, badRequest("user", "invalid_type", "The parameter user must be a string.")
 	}
 	msg := &UserMessage{
-		Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"), Channel: channel,
-		Join: r.Header.Get(joinHeader), Key: r.Header.Get("Idempotency-Key"),
+		Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(postgres.Text(user), "visitor"),
+		Channel: channel, Join: r.Header.Get(joinHeader), Key: r.Header.Get("Idempotency-Key"),
 	}
 	msg.Name = cmp.Or(r.Header.Get(threadHeader), req.thread)
 	if msg.Name == "" && msg.Join == "" {
