@@ -7,7 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -314,13 +316,14 @@ func (c *Client) recordAttempt(ctx context.Context, server, failure, about strin
 	return nil
 }
 
-// Run syncs due servers until ctx ends; then it closes the client and returns nil. A server is due after a new
-// declaration, 15 minutes after its last sync, and one minute after a failure.
+// Run syncs due servers, and closes the connections to removed ones, until ctx ends; then it closes the client and
+// returns nil. A server is due after a new declaration, 15 minutes after its last sync, and one minute after a failure.
 func (c *Client) Run(ctx context.Context) error {
 	defer c.Close()
 	ticker := time.NewTicker(syncRetryInterval / 4)
 	defer ticker.Stop()
 	for {
+		c.closeRemoved(ctx)
 		c.syncDue(ctx)
 		c.prune(ctx)
 		select {
@@ -328,6 +331,33 @@ func (c *Client) Run(ctx context.Context) error {
 			return nil
 		case <-ticker.C:
 		}
+	}
+}
+
+// closeRemoved closes the connections to servers that the workspace no longer has, with their child processes.
+func (c *Client) closeRemoved(ctx context.Context) {
+	c.mu.Lock()
+	slots := maps.Clone(c.slots)
+	c.mu.Unlock()
+	removed, err := postgres.Names(ctx, c.opts.Pool, "find removed MCP servers", `
+		select g.name from unnest(@names::text[]) g (name)
+		 where not exists (select from agent_mcp_servers s where s.name = g.name)`,
+		postgres.Strict{"names": slices.AppendSeq([]string{}, maps.Keys(slots))})
+	if err != nil && ctx.Err() == nil {
+		c.log.WarnContext(ctx, "connections to removed MCP servers not closed", "error", err)
+	}
+	for _, name := range removed {
+		s := slots[name]
+		select {
+		case s.lock <- struct{}{}:
+		case <-ctx.Done():
+			return
+		}
+		if s.conn != nil {
+			c.closing.Go(s.conn.close) // Close waits for the lock, so it cannot have ended
+			s.conn = nil
+		}
+		<-s.lock
 	}
 }
 

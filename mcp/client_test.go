@@ -175,6 +175,22 @@ func TestChildLifecycle(t *testing.T) {
 	f.wantFailure("echo", `{"text":"a"}`, skills.ClassUnavailable, "closed")
 }
 
+func TestChildOfARemovedServerEnds(t *testing.T) {
+	t.Parallel()
+	f := newClientFixture(t, nil)
+	f.put(stdioServer(t, nil))
+	f.sync()
+	child := f.process().PID
+	_, err := mcp.Remove(t.Context(), f.pool, nil)
+	require.NoError(t, err)
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error)
+	go func() { ended <- f.client.Run(ctx) }()
+	pgtest.Eventually(t, func() bool { return syscall.Kill(child, 0) != nil }, "the child ends")
+	stop()
+	require.NoError(t, <-ended)
+}
+
 func TestCallsResumeAfterServerRestart(t *testing.T) {
 	t.Parallel()
 	f, s := newHTTPFixture(t, tools("")...)
