@@ -172,8 +172,8 @@ func nextState(r Remote, old Tool, current *snapshot) Tool {
 	default:
 		next.State, next.SeenPin, next.Seen = Quarantined, current.pin, encode(current.definition)
 		next.Reason = difference(old.Definition, current.definition)
-		if current.problem != "" {
-			next.Reason += "; it can no longer be a skill: " + current.problem
+		if current.problem != "" { // its definition was not read, so nobody can accept it
+			next.SeenPin, next.Reason = "", next.Reason+"; it can no longer be a skill: "+current.problem
 		}
 	}
 	return next

@@ -198,6 +198,18 @@ func TestToolDescriptionIsCleanedAndBounded(t *testing.T) {
 	}
 }
 
+func TestToolThatCanNoLongerBeASkillIsNotAccepted(t *testing.T) {
+	t.Parallel()
+	f, s := newHTTPFixture(t, tools("")...)
+	s.replaceTools(tools(strings.Repeat("x", 70<<10))...)
+	f.sync()
+	row := f.tool("echo")
+	assert.Truef(t, row.State == mcp.Quarantined && strings.Contains(row.Reason, "no longer be a skill"), "got %+v", row)
+	_, err := mcp.Accept(t.Context(), f.pool, "test", "echo", "", "tester")
+	assert.ErrorIs(t, err, mcp.ErrNothingToAccept)
+	assert.True(t, !f.skill("echo").Enabled, "the skill is enabled without its schema")
+}
+
 func TestIncludeAndExcludePatterns(t *testing.T) {
 	t.Parallel()
 	s := serve(t, tools("")...)
