@@ -121,3 +121,14 @@ func TestNoPartOfASecretStays(t *testing.T) {
 	require.NoError(t, err)
 	assert.Truef(t, !strings.Contains(out.String(), "hunt"), "got %s", out.String())
 }
+
+func TestLastLineOfAChildNeedsNoNewline(t *testing.T) {
+	t.Parallel()
+	var out bytes.Buffer
+	p, err := startProcess([]string{"/bin/sh", "-c", "printf 'no key'>&2"}, nil, slog.New(slog.NewTextHandler(&out, nil)),
+		redact.Secrets(nil))
+	require.NoError(t, err)
+	<-p.exited
+	p.stop()
+	assert.Contains(t, out.String(), `line="no key"`)
+}

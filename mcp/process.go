@@ -40,7 +40,8 @@ func startProcess(command, env []string, log *slog.Logger, redactText func(strin
 	}
 	cmd := exec.Command(path, command[1:]...)
 	cmd.Env, cmd.Stdin, cmd.Stdout = env, childIn, childOut
-	cmd.Stderr = &lineLogger{log: log, redactText: redactText}
+	stderr := &lineLogger{log: log, redactText: redactText}
+	cmd.Stderr = stderr
 	cmd.WaitDelay = stopTimeout // a grandchild may hold the error output open
 	setProcessGroup(cmd)
 	err = cmd.Start()
@@ -54,7 +55,9 @@ func startProcess(command, env []string, log *slog.Logger, redactText func(strin
 	p := &process{cmd: cmd, stdin: stdin, stdout: stdout, exited: make(chan struct{})}
 	go func() { // ends with the child; stop waits for it
 		defer close(p.exited)
-		if err := cmd.Wait(); err != nil {
+		err := cmd.Wait()
+		_, _ = stderr.Write([]byte{'\n'}) // logs an unfinished last line; never fails
+		if err != nil {
 			log.Debug("MCP server ended", "pid", cmd.Process.Pid, "error", err)
 		}
 	}()
