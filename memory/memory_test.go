@@ -1,6 +1,7 @@
 package memory_test
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -83,14 +84,19 @@ func TestSaveRefuses(t *testing.T) {
 			memory.Note{Category: " ", TTL: -1, Value: make(chan int)},
 			[]string{"category: ", "key: ", "ttl: ", "value: "},
 		},
-		"long key":      {memory.Note{Key: strings.Repeat("k", 256)}, []string{"key: "}},
-		"NUL in key":    {memory.Note{Key: "a\x00"}, []string{"key: "}},
-		"line break":    {memory.Note{Key: "a\nb"}, []string{`key: "a\nb" has control`}},
-		"tab":           {memory.Note{Category: "a\tb", Key: "k"}, []string{`category: "a\tb" has control`}},
-		"escape":        {memory.Note{Key: "\x1b[2J"}, []string{"key: "}},
-		"C1 control":    {memory.Note{Key: "a\u009b"}, []string{"key: "}},
-		"no UTF-8":      {memory.Note{Key: "a\xff"}, []string{"key: "}},
-		"NUL in value":  {memory.Note{Key: "a", Value: "b\x00"}, []string{"value: "}},
+		"long key":     {memory.Note{Key: strings.Repeat("k", 256)}, []string{"key: "}},
+		"NUL in key":   {memory.Note{Key: "a\x00"}, []string{"key: "}},
+		"line break":   {memory.Note{Key: "a\nb"}, []string{`key: "a\nb" has control`}},
+		"tab":          {memory.Note{Category: "a\tb", Key: "k"}, []string{`category: "a\tb" has control`}},
+		"escape":       {memory.Note{Key: "\x1b[2J"}, []string{"key: "}},
+		"C1 control":   {memory.Note{Key: "a\u009b"}, []string{"key: "}},
+		"no UTF-8":     {memory.Note{Key: "a\xff"}, []string{"key: "}},
+		"NUL in value": {memory.Note{Key: "a", Value: "b\x00"}, []string{"value: "}},
+		"half a pair":  {memory.Note{Key: "a", Value: json.RawMessage(`"\ud83d"`)}, []string{"value: "}},
+		"huge number":  {memory.Note{Key: "a", Value: json.RawMessage(`1e400000`)}, []string{"value: "}},
+		"long numbers": {
+			memory.Note{Key: "a", Value: json.RawMessage("[" + strings.Repeat("1e9999,", 20) + "0]")}, []string{"value: "},
+		},
 		"a large value": {memory.Note{Key: "a", Value: strings.Repeat("v", 70000)}, []string{"value: "}},
 	} {
 		_, err := memory.Save(t.Context(), pool, test.note)

@@ -25,6 +25,14 @@ const (
 	maxEntries = 5000 // per category
 )
 
+// unstorable are the SQLSTATEs of JSON that jsonb rejects.
+var unstorable = []string{
+	"22003", // numeric_value_out_of_range
+	"22P02", // invalid_text_representation: half a surrogate pair
+	"22P05", // untranslatable_character
+	"23514", // check_violation: the value is longer as jsonb writes its numbers
+}
+
 // Note is a value to store.
 type Note struct {
 	Owner    Owner         // owner of the memory; empty for the shared one
@@ -51,8 +59,11 @@ func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 		return Entry{}, fmt.Errorf("save memory %q: %w", n.Key, err)
 	}
 	e, err := n.write(ctx, db, value)
-	if errors.Is(err, pgx.ErrNoRows) {
+	switch refused, _ := errors.AsType[*pgconn.PgError](err); {
+	case errors.Is(err, pgx.ErrNoRows):
 		err = conflict(ctx, db, n.Owner, n.Category, n.Key, n.Revision, value)
+	case postgres.IsCode(err, unstorable...):
+		err = fmt.Errorf("%w: value: cannot be stored: %s", ErrInvalid, refused.Message)
 	}
 	if err != nil {
 		return Entry{}, fmt.Errorf("save memory %q: %w", n.Key, err)
