@@ -126,6 +126,7 @@ func TestRecall(t *testing.T) {
 		"words":            {`{"query": "grows", "limit": 50}`, "size_11", 12},
 		"words within":     {`{"query": "orders", "category": "admin", "limit": 1}`, "name", 1},
 		"limit within":     {`{"query": "orders", "category": "observation", "limit": 2}`, "size_", 2},
+		"limit with point": {`{"limit": 2.0}`, "name size_11", 2},
 		"any word within":  {`{"query": "ana weather", "category": "admin"}`, "name", 1},
 		"nothing":          {`{"query": "weather"}`, "", 0},
 	} {
@@ -202,7 +203,7 @@ func TestRecentActivity(t *testing.T) {
 	pgtest.Exec(t, pool, `insert into agent_activity (trace_id, surface, kind, skill_name, status)
 		values ('ev_01JQZ8W3T5N7R9V1X3Z5B7D9F1', 'eval', 'call', 'tried', 'error')`)
 	for args, want := range map[string]string{
-		`{}`: "ticket sizes", `{"limit": 1}`: "ticket", `{"skill": "sizes"}`: "sizes", `{"status": "error"}`: "ticket",
+		`{}`: "ticket sizes", `{"limit": 1.0}`: "ticket", `{"skill": "sizes"}`: "sizes", `{"status": "error"}`: "ticket",
 		`{"status": "running"}`: "",
 	} {
 		answer, err := call(t, pool, "recent_activity", args)

@@ -12,8 +12,8 @@ import (
 const DocumentRead = "document_read"
 
 type documentArgs struct {
-	Document string `json:"document"`
-	Offset   int64  `json:"offset"`
+	Document string  `json:"document"`
+	Offset   float64 `json:"offset"` // 2.0 is an integer in JSON Schema
 }
 
 // documentView is the agent's view of a document.
@@ -58,7 +58,7 @@ func documentRead(ctx context.Context, db postgres.DB, args documentArgs) (any, 
 	if !d.IsText {
 		return piece{documentView: documentViewOf(d), Note: "Its content is not text."}, nil
 	}
-	p, err := documents.Read(ctx, db, d.ID, args.Offset, maxPiece)
+	p, err := documents.Read(ctx, db, d.ID, int64(args.Offset), maxPiece)
 	if err != nil {
 		return nil, invalidIf(err, documents.ErrNotFound)
 	}

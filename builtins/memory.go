@@ -13,9 +13,9 @@ import (
 
 // recallArgs select entries; empty ones select the newest.
 type recallArgs struct {
-	Query    string `json:"query"`
-	Category string `json:"category"`
-	Limit    int    `json:"limit"`
+	Query    string  `json:"query"`
+	Category string  `json:"category"`
+	Limit    float64 `json:"limit"` // 2.0 is an integer in JSON Schema
 }
 
 // memoryView is the agent's view of a memory entry.
@@ -61,7 +61,7 @@ func recallHandler(index *memory.Index) func(context.Context, postgres.Beginner,
 func searchMemory(
 	ctx context.Context, db postgres.DB, index *memory.Index, owner memory.Owner, args recallArgs,
 ) ([]memory.Entry, error) {
-	limit := postgres.PageSize(args.Limit, defaultLimit, maxLimit)
+	limit := postgres.PageSize(int(args.Limit), defaultLimit, maxLimit)
 	if args.Query == "" {
 		return owner.Recent(ctx, db, args.Category, limit)
 	}

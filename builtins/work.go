@@ -92,9 +92,9 @@ func skillList(ctx context.Context, db postgres.DB, args skillsArgs) (any, error
 }
 
 type activityArgs struct {
-	Skill  string `json:"skill"`
-	Status string `json:"status"`
-	Limit  int    `json:"limit"`
+	Skill  string  `json:"skill"`
+	Status string  `json:"status"`
+	Limit  float64 `json:"limit"` // 2.0 is an integer in JSON Schema
 }
 
 // activityView is the agent's view of an activity: its outcome without its content.
@@ -109,7 +109,8 @@ type activityView struct {
 
 func recentActivity(ctx context.Context, db postgres.DB, args activityArgs) (any, error) {
 	rows, _, err := activity.Recent(ctx, db, activity.Filter{
-		Skill: args.Skill, Status: activity.Status(args.Status), Limit: postgres.PageSize(args.Limit, defaultLimit, maxLimit),
+		Skill: args.Skill, Status: activity.Status(args.Status),
+		Limit:   postgres.PageSize(int(args.Limit), defaultLimit, maxLimit),
 		Kinds:   []activity.Kind{activity.KindCall, activity.KindPhase, activity.KindNote}, // without model calls
 		NoEvals: true,
 	})
