@@ -81,6 +81,16 @@ func TestCheckReportsEveryViolation(t *testing.T) {
 	}
 }
 
+func TestCheckBoundsViolations(t *testing.T) {
+	t.Parallel()
+	s := row(t, skills.Definition{Name: "a", Handler: "builtin:x", Parameters: object(map[string]any{
+		"tags": map[string]any{"type": "array", "items": map[string]any{"type": "string"}},
+	})})
+	err := registry(t, skills.Options{}).Check(s, json.RawMessage(`{"tags": [0`+strings.Repeat(",0", 149)+`]}`))
+	invalid, ok := errors.AsType[*skills.InvalidParams](err)
+	assert.Truef(t, ok && len(invalid.Violations) == 101 && strings.HasSuffix(err.Error(), "; and 50 more"), "got %v", err)
+}
+
 func TestCompiledSchemasFollowRevision(t *testing.T) {
 	t.Parallel()
 	r := registry(t, skills.Options{})

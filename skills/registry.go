@@ -152,7 +152,7 @@ func (r *Registry) Runnable(s Skill) error {
 	return p.handler.ready(r)
 }
 
-// Check returns an [*InvalidParams] with every violation of the skill's schema.
+// Check returns an [*InvalidParams] with the violations of the skill's schema, at most the first 100.
 func (r *Registry) Check(s Skill, args json.RawMessage) error {
 	_, _, err := r.check(s, args)
 	return err
@@ -170,7 +170,7 @@ func (r *Registry) check(s Skill, raw json.RawMessage) (*prepared, map[string]an
 		}
 	}
 	if len(found) > 0 {
-		return nil, nil, &InvalidParams{Skill: s.Name, Violations: found, Schema: s.Parameters()}
+		return nil, nil, &InvalidParams{Skill: s.Name, Violations: firstViolations(found), Schema: s.Parameters()}
 	}
 	args, ok := value.(map[string]any)
 	if !ok {

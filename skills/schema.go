@@ -152,15 +152,35 @@ func (e *InvalidParams) Error() string {
 // reference.
 func violations(e *jsonschema.ValidationError) []Violation {
 	var all []Violation
-	for _, cause := range e.Causes {
-		for _, v := range violations(cause) {
-			if !slices.Contains(all, v) {
-				all = append(all, v)
-			}
+	seen := map[Violation]bool{}
+	var add func(e *jsonschema.ValidationError)
+	add = func(e *jsonschema.ValidationError) {
+		for _, cause := range e.Causes {
+			add(cause)
+		}
+		if len(e.Causes) > 0 {
+			return
+		}
+		leaf := e.BasicOutput()
+		if leaf.Error == nil {
+			return
+		}
+		if v := (Violation{Path: leaf.InstanceLocation, Message: leaf.Error.String()}); !seen[v] {
+			seen[v] = true
+			all = append(all, v)
 		}
 	}
-	if leaf := e.BasicOutput(); len(e.Causes) == 0 && leaf.Error != nil {
-		all = append(all, Violation{Path: leaf.InstanceLocation, Message: leaf.Error.String()})
+	add(e)
+	return all
+}
+
+// maxViolations bounds the reported violations: a long list may have one for each item.
+const maxViolations = 100
+
+// firstViolations returns the first maxViolations, and the number of the others.
+func firstViolations(all []Violation) []Violation {
+	if more := len(all) - maxViolations; more > 0 {
+		return append(all[:maxViolations:maxViolations], Violation{Message: fmt.Sprintf("and %d more", more)})
 	}
 	return all
 }

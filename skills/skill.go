@@ -7,7 +7,7 @@
 //
 // The registry guarantees for every handler:
 //
-//   - The registry validates arguments against the schema first, and reports every violation ([InvalidParams]).
+//   - The registry validates arguments against the schema first, and reports up to 100 violations ([InvalidParams]).
 //   - A timeout stops the call itself. It cancels the query on the server, closes the HTTP request, or ends the context
 //     of a builtin. The builtin must return then.
 //   - A failure has a class ([CallError]). A panic is a failure. The end of the caller's context is no failure; the
