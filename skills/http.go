@@ -98,11 +98,7 @@ func (h httpHandler) request(ctx context.Context, args map[string]any) (*http.Re
 		}
 		body = bytes.NewReader(raw)
 	} else {
-		query := address.Query()
-		for name, value := range rest {
-			query.Set(name, scalarText(value))
-		}
-		address.RawQuery = query.Encode()
+		address.RawQuery = withArguments(address.RawQuery, rest)
 	}
 	request, err := http.NewRequestWithContext(ctx, h.method, address.String(), body)
 	if err != nil {

@@ -63,10 +63,12 @@ func TestHTTPArguments(t *testing.T) {
 	}{
 		"query": {
 			"GET %s/find?q={q}&fixed=1&opt={opt}", nil, `{"q": "a b&c=d#", "n": 2}`,
-			"GET /find?fixed=1&n=2&q=a+b%26c%3Dd%23", "",
+			"GET /find?q=a+b%26c%3Dd%23&fixed=1&n=2", "",
 		},
-		"path":   {"GET %s/item/{q}/x", nil, `{"q": "a/../b?c"}`, "GET /item/a%2F..%2Fb%3Fc/x", ""},
-		"delete": {"DELETE %s/item/{q}", nil, `{"q": "7"}`, "DELETE /item/7", ""},
+		"semicolon":  {"GET %s/find?a=1;b&q={q}", nil, `{"q": "x"}`, "GET /find?a=1;b&q=x", ""},
+		"semicolons": {"GET %s/find?a=1;b&q={q}", nil, `{"q": "x", "n": 2}`, "GET /find?a=1;b&q=x&n=2", ""},
+		"path":       {"GET %s/item/{q}/x", nil, `{"q": "a/../b?c"}`, "GET /item/a%2F..%2Fb%3Fc/x", ""},
+		"delete":     {"DELETE %s/item/{q}", nil, `{"q": "7"}`, "DELETE /item/7", ""},
 		"body": {
 			"POST %s/item/{q}", nil, `{"q": "7", "n": 2.50, "opt": [1, "x"]}`, "POST /item/7",
 			`{"n":2.50,"opt":[1,"x"]}`,

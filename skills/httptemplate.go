@@ -65,6 +65,23 @@ func fillQuery(query string, args map[string]any) string {
 	return strings.Join(parts, "&")
 }
 
+// withArguments adds arguments to a query, in place of parameters of the same name. Other parameters stay as written.
+func withArguments(query string, args map[string]any) string {
+	values := url.Values{}
+	for name, value := range args {
+		values.Set(name, scalarText(value))
+	}
+	parts := slices.DeleteFunc(strings.Split(query, "&"), func(part string) bool {
+		name, _, _ := strings.Cut(part, "=")
+		decoded, err := url.QueryUnescape(name)
+		return part == "" || err == nil && values.Has(decoded)
+	})
+	if len(values) > 0 {
+		parts = append(parts, values.Encode())
+	}
+	return strings.Join(parts, "&")
+}
+
 // fillTemplate puts arguments into a body. The string {name} becomes the argument with its type. Within a longer
 // string, {name} becomes the argument's text. ok is false if an argument is absent. An object or array omits such an
 // entry.
