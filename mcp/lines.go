@@ -20,6 +20,7 @@ type lineReader struct {
 	out      io.Writer
 	maxBytes int    // limit of a message
 	rest     []byte // unread rest of the current line
+	batches  bool   // the client's version of the protocol has batches
 }
 
 func (l *lineReader) Read(p []byte) (int, error) {
@@ -59,7 +60,7 @@ func (l *lineReader) next() ([]byte, error) {
 	}
 }
 
-// validate returns why a line is no valid message; nil for a valid message. The SDK checks batches.
+// validate returns why a line is no valid message, or batch of messages; nil for a valid one.
 func (l *lineReader) validate(line []byte) *jsonrpc.Error {
 	line = bytes.TrimSpace(line)
 	switch {
@@ -73,15 +74,32 @@ func (l *lineReader) validate(line []byte) *jsonrpc.Error {
 			Code:    jsonrpc.CodeParseError,
 			Message: "the line is not JSON; send each message on its own line",
 		}
-	case line[0] == '[':
-		return nil
+	case line[0] == '[' && !l.batches:
+		return &jsonrpc.Error{
+			Code:    jsonrpc.CodeInvalidRequest,
+			Message: "this version of MCP has no batches; send each message on its own line",
+		}
 	}
-	if _, err := jsonrpc.DecodeMessage(line); err != nil {
-		return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: "the line is not a JSON-RPC 2.0 message: " +
-			err.Error()}
+	messages := []json.RawMessage{line}
+	if line[0] == '[' && (json.Unmarshal(line, &messages) != nil || len(messages) == 0) {
+		return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: "the batch is empty"}
+	}
+	for _, text := range messages {
+		message, err := jsonrpc.DecodeMessage(text)
+		if err != nil {
+			return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: "the line is not a JSON-RPC 2.0 message: " +
+				err.Error()}
+		}
+		if request, ok := message.(*jsonrpc.Request); ok && request.Method == "initialize" {
+			var params struct{ ProtocolVersion string }
+			l.batches = json.Unmarshal(request.Params, &params) == nil && params.ProtocolVersion == lastWithBatches
+		}
 	}
 	return nil
 }
+
+// lastWithBatches is the one version of MCP with batches.
+const lastWithBatches = "2025-03-26"
 
 // reject responds to a line with an error. The response has the line's id, or null.
 func (l *lineReader) reject(line []byte, problem *jsonrpc.Error) error {

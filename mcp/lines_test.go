@@ -57,6 +57,8 @@ func TestServeRejectsInvalidLines(t *testing.T) {
 		`{}{}`:        {"null", -32700},
 		"5":           {"null", -32600},
 		"null":        {"null", -32600},
+		"[]":          {"null", -32600},
+		`[{"jsonrpc":"2.0","id":12,"method":"ping"}]`: {"null", -32600},
 		`{"id":7}`:    {"7", -32600},
 		`{"id":"s"}`:  {`"s"`, -32600},
 		`{"id":[1]}`:  {"null", -32600},
