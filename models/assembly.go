@@ -246,8 +246,7 @@ func (t *tokenCount) UnmarshalJSON(raw []byte) error {
 }
 
 // contentText is content: a string, a part, or a list of parts whose texts count. The deltas of some items of an answer
-// are objects without a text. contentText replaces a NUL like the stored records do,
-// so displayed and stored text agree.
+// are objects without a text. contentText replaces a NUL like the stored records do, so shown and stored texts agree.
 type contentText string
 
 func (w *contentText) UnmarshalJSON(raw []byte) error {

@@ -61,6 +61,9 @@ func retryAfter(header http.Header, now time.Time) time.Duration {
 		return plausibleWait(seconds)
 	}
 	if date, err := http.ParseTime(text); err == nil {
+		if sent, err := http.ParseTime(header.Get("Date")); err == nil {
+			now = sent // the clock of this machine may be wrong
+		}
 		return plausibleWait(date.Sub(now).Seconds())
 	}
 	return 0

@@ -136,6 +136,10 @@ func TestRetryAfterForms(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			assert.Equal(t, test.want, retryAfter(http.Header{test.header: {test.value}}, now), test.header, test.value)
+			if name == "date" {
+				slow := http.Header{test.header: {test.value}, "Date": {now.Format(http.TimeFormat)}}
+				assert.Equal(t, test.want, retryAfter(slow, now.Add(-time.Hour)), "with a clock that is slow")
+			}
 		})
 	}
 }
