@@ -93,7 +93,7 @@ func getAgent(ctx context.Context, db postgres.DB, name string) (agentRow, error
 }
 
 // checkAgents requires exactly one default agent, existing delegates, skill patterns with a match, and names different
-// from all flows. It returns [Problems].
+// from all flows, in the transaction's state. It returns [Problems].
 func checkAgents(ctx context.Context, db postgres.DB, w Workspace) error {
 	var problems Problems
 	if err := checkActors(ctx, db, w, &problems); err != nil || len(w.Agents) == 0 {
@@ -111,9 +111,9 @@ func checkAgents(ctx context.Context, db postgres.DB, w Workspace) error {
 		return err
 	}
 	flows = slices.Concat(flows, w.GoFlows, w.Reserved)
-	names := make([]string, len(w.Agents))
-	for i, document := range w.Agents {
-		names[i] = document.Definition.Name
+	names, err := agentNames(ctx, db)
+	if err != nil {
+		return err
 	}
 	for _, document := range w.Agents {
 		d := document.Definition

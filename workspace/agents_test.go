@@ -110,6 +110,21 @@ func TestInvalidAgents(t *testing.T) {
 	}
 }
 
+func TestAgentNamesDelegateAndSkillOfEarlierApply(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	keeping := workspace.Options{}
+	_, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", goodSkill+"---\nkind: agent\nname: sales\n"), keeping)
+	require.NoError(t, err)
+	pgtest.Exec(t, pool, `
+		insert into agent_skills (name, description, tool_definition, handler)
+		select 'other_' || n, 'x', jsonb_build_object('name', 'other_' || n, 'description', 'x'), 'builtin:x'
+		  from generate_series(1, 1000) n`) // more skills than a page of skills.List
+	boss := "kind: agent\nname: boss\ndelegates: [sales]\nskills: [a]\n"
+	_, err = workspace.Apply(t.Context(), pool, load(t, "b.yaml", boss), keeping)
+	assert.NoError(t, err)
+}
+
 func TestFlowNameConflictsWithAgent(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -87,8 +87,9 @@ func (w Workspace) CheckBuiltins(known []string) error {
 	return problems.err()
 }
 
+// skillNames lists all skills in the database, disabled ones included. A page of skills.List is bounded.
 func skillNames(ctx context.Context, db postgres.DB) ([]string, error) {
-	all, err := skills.List(ctx, db, skills.Filter{Limit: 1000})
+	all, err := skills.InScope(ctx, db, nil)
 	names := make([]string, len(all))
 	for i, s := range all {
 		names[i] = s.Name
