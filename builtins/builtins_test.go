@@ -415,6 +415,10 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 	act("look", "success")
 	advance("two")
 	assert.Equal(t, "3 completed", advance("three"))
+	pgtest.Exec(t, pool, `
+		insert into agent_skills (name, description, tool_definition, handler)
+		select 'other_' || n, 'x', jsonb_build_object('name', 'other_' || n, 'description', 'x'), 'builtin:x'
+		  from generate_series(1, 1000) n`)
 	answer, err = call(t, pool, "skill_list", `{"words":"memory delete"}`)
 	assert.Truef(t, err == nil && column(t, answer, "skills", "name") == "memory_forget", "got %v, %v", answer, err)
 }

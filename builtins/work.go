@@ -69,9 +69,9 @@ const (
 	maxError  = 300
 )
 
-// skillList lists the skills with all given words in their name or description.
+// skillList lists the skills with all given words in their name or description, at most maxSkills by name.
 func skillList(ctx context.Context, db postgres.DB, args skillsArgs) (any, error) {
-	all, err := skills.List(ctx, db, skills.Filter{Limit: 1000})
+	all, err := skills.InScope(ctx, db, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -87,7 +87,6 @@ func skillList(ctx context.Context, db postgres.DB, args skillsArgs) (any, error
 			list = append(list, skillView{s.Name, textcut.Text(s.Description, maxError), s.Scope, s.Trust, s.Enabled})
 		}
 	}
-	slices.SortFunc(list, func(a, b skillView) int { return strings.Compare(a.Name, b.Name) })
 	return map[string]any{"skills": list, "left_out": omitted}, nil
 }
 
