@@ -230,6 +230,27 @@ func TestUnconfirmedRequestForApprovalIsShownAgain(t *testing.T) {
 	assert.Equal(t, "approved mara", s.status(id))
 }
 
+// A file that could not be read at first still comes with its message.
+func TestFileIsReadAgainAfterAFailure(t *testing.T) {
+	t.Parallel()
+	visits := make(chan channels.Visit, 1)
+	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen},
+		func(_ context.Context, v channels.Visit) (channels.Accepted, error) {
+			visits <- v
+			return channels.Accepted{}, &channels.RefusedError{Message: "thank you"}
+		})
+	var failed atomic.Bool
+	s.bot.Fail(func(method string, _ map[string]any) telegramtest.Fault {
+		if method == "getFile" && !failed.Swap(true) {
+			return telegramtest.Broken
+		}
+		return telegramtest.None
+	})
+	s.bot.Attach(9, 9, "Mara", "see this", "a.txt", "text/plain", []byte("content"))
+	v := testkit.Receive(t, visits)
+	assert.Truef(t, v.Text == "see this" && len(v.Files) == 1, "got %+v", v)
+}
+
 // A sender learns that a message was given up.
 func TestSenderLearnsThatItsMessageFailed(t *testing.T) {
 	t.Parallel()

@@ -118,7 +118,11 @@ func (w *worker) enter(ctx context.Context, e entry) {
 			return
 		}
 	}
-	text, files := w.fetchFiles(ctx, e)
+	text, files, err := w.fetchFiles(ctx, e)
+	if err != nil {
+		w.postpone(ctx, e, err)
+		return
+	}
 	if text == "" && len(files) == 0 {
 		w.finish(ctx, e, "ignored", "the message has no text and no file that can be read")
 		return
@@ -200,8 +204,11 @@ func (w *worker) finish(ctx context.Context, e entry, status, why string) {
 	}
 }
 
-// fetchFiles reads the files of a message. An unreadable file becomes a line of the text.
-func (w *worker) fetchFiles(ctx context.Context, e entry) (text string, files []VisitFile) {
+// maxFetches bounds the attempts to read the files of a message.
+const maxFetches = 3
+
+// fetchFiles reads the files of a message. A file that is unreadable in maxFetches attempts becomes a line of the text.
+func (w *worker) fetchFiles(ctx context.Context, e entry) (text string, files []VisitFile, err error) {
 	text = e.Content
 	fetch := w.fetch(e)
 	for _, f := range e.Files {
@@ -212,13 +219,16 @@ func (w *worker) fetchFiles(ctx context.Context, e entry) (text string, files []
 				files = append(files, VisitFile{Name: f.Name, Type: f.Type, Content: content})
 				continue
 			}
+			if e.Attempts < maxFetches && f.Size <= w.MaxFile {
+				return "", nil, fmt.Errorf("read file: %w", err)
+			}
 			why = message(err)
 			w.Logger.WarnContext(ctx, "file of a channel not read", "channel", w.name, "message", e.ID, "error", why)
 			why = "it could not be read, or is too large"
 		}
 		text += fmt.Sprintf("\n[The file %q is missing: %s.]", cut(f.Name, 100), why)
 	}
-	return text, files
+	return text, files, nil
 }
 
 // fetch returns the function that reads the files of a message; nil if the transport reads no files.
