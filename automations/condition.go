@@ -118,8 +118,8 @@ func ConditionHolds(ctx context.Context, db postgres.DB, a Automation, runID str
 		return false, err
 	}
 	var env ConditionEnv
-	if err := json.Unmarshal(raw, &env); err != nil {
-		return false, fmt.Errorf("decode payload of run %s: %w", runID, err)
+	if err := json.Unmarshal(raw, &env); err != nil { // such as a number beyond float64
+		return false, &ConditionError{a.Name, fmt.Errorf("decode payload: %w", err)}
 	}
 	if env.Counters, err = ReadCounters(ctx, db); err != nil {
 		return false, err

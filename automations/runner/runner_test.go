@@ -313,3 +313,15 @@ func TestWhatIsNotMeantHoldsUpNothingBehindIt(t *testing.T) {
 	}
 	assert.Equal(t, "claimed 1, skipped 5", w.states(t))
 }
+
+// An event with a number that no condition can read is a dead letter, and delays no other event.
+func TestUnreadableEventDelaysNoOther(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "big", Event: "paid", When: "payload.cents > 100"})
+	w.put(t, automations.Definition{Name: "small", Event: "ping"})
+	w.raise(t, "paid", "k", `{"cents": 1e400}`)
+	w.raise(t, "ping", "k", `{}`)
+	w.process(t)
+	pgtest.Eventually(t, func() bool { return w.states(t) == "dead 1, success 1" }, "the runs have ended")
+}
