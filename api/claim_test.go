@@ -41,6 +41,10 @@ func TestClaimReturnsOldestOfNamedFlows(t *testing.T) {
 	// The response was lost. A further claim of the same owner returns the executions that the request does not list.
 	again := a.claimRuns("external:sum", "w", fmt.Sprintf(`,"max":5,"lock_ids":[%q]`, got[0].LockID))
 	assert.Truef(t, len(again) == 1 && again[0].LockID == got[1].LockID, "after a lost response: %+v", again)
+	a.startFlow("external:twice", "")
+	var twice struct{ Locks []lockAnswer }
+	a.request("POST", "/v1/locks", `{"flows":["external:twice","external:twice"],"owner":"w","max":5}`, 200, &twice)
+	assert.Equal(t, 1, len(twice.Locks), "claims of a flow that is named twice")
 	others := a.claimRuns("external:sum", "another", `,"max":5`)
 	assert.Truef(t, len(others) == 0, "another owner got %+v", others)
 	path := "/v1/executions/" + first + "/lock/" + got[0].LockID

@@ -124,7 +124,7 @@ func claimableRuns(ctx context.Context, tx pgx.Tx, p ClaimParams) ([]string, err
 		union all
 		(select x.id::text
 		   from (select r.id
-		           from unnest(@flows::text[]) f (flow)
+		           from (select distinct u.flow from unnest(@flows::text[]) u (flow)) f
 		          cross join lateral (
 		                select e.id, e.priority from agent_executions e
 		                 where e.flow = f.flow and e.is_external and e.status in ('pending', 'running')
