@@ -87,7 +87,7 @@ func summary(out any) string {
 	case string:
 		text = v
 	case fmt.Stringer:
-		text = v.String()
+		text = fmt.Sprint(v) // a nil pointer may panic in String
 	default:
 		if encoded, err := encode(out); err == nil {
 			text = string(encoded)

@@ -92,7 +92,12 @@ func TestFlowReturnsTypedResult(t *testing.T) {
 		r.Total = total
 		return r, err
 	})
+	nothing := register(t, rt, "nothing", func(context.Context, order) (*receipt, error) { return nil, nil })
 	run(t, rt)
+	none, err := nothing.Start(t.Context(), order{})
+	require.NoError(t, err)
+	empty, err := none.Wait(t.Context())
+	assert.Truef(t, err == nil && empty == nil, "a nil result, whose String panics: %v, %v", empty, err)
 	h, err := pay.Start(t.Context(), order{"n-7", 250}, lanekeeper.Key("n-7"))
 	require.NoError(t, err)
 	got, err := h.Wait(t.Context())
