@@ -76,7 +76,7 @@ func pruneBatch(
 			return err
 		}
 		if name == "executions" {
-			if err := b.pruneCheckpoints(ctx); err != nil || b.more {
+			if err := b.pruneCheckpoints(ctx); err != nil || b.more && !restart {
 				return err
 			}
 		}

@@ -247,6 +247,22 @@ func TestCheckpointsAreDeletedInBatches(t *testing.T) {
 	assert.Truef(t, left == 0 && removed[0] == 3 && len(removed) == 6, "%d checkpoints are left after %v", left, removed)
 }
 
+// A pass with Restart begins with the oldest row, even if an earlier pass left checkpoints.
+func TestRestartBesideLeftCheckpoints(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `update agent_retention set keep = '1 day' where kind = 'executions'`)
+	seedEndedExecutions(t, pool, 1, 600)
+	_, more, err := retention.Prune(t.Context(), pool, "executions", 500, false)
+	require.True(t, more && err == nil, more, err)
+	pgtest.Exec(t, pool, `update agent_retention_passes set place_key = 'ffffffff-ffff-7fff-8fff-ffffffffffff'`)
+	seedEndedExecutions(t, pool, 2, 0)
+	done, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"executions"}, Restart: true})
+	require.NoError(t, err)
+	assert.Equal(t, int64(2), done[0].Removed)
+	pgtest.Equal(t, pool, 0, `select count(*) from agent_checkpoints`)
+}
+
 // A row may change between the statement that finds it and the statement that deletes it.
 func TestChangedRowIsNotDeleted(t *testing.T) {
 	t.Parallel()
