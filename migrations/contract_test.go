@@ -160,6 +160,19 @@ func TestInvalidEndsAndWaitsChangeNothing(t *testing.T) {
 		from agent_executions`), "status, claim and events", "want them unchanged")
 }
 
+// An empty id or key is none, so a client that always passes one loses no event and no start.
+func TestEmptyIDsDoNotDeduplicate(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	for range 2 {
+		pgtest.Exec(t, db, `select deliver_agent_event('EVENT_COMPLETED', 'k', '{}', '')`)
+		pgtest.Exec(t, db, `select raise_agent_event('moon', 'k', '{}', '', '')`)
+		pgtest.Exec(t, db, `select start_agent_execution('external', '{}', '', '')`)
+	}
+	pgtest.Equal(t, db, "4 2", `
+		select (select count(*) from agent_events) || ' ' || (select count(*) from agent_executions)`)
+}
+
 // A claimed row that does not run would stop every sweep: no lost claim could end it.
 func TestOnlyARunningExecutionIsClaimed(t *testing.T) {
 	t.Parallel()

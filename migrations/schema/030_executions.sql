@@ -1359,6 +1359,7 @@ begin
     raise exception 'on_lost % is not valid: give fail or hand_on', coalesce(quote_literal(left(p_on_lost, 40)), 'null')
       using errcode = '22023';
   end if;
+  p_key := nullif(p_key, '');
   insert into agent_executions (trace_id, surface, flow, input, dedupe_key, on_lost)
   values (coalesce(nullif(p_trace_id, ''), lanekeeper.agent_trace_id('fl')), 'flow', p_flow, coalesce(p_input, '{}'),
           p_key, p_on_lost)
@@ -1367,8 +1368,8 @@ begin
 end $$;
 comment on function start_agent_execution is
   'Start an execution for workers outside: its flow is external, or external:NAME. With a used key, return the '
-  'execution that the key started. Without p_trace_id it begins a trace. p_on_lost: when the lock expires, the '
-  'execution fails (fail), or another worker may lock it (hand_on).';
+  'execution that the key started; an empty key is none. Without p_trace_id it begins a trace. p_on_lost: when the '
+  'lock expires, the execution fails (fail), or another worker may lock it (hand_on).';
 
 create or replace function lock_agent_execution(p_id uuid, p_owner text, p_ttl_seconds int default 30)
 returns table (lock_id text, expires_at timestamptz, claim bigint, status text, holder text, refused text)

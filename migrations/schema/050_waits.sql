@@ -760,12 +760,14 @@ returns table (event_id uuid, execution_id uuid)
 language plpgsql volatile security definer set search_path from current as $$
 begin
   perform lanekeeper.refuse_agent_own_event(p_event);
-  return query select d.event_id, d.execution_id from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id) d;
+  return query select d.event_id, d.execution_id
+                 from lanekeeper.deliver_agent_event(p_event, p_key, p_data, nullif(p_id, '')) d;
 end $$;
 comment on function deliver_agent_event is
   'Record an event, such as EVENT_COMPLETED, and resume every execution that waits for its key. Without a waiter the '
-  'event is kept for the first wait. The same p_id twice counts once. Rows: the event, with each execution that it '
-  'resumed (null: none). 22023: AGENT_COMPLETED and APPROVAL_DECIDED, which only the agent raises, and bad input.';
+  'event is kept for the first wait. The same p_id twice counts once (empty: none). Rows: the event, with each '
+  'execution that it resumed (null: none). 22023: AGENT_COMPLETED and APPROVAL_DECIDED, which only the agent raises, '
+  'and bad input.';
 
 create or replace function raise_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_trace_id text)
 returns table (event_id uuid, execution_id uuid)
@@ -775,6 +777,7 @@ begin
   if p_trace_id <> '' and p_trace_id !~ '^(hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}$' then
     raise exception '% is not a trace id', quote_literal(left(p_trace_id, 60)) using errcode = '22023';
   end if;
+  p_id := nullif(p_id, '');
   perform lanekeeper.refuse_agent_own_event(p_event);
   perform lanekeeper.check_agent_event_id(p_event, p_key, p_id);
   -- For this transaction; the trigger reads it.
