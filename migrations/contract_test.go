@@ -149,7 +149,18 @@ func TestInvalidEndsAndWaitsChangeNothing(t *testing.T) {
 		"long break":         `select break_agent_lock('x', repeat($1::text, 99))`,
 		"long decision":      `select decide_agent_approval($1::uuid, true, 'ana', repeat($1::uuid::text, 99))`,
 		"half a limit":       `select set_agent_limits(format('[{"kind": "flow", "name": %s}]', to_json($1::text))::jsonb)`,
-		"null limits":        `select set_agent_limits(nullif(to_jsonb($1::text), to_jsonb($1::text)))`,
+		"limit of a moon": `
+			select set_agent_limits(jsonb_build_array(jsonb_build_object('kind', 'moon', 'name', $1::text, 'running', 1)))`,
+		"limit of no name": `
+			select set_agent_limits('[{"kind": "flow", "name": "", "running": 1}]') from (select $1::text) x`,
+		"limit below 0": `
+			select set_agent_limits(jsonb_build_array(jsonb_build_object('kind', 'flow', 'name', $1::text, 'running', -1)))`,
+		"limit of words": `
+			select set_agent_limits(jsonb_build_array(jsonb_build_object('kind', 'flow', 'name', 'a', 'running', $1::text)))`,
+		"limit given twice": `
+			select set_agent_limits(jsonb_build_array(l, l))
+			  from jsonb_build_object('kind', 'flow', 'name', $1::text, 'running', 1) l`,
+		"null limits": `select set_agent_limits(nullif(to_jsonb($1::text), to_jsonb($1::text)))`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := db.Exec(t.Context(), query, id)

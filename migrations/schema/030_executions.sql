@@ -1574,9 +1574,15 @@ declare
   fault constant text := case
     when jsonb_typeof(p_limits) is distinct from 'array'
       then 'limits are an array, not ' || coalesce(left(p_limits::text, 60), 'null')
-    else (select format('limit %s has no %s', left(l::text, 60), f)
-            from jsonb_array_elements(p_limits) l cross join unnest(array['kind', 'name', 'running']) f
-           where l ->> f is null limit 1) end;
+    else coalesce(
+      (select format('limit %s has no %s', left(l::text, 60), f)
+         from jsonb_array_elements(p_limits) l cross join unnest(array['kind', 'name', 'running']) f
+        where coalesce(l ->> f, '') = '' limit 1),
+      (select format('limit %s is not valid: kind is flow or surface, running a whole number from 0', left(l::text, 60))
+         from jsonb_array_elements(p_limits) l
+        where l ->> 'kind' not in ('flow', 'surface') or l ->> 'running' !~ '^[0-9]{1,9}$' limit 1),
+      (select format('the limit of %s %s is given twice', l ->> 'kind', left(l ->> 'name', 60))
+         from jsonb_array_elements(p_limits) l group by l ->> 'kind', l ->> 'name' having count(*) > 1 limit 1)) end;
 begin
   if fault is not null then
     raise exception '%', fault
