@@ -26,11 +26,14 @@ const (
 	maxLabelValue = 200
 )
 
+// LabelNamePattern is the syntax of a label's name.
+const LabelNamePattern = `^[a-z][a-z0-9_]{0,31}$`
+
 // ErrLabels reports invalid labels.
 var ErrLabels = errors.New("labels not valid")
 
 var (
-	labelName  = regexp.MustCompile(`^[a-z][a-z0-9_]{0,31}$`)
+	labelName  = regexp.MustCompile(LabelNamePattern)
 	labelValue = regexp.MustCompile(`^[^\x00-\x1f\x7f-\x9f]{1,200}$`)
 )
 

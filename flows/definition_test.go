@@ -330,6 +330,8 @@ var definitionCases = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": []}]}`,
 	},
+	"labels":    {true, `{"name": "a", "labels": {"order": "{{input.order}}"}, "actions": [{"actionType": "end"}]}`},
+	"bad label": {false, `{"name": "a", "labels": {"Order": "x"}, "actions": [{"actionType": "end"}]}`},
 	"description and channel": {
 		true,
 		`{"name": "a", "description": "what it is for", "channel": "log", "actions": [{"actionType": "end", "parameters": {}}]}`,

@@ -53,6 +53,10 @@ func JSONSchema() (json.RawMessage, error) {
 				"if":   node{"minProperties": 1},
 				"then": node{"required": []string{"type"}, "properties": node{"type": node{"const": "object"}}},
 			},
+			"labels": node{
+				"type": "object", "maxProperties": executions.MaxLabels, "additionalProperties": node{"type": "string"},
+				"propertyNames": node{"pattern": executions.LabelNamePattern},
+			},
 			"variables": node{"type": "object", "propertyNames": ref("variable")},
 			"channel":   node{"enum": append([]string{""}, channelKind.choices()...)}, "target": node{"type": "string"},
 			"actions": node{"type": "array", "minItems": 1, "items": ref("action")},
