@@ -91,6 +91,18 @@ actions:
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_executions`))
 }
 
+// A set keeps its result across a wait, whatever JSON makes of the values.
+func TestSetIsUnchangedAfterWait(t *testing.T) {
+	t.Parallel()
+	w := newTestProcess(t, flowYAML("sets", `
+  - {id: none, actionType: set, parameters: {variables: {}}}
+  - {id: zero, actionType: set, parameters: {expressions: {zero: "input.change * 0"}}}
+  - {id: half, actionType: set, parameters: {expressions: {half: "input.name[0:1]"}}}
+  - {id: wait, actionType: delay, parameters: {duration: 10ms}}`))
+	id := w.startInThread(t, "sets", json.RawMessage(`{"change": -0.5, "name": "Álvaro"}`))
+	enginetest.Await(t, w.pool, id, executions.Completed)
+}
+
 // A large integer survives a wait unchanged.
 func TestLargeIntegerSurvivesWait(t *testing.T) {
 	t.Parallel()
