@@ -135,9 +135,9 @@ func (m *flowRun) while(ctx context.Context, r preparedAction) (*endResult, erro
 
 // loopState is the state of a loop: the variables set by all iterations.
 type loopState struct {
-	Next int            `json:"next"`
-	Set  map[string]any `json:"set"`
-	End  *endResult     `json:"end,omitempty"`
+	Next int        `json:"next"`
+	Set  exactMap   `json:"set"`
+	End  *endResult `json:"end,omitempty"`
 }
 
 // loop repeats body until body reports that the loop has finished. It then restores the scoped variables.

@@ -80,6 +80,17 @@ type Definition struct {
 	Actions []any  `yaml:"actions" json:"actions"`
 }
 
+// ScanBytes reads a stored definition, with whole numbers as int, where encoding/json would make them float64.
+func (d *Definition) ScanBytes(raw []byte) error {
+	decoder := json.NewDecoder(bytes.NewReader(raw))
+	decoder.UseNumber()
+	err := decoder.Decode(d)
+	for _, tree := range []any{d.Input, d.Variables, d.Actions} {
+		normalizeTree(tree) // in place
+	}
+	return err
+}
+
 // Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join]. It uses neither
 // database nor network.
 func Validate(d Definition) error {

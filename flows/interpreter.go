@@ -143,6 +143,20 @@ type endResult struct {
 	Result  any    `json:"result"`
 }
 
+// UnmarshalJSON decodes Result with whole numbers as int.
+func (e *endResult) UnmarshalJSON(raw []byte) error {
+	type plain endResult
+	record := struct {
+		*plain
+		Result json.RawMessage `json:"result"`
+	}{plain: (*plain)(e)}
+	err := json.Unmarshal(raw, &record)
+	if err == nil {
+		e.Result, err = decodeNormal(record.Result)
+	}
+	return err
+}
+
 func (e *endResult) executionResult(fallback string) (executions.Result, error) {
 	if e == nil {
 		return executions.Result{Summary: fallback}, nil

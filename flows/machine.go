@@ -113,26 +113,11 @@ func (m *flowRun) runActions(ctx context.Context, actions []*action) (*endResult
 
 // actionResult is the record of an action.
 type actionResult struct {
-	Set     map[string]any `json:"set,omitempty"`
+	Set     exactMap       `json:"set,omitempty"`
 	Skipped bool           `json:"skipped,omitempty"`
 	Branch  string         `json:"branch,omitempty"` // the choice of a control action
 	End     *endResult     `json:"end,omitempty"`
 	Seen    []memory.Sight `json:"seen,omitempty"` // memory that the action read
-}
-
-// UnmarshalJSON decodes Set with whole numbers as int, where encoding/json would make them float64.
-func (r *actionResult) UnmarshalJSON(raw []byte) error {
-	type plain actionResult
-	record := struct {
-		*plain
-		Set json.RawMessage `json:"set"`
-	}{plain: (*plain)(r)}
-	if err := json.Unmarshal(raw, &record); err != nil {
-		return err
-	}
-	set, err := decodeNormal(record.Set)
-	r.Set, _ = set.(map[string]any)
-	return err
 }
 
 // preparedAction is an action with its templates filled in.

@@ -61,12 +61,10 @@ func startProcess(
 // parseYAML parses a flow in the format of a workspace file.
 func parseYAML(t *testing.T, text string) flows.Definition {
 	t.Helper()
-	var tree map[string]any
-	require.NoError(t, yaml.Unmarshal([]byte(text), &tree))
-	raw, err := json.Marshal(tree)
-	require.NoError(t, err)
-	d, err := parseDefinition(string(raw))
-	require.NoError(t, err)
+	decoder := yaml.NewDecoder(strings.NewReader(text))
+	decoder.KnownFields(true)
+	var d flows.Definition
+	require.NoError(t, decoder.Decode(&d))
 	return d
 }
 

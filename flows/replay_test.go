@@ -91,6 +91,31 @@ actions:
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_executions`))
 }
 
+// Large integers of a definition, and of a loop that resumes from its snapshot, stay unchanged.
+func TestLargeIntegerSurvivesDefinitionAndLoop(t *testing.T) {
+	t.Parallel()
+	w := newTestProcess(t, `
+name: numbers
+input: {type: object, properties: {id: {type: integer, default: 123456789012345671, maximum: 123456789012345671}}}
+variables: {first: 123456789012345672}
+actions:
+  - {actionType: set, parameters: {variables: {second: 123456789012345673}}}
+  - actionType: while
+    parameters:
+      condition: index < 17
+      actions:
+        - {actionType: set, when: index == 0, parameters: {variables: {third: 123456789012345674}}}
+        - {actionType: delay, when: index == 16, parameters: {duration: 10ms}}
+  - {actionType: end, parameters: {result: {all: ["{{input.id}}", "{{first}}", "{{second}}", "{{third}}"]}}}`)
+	assert.NoError(t, flows.CheckStart(t.Context(), w.pool, "numbers", json.RawMessage(`{"id": 123456789012345671}`)))
+	assert.Error(t, flows.CheckStart(t.Context(), w.pool, "numbers", json.RawMessage(`{"id": 123456789012345672}`)))
+	x := enginetest.Await(t, w.pool, w.startInThread(t, "numbers", nil), executions.Completed)
+	assert.Equal(t, `{"all": [123456789012345671, 123456789012345672, 123456789012345673, 123456789012345674]}`,
+		string(x.Result))
+	replayed, err := w.Replay(t.Context(), x.ID)
+	assert.Truef(t, err == nil && replayed.Equal, "replay %+v, %v", replayed, err)
+}
+
 // A set keeps its result across a wait, whatever JSON makes of the values.
 func TestSetIsUnchangedAfterWait(t *testing.T) {
 	t.Parallel()

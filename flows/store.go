@@ -121,10 +121,11 @@ func CheckThread(ctx context.Context, db postgres.DB, name, thread string) error
 // startSchema reads a flow's input schema.
 func startSchema(ctx context.Context, db postgres.DB, name string) (schema map[string]any, err error) {
 	var current bool
+	var input exactMap
 	err = db.QueryRow(ctx, `
 		select current, coalesce(definition -> 'input', '{}') from agent_flows
 		 where name = @name order by current desc, version desc limit 1`,
-		postgres.Strict{"name": name}).Scan(&current, &schema)
+		postgres.Strict{"name": name}).Scan(&current, &input)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return nil, ErrNotFound
@@ -133,7 +134,7 @@ func startSchema(ctx context.Context, db postgres.DB, name string) (schema map[s
 	case !current:
 		return nil, fmt.Errorf("flow %s: %w", name, ErrRemoved)
 	}
-	return schema, nil
+	return input, nil
 }
 
 // exists reports whether a flow of this name was ever applied.

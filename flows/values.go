@@ -36,6 +36,16 @@ func decodeNormal(raw json.RawMessage) (any, error) {
 	return normalizeTree(value), err
 }
 
+// exactMap decodes whole numbers as int, where encoding/json would make them float64.
+type exactMap map[string]any
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (m *exactMap) UnmarshalJSON(raw []byte) error {
+	value, err := decodeNormal(raw)
+	*m = asObject(value)
+	return err
+}
+
 func normalizeTree(value any) any {
 	switch v := value.(type) {
 	case json.Number:
