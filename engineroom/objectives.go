@@ -25,7 +25,8 @@ var objectiveStates = []string{
 	objectives.Failed, objectives.Rejected,
 }
 
-// objectiveRow is an objective in a list. Without any work, an objective is stale three days after its due time.
+// objectiveRow is an objective in a list. An active objective is stale three days after its due time, if it and its
+// steps have not changed for three days.
 type objectiveRow struct {
 	ID, Name, Goal, Status, Source, ProposedBy, Note string
 	SuccessCriteria, DecidedBy, DecidedReason        string
@@ -39,14 +40,14 @@ type objectiveRow struct {
 }
 
 // Bar returns the widths of done and failed in a bar of 100.
-func (p objectiveRow) Bar() (b struct{ Done, Failed int64 }) {
-	if p.Total > 0 {
-		b.Done, b.Failed = p.Done*100/p.Total, p.Failed*100/p.Total
+func (o objectiveRow) Bar() (b struct{ Done, Failed int64 }) {
+	if o.Total > 0 {
+		b.Done, b.Failed = o.Done*100/o.Total, o.Failed*100/o.Total
 	}
 	return b
 }
 
-// objectiveColumns reads a pursued; the trace is the latest one.
+// objectiveColumns selects an objectiveRow. LastTrace is the trace of the latest change of the objective or of a step.
 const objectiveColumns = `
 		select o.id::text, o.name, left(o.goal, 4000) as goal, o.status, left(o.source, 100) as source,
 		       left(o.proposed_by, 100) as proposed_by, left(o.note, 4000) as note,
@@ -218,9 +219,9 @@ func (room *Room) objectiveSteps(ctx context.Context, req *pageRequest) (any, er
 	}
 	steps, more := firstN(steps, maxSteps)
 	for i := range steps {
-		for _, p := range evidence {
-			if p.StepID == steps[i].ID {
-				steps[i].Evidence = append(steps[i].Evidence, p)
+		for _, e := range evidence {
+			if e.StepID == steps[i].ID {
+				steps[i].Evidence = append(steps[i].Evidence, e)
 			}
 		}
 	}
@@ -234,7 +235,7 @@ func (room *Room) objectiveTraces(ctx context.Context, req *pageRequest) (any, e
 		  from (select o.last_trace_id, o.updated_at, 'worked on it last' from agent_objectives o where o.id = @id
 		        union all select o.proposed_trace, o.created_at, 'proposed it' from agent_objectives o where o.id = @id
 		        union all
-		        (select s.trace_id, s.updated_at, 'ended a step' from agent_objective_steps s where s.objective_id = @id
+		        (select s.trace_id, s.updated_at, 'worked on a step' from agent_objective_steps s where s.objective_id = @id
 		          order by s.updated_at desc limit @limit)
 		        union all
 		        (select e.trace_id, e.created_at, 'gave evidence' from agent_objective_steps s

@@ -44,7 +44,7 @@ func TestObjectiveShowsProgressAndEvidence(t *testing.T) {
 	}
 	for _, path := range []string{"/objectives/grow", "/objectives/" + id} {
 		wantTexts(t, server.URL+path, "goal of grow", "collect", "all there", ">fetch</a>", "3 failed attempts",
-			"gave evidence", "ended a step",
+			"gave evidence", "worked on a step",
 			"hb_00000000000000000000000001", "/v1/objectives/"+id+"/pause")
 	}
 	wantError(t, server.URL+"/objectives/none", 404, "no objective")
