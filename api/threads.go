@@ -131,9 +131,17 @@ func (s *server) messages(r request, thread string) (rows []threads.Message, nex
 }
 
 // queued lists the messages without a sequence number.
-func (s *server) queued(r request, thread string) ([]threads.Message, error) {
-	rows, err := threads.Messages(r.Context(), s.pool, threads.MessageFilter{ThreadID: thread, Limit: maxPage})
-	return slices.DeleteFunc(rows, func(m threads.Message) bool { return m.Seq != nil }), err
+func (s *server) queued(r request, thread string) (rows []threads.Message, err error) {
+	f := threads.MessageFilter{ThreadID: thread, Limit: maxPage}
+	for {
+		some, err := threads.Messages(r.Context(), s.pool, f)
+		some = slices.DeleteFunc(some, func(m threads.Message) bool { return m.Seq != nil })
+		rows = append(rows, some...)
+		if err != nil || len(some) < maxPage {
+			return rows, err
+		}
+		f.UnsentBefore = some[len(some)-1].ID
+	}
 }
 
 type threadRequest struct {

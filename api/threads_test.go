@@ -241,6 +241,10 @@ func TestThreadPages(t *testing.T) {
 	var other struct{ Messages []any }
 	a.get("/v1/threads/second%2Fwith%20a%20slash", &other)
 	assert.Truef(t, other.Messages != nil && len(other.Messages) == 0, "messages are %v", other.Messages)
+	pgtest.Exec(t, a.pool, `insert into agent_messages (thread_id, role, content, status)
+		select 'second/with a slash', 'assistant', 'wait', 'queued' from generate_series(1, 1001)`)
+	a.get("/v1/threads/second%2Fwith%20a%20slash", &other)
+	assert.Equal(t, 1001, len(other.Messages), "queued messages")
 	a.checkProblem(a.raw("GET", "/v1/threads/none", "", asAdmin()), 404, "no such thread")
 	a.checkProblem(a.raw("GET", "/v1/threads/%00", "", asAdmin()), 400, "printable")
 	a.checkProblem(a.raw("GET", "/v1/threads/first?cursor=x", "", asAdmin()), 400, "cursor")

@@ -172,11 +172,13 @@ func tokens(role, content string, images ...Image) int {
 }
 
 // MessageFilter narrows a listing of messages. Zero values do not narrow; Limit defaults to 50 and is at most 500.
-// Before is the seq of the last message of the previous page.
+// Before is the seq of the last message of the previous page. UnsentBefore is the id of its last message if that has
+// no seq; then only messages without a seq follow.
 type MessageFilter struct {
 	ThreadID, ExecutionID string
 	Role                  string
 	Before                int64
+	UnsentBefore          string
 	Limit                 int
 }
 
@@ -193,10 +195,11 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 		 where (@thread_id = '' or thread_id = @thread_id)
 		   and (@execution_id = '' or execution_id = nullif(@execution_id, '')::uuid)
 		   and (@role = '' or role = @role) and (@before::bigint = 0 or seq < @before)
+		   and (@unsent = '' or seq is null and id < nullif(@unsent, '')::uuid)
 		 order by seq desc nulls first, id desc limit @limit`,
 		postgres.Strict{
 			"thread_id": postgres.Text(f.ThreadID), "execution_id": f.ExecutionID, "role": f.Role, "before": f.Before,
-			"limit": clampLimit(f.Limit),
+			"unsent": f.UnsentBefore, "limit": clampLimit(f.Limit),
 		})
 }
 
