@@ -23,8 +23,8 @@ type Group struct {
 	TraceID  string    `json:"trace_id"` // trace of the newest failure
 	Subjects []Subject `json:"subjects"`
 	Failing  bool      `json:"-"` // a subject still fails
-	// Retry has executions that can be retried, at most MaxRetry. It omits children of failed executions and executions
-	// with a fork.
+	// Retry has the newest executions that can be retried, at most MaxRetry, the newest first. It omits children of failed
+	// executions and executions with a fork.
 	Retry []string `json:"-"`
 }
 
@@ -52,14 +52,16 @@ func (f Failures) Groups(concerns func(string) bool, unforkable map[string]strin
 			byKey[key], keys = g, append(keys, key)
 		}
 		g.add(item, root, f.outcomeOf(item).Failing())
-		if item.Kind == "flow" && !item.Retried && !failed[item.Parent] && unforkable[item.Name] == "" &&
-			len(g.Retry) < MaxRetry {
+		if item.Kind == "flow" && !item.Retried && !failed[item.Parent] && unforkable[item.Name] == "" {
 			g.Retry = append(g.Retry, item.ID)
 		}
 	}
 	list := make([]Group, 0, len(keys))
 	for _, key := range keys {
-		list = append(list, *byKey[key])
+		g := byKey[key]
+		slices.SortFunc(g.Retry, func(a, b string) int { return strings.Compare(b, a) }) // ids are in the order of time
+		g.Retry = g.Retry[:min(len(g.Retry), MaxRetry)]
+		list = append(list, *g)
 	}
 	slices.SortStableFunc(list, func(a, b Group) int {
 		if a.Failing != b.Failing {
