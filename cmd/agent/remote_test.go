@@ -39,6 +39,12 @@ func TestEveryCommandDeclaresWhereItRuns(t *testing.T) {
 	for name, cmd := range everyCommand(t) {
 		_, _, listed := placeOf(cmd)
 		assert.Truef(t, !cmd.Runnable() || listed, "agent %s: list it in remoteCommands or in localCommands", name)
+		scope, _, _ := placeOf(cmd)
+		reads := slices.Contains([]principals.Scope{
+			principals.RunsRead, principals.ThreadsRead, principals.ApprovalsRead,
+		}, scope)
+		assert.Truef(t, !reads || cmd.Flags().Lookup("reason") == nil, "agent %s changes something with the scope %s",
+			name, scope)
 	}
 }
 
