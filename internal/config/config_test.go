@@ -411,6 +411,21 @@ func TestDotEnvRestrictions(t *testing.T) {
 			[]string{"OTEL_EXPORTER_OTLP_ENDPOINT"},
 			nil,
 		},
+		"model, header elsewhere": {
+			"OPENAI_BASE_URL=" + foreign, "AGENT_MODEL_HEADERS={}", 1, []string{"OPENAI_BASE_URL"}, nil,
+		},
+		"model, query elsewhere": {
+			"OPENAI_BASE_URL=" + foreign, "AGENT_MODEL_QUERY={}", 1, []string{"OPENAI_BASE_URL"}, nil,
+		},
+		"embeddings, key elsewhere": {
+			"AGENT_EMBEDDING_BASE_URL=" + foreign, "AGENT_EMBEDDING_KEY=k", 1, []string{"AGENT_EMBEDDING_BASE_URL"}, nil,
+		},
+		"embeddings by the model's server": {
+			"OPENAI_BASE_URL=" + foreign, "AGENT_EMBEDDING_KEY=k", 1, []string{"OPENAI_BASE_URL"}, nil,
+		},
+		"issuer, secret elsewhere": {
+			"AGENT_OIDC_ISSUER=" + foreign, "AGENT_OIDC_CLIENT_SECRET=s", 1, []string{"AGENT_OIDC_ISSUER"}, nil,
+		},
 		"database":              {"DATABASE_URL=postgres://a@h/d", "PGPASSWORD=p", 1, []string{"DATABASE_URL"}, nil},
 		"database and password": {"DATABASE_URL=postgres://a:b@h/d", "PGPASSWORD=p", 0, []string{"DATABASE_URL"}, nil},
 		"a port for all":        {"AGENT_LISTEN=:8080", "", 1, []string{"AGENT_LISTEN"}, nil},

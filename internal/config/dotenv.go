@@ -75,6 +75,10 @@ func LoadDotEnv(path string, environ map[string]string, isOther func(name string
 func (d DotEnv) conflicts(environ map[string]string) (problems []string) {
 	for _, pair := range [][2]string{
 		{"OPENAI_BASE_URL", "OPENAI_API_KEY"},
+		{"OPENAI_BASE_URL", "AGENT_MODEL_HEADERS"},
+		{"OPENAI_BASE_URL", "AGENT_MODEL_QUERY"},
+		{d.embeddingPlace(), "AGENT_EMBEDDING_KEY"},
+		{"AGENT_OIDC_ISSUER", "AGENT_OIDC_CLIENT_SECRET"},
 		{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"},
 		{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
 		{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"},
@@ -98,6 +102,14 @@ func (d DotEnv) conflicts(environ map[string]string) (problems []string) {
 		}
 	}
 	return problems
+}
+
+// embeddingPlace is the setting of the server that gets the key of the embedding model.
+func (d DotEnv) embeddingPlace() string {
+	if d.Environ["AGENT_EMBEDDING_BASE_URL"] == "" {
+		return "OPENAI_BASE_URL"
+	}
+	return "AGENT_EMBEDDING_BASE_URL"
 }
 
 // hasPassword reports a database URL with its own password.
