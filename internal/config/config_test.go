@@ -67,11 +67,13 @@ func TestValues(t *testing.T) {
 		"AGENT_SELFHEAL_RATE":  "0.25", "AGENT_RUN_TIMEOUT": "90s",
 		"AGENT_ALLOW_PRIVATE_HTTP": "Wiki.local, 10.1.2.3/8,192.168.1.7,::1",
 		"AGENT_PRICES":             `{"m":{"input":1,"output":2.5}}`, "AGENT_MAX_COST_USD": "0",
-		"OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
+		"OPENAI_BASE_URL":  "http://127.0.0.1:9/v1",
+		"AGENT_OIDC_ROLES": "groups=agents:admin, groups=support:approver",
 	}
 	before := maps.Clone(environ)
 	c := load(t, environ)
 	assert.NoDiff(t, before, environ)
+	assert.NoDiff(t, []string{"groups=agents:admin", "groups=support:approver"}, c.OIDC.Roles)
 	assert.Truef(t, !c.LanesEnabled && c.DatabaseURL.Reveal() == "postgres://a:b@h/d" && c.SelfHeal.FailureRate == 0.25 &&
 		c.Budget.RunTimeout == 90*time.Second && c.Prices["m"] == (config.Price{Input: 1, Output: 2.5}) &&
 		c.Budget.MaxCostUSD == 0, "got %+v", c)
