@@ -64,6 +64,9 @@ func modelArg(cmd *cobra.Command, args []string) error {
 // modelsToCheck returns the client and the named models, or those that agents use.
 func (c *cli) modelsToCheck(ctx context.Context, named []string) (*models.Client, []modelcheck.Target, func(), error) {
 	c.quietLogs()
+	if err := c.loadDevDotEnv(); err != nil {
+		return nil, nil, nil, err
+	}
 	cfg, log, err := c.settings()
 	if err != nil {
 		return nil, nil, nil, err

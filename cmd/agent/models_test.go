@@ -53,6 +53,17 @@ func TestModelsCheck(t *testing.T) {
 	assert.Truef(t, err == nil && rows == 0, "%d rows of calls are in the log: %v", rows, err)
 }
 
+// Beside agent dev, .env names the model's server.
+func TestModelsCheckReadsDotEnv(t *testing.T) {
+	t.Chdir(t.TempDir())
+	server := modeltest.New(t)
+	server.Handle(modeltest.PassesChecks)
+	testkit.WriteFile(t, ".env", "OPENAI_BASE_URL="+server.URL()+"\n")
+	got := newProgramWithoutDatabase(t).run("models", "check", "own/model")
+	assert.Truef(t, got.code == 0 && len(server.Requests()) > 0, "exit %d after %d requests: %s", got.code,
+		len(server.Requests()), got.err)
+}
+
 func TestModelsCheckFailure(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
