@@ -91,7 +91,9 @@ func (w *workspaceWatcher) run(ctx context.Context) error {
 
 // apply applies the folder once and prints the changes in one line. An error is printed and changes nothing.
 func (w *workspaceWatcher) apply(ctx context.Context) {
-	files, err := readWorkspace(w.opts.dir, nil)
+	read := newNamingFS(w.opts.dir)
+	files, err := readWorkspace(w.opts.dir, read)
+	w.dir.loaded = read.names
 	var diff workspace.Diff
 	if err == nil {
 		diff, err = w.cli.applyWorkspace(ctx, w.session, files, w.opts)
@@ -136,10 +138,11 @@ func diffLine(diff workspace.Diff, dir string) string {
 	return "applied: " + strings.Join(parts, ", ")
 }
 
-// dirWatcher reports changes of YAML files in a folder and its subfolders.
+// dirWatcher reports changes of YAML files in a folder and its subfolders, and of the other files that loading reads.
 type dirWatcher struct {
 	*fsnotify.Watcher
-	dir string
+	dir    string
+	loaded map[string]bool // what the last load opened, by its path in dir
 }
 
 // watchDir watches a folder. The caller closes the watcher.
@@ -153,7 +156,7 @@ func watchDir(dir string) (*dirWatcher, error) {
 		return nil, hint(fmt.Errorf("watch %s: %w", dir, err),
 			"raise fs.inotify.max_user_instances, or apply without --watch")
 	}
-	f := &dirWatcher{watcher, filepath.Clean(dir)}
+	f := &dirWatcher{Watcher: watcher, dir: filepath.Clean(dir)}
 	if err := f.add(f.dir); err != nil {
 		watcher.Close()
 		return nil, hint(fmt.Errorf("watch %s: %w", dir, err), "raise fs.inotify.max_user_watches, or apply without --watch")
@@ -219,11 +222,12 @@ func (f *dirWatcher) relevant(event fsnotify.Event) bool {
 		return true
 	}
 	if event.Has(fsnotify.Create) {
-		info, err := os.Lstat(event.Name)
-		if err != nil || !info.IsDir() {
-			return false
+		if info, err := os.Lstat(event.Name); err == nil && info.IsDir() {
+			return f.add(event.Name) == nil
 		}
-		return f.add(event.Name) == nil
+	}
+	if name, err := filepath.Rel(f.dir, event.Name); err == nil && f.loaded[filepath.ToSlash(name)] {
+		return true
 	}
 	return event.Has(fsnotify.Remove|fsnotify.Rename) && filepath.Ext(event.Name) == "" // maybe a folder
 }

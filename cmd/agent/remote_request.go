@@ -233,6 +233,19 @@ func (r *recordingFS) Open(name string) (fs.File, error) {
 	return file, err
 }
 
+// namingFS notes the name of each file and folder that is opened, also of a missing one.
+type namingFS struct {
+	fs.FS
+	names map[string]bool
+}
+
+func newNamingFS(dir string) *namingFS { return &namingFS{os.DirFS(dir), map[string]bool{}} }
+
+func (n *namingFS) Open(name string) (fs.File, error) {
+	n.names[name] = true
+	return n.FS.Open(name)
+}
+
 func tooLarge(what string) error {
 	return usageError("%s has more than %d bytes, too many for a server; run the command there", what, maxSentBytes)
 }
