@@ -248,6 +248,9 @@ func (c *cli) printNextSteps(o initOptions, files initFiles, kept []string, miss
 		}
 		c.infof("wrote %s", filepath.Join(o.dir, name))
 	}
+	for _, line := range unignored(o.dir) {
+		c.infof(".gitignore exists: add the line %s", line)
+	}
 	if missing != "" {
 		c.infof(".env exists: add the line %s=… with the database URL", missing)
 	}

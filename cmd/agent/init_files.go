@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/lanekeeper/lanekeeper/examples"
@@ -157,6 +158,22 @@ func (o initOptions) writeSecrets(env string) (missing string, err error) {
 		err = nil
 	}
 	return missing, err
+}
+
+// unignored lists what the file .gitignore of a folder should have and lacks: the database and its secrets.
+func unignored(dir string) (missing []string) {
+	text, err := os.ReadFile(filepath.Join(dir, ".gitignore"))
+	if err != nil {
+		return nil
+	}
+	for _, name := range []string{".agent/", ".env"} {
+		if !slices.ContainsFunc(strings.Split(string(text), "\n"), func(line string) bool {
+			return strings.Trim(strings.TrimSpace(line), "/") == strings.Trim(name, "/")
+		}) {
+			missing = append(missing, name)
+		}
+	}
+	return missing
 }
 
 // writeNew writes a file that must not exist.
