@@ -131,14 +131,14 @@ type automationRun struct {
 }
 
 const runColumns = `r.id::text, a.name as automation, r.cause, r.status, left(r.trace_id, 300) as trace_id,
-	coalesce(left(r.error_message, 1000), '') as error, coalesce(left(r.output::text, 2000), '') as output, r.attempt,
+	coalesce(left(r.error_message, 1000), '') as error, coalesce(left(r.output::text, 8192), '') as output, r.attempt,
 	r.scheduled_for, r.created_at, r.retry_at, r.finished_at, r.execution_id::text`
 
 // readRuns collects runs of a query, with redacted outputs.
 func readRuns(rows pgx.Rows, err error) ([]automationRun, error) {
 	list, err := postgres.Collect(rows, err, "list runs", pgx.RowToStructByName[automationRun])
 	for i := range list {
-		list[i].Output = redact.Text(list[i].Output, maxShown)
+		list[i].Output = cut(2000, redact.Text(list[i].Output, maxShown))
 	}
 	return list, err
 }

@@ -35,7 +35,8 @@ func TestAutomationsShowScheduleAndRuns(t *testing.T) {
 	id := insertAutomation(t, pool, "nightly")
 	insertAutomationRun(t, pool, id, "success")
 	dead := insertAutomationRun(t, pool, id, "dead")
-	rows.Quiet(t, pool, `update agent_automation_runs set output = '{"password": "hunter22"}'`)
+	rows.Quiet(t, pool, `update agent_automation_runs set output = jsonb_build_object('password', 'hunter22', 'text',
+		repeat('x', 1965) || ' AIzaSyD-9tSrke72PouQMnMX-a7eZSW0jkFMBW4')`)
 	insert(t, pool, `update agent_automations set enabled = false, disabled_by = 'self_heal', disabled_reason = 'fetch fails',
 		paused_for = 'fetch'
 		where id = $1::uuid returning name`, insertAutomation(t, pool, "weekly"))
@@ -45,7 +46,8 @@ func TestAutomationsShowScheduleAndRuns(t *testing.T) {
 	assert.True(t, !strings.Contains(body, "2030-01-04"), "the page shows more than three planned runs")
 	assert.True(t, !strings.Contains(body, "hunter22"), "the list of all automations shows a secret")
 	body = wantTexts(t, server.URL+"/automations/nightly", "[redacted]")
-	assert.True(t, !strings.Contains(body, "hunter22"), "the page of the automation shows a secret")
+	assert.True(t, !strings.Contains(body, "hunter22") && !strings.Contains(body, "AIzaSyD"),
+		"the page of the automation shows a secret, or a part of one")
 	body = wantTexts(t, server.URL+"/automations?state=enabled", "nightly")
 	assert.True(t, !strings.Contains(body, "weekly"), "a paused automation is listed as enabled")
 	wantError(t, server.URL+"/automations?state=asleep", 400, "it can be enabled, disabled")
