@@ -328,6 +328,10 @@ func TestFinishIsComparedAndSet(t *testing.T) {
 	assert.True(t, !ok, "finished another attempt")
 	_, _, err = automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{Output: "\x00"})
 	assert.Error(t, err, "a NUL character was accepted")
+	got = finish(t, pool, claim(t, pool, putDue(t, pool, automations.Definition{Name: "c"}, "1 hour")), automations.Result{
+		Output: map[string]string{"password": "hunter22"}, Error: "refused: password=hunter22",
+	})
+	assert.Truef(t, !strings.Contains(string(got.Output)+*got.ErrorMessage, "hunter22"), "a secret is stored: %+v", got)
 	got = finish(t, pool, run, automations.Result{Output: strings.Repeat("x", 300<<10)})
 	assert.Truef(t, strings.Contains(string(got.Output), "omitted"), "got %.100s", got.Output)
 }

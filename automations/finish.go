@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
@@ -57,7 +58,7 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 		returning r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at,
 		          r.execution_id, r.trace_id, r.error_message, r.output, r.created_at, r.finished_at`,
 		pgx.StrictNamedArgs{
-			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": truncate(result.Error), "output": output,
+			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": failureText(result.Error), "output": output,
 			"retry": backoff(attempt).Seconds(), "released": result.Released,
 		})
 	run, ok, err := collectRun(rows, err)
@@ -92,10 +93,14 @@ func (r Result) encode() (*json.RawMessage, error) {
 	case strings.Contains(strings.ReplaceAll(string(raw), `\\`, ""), `\u0000`):
 		return nil, errors.New("encode output: it has a NUL character")
 	}
+	raw = redact.JSON(raw, maxOutput)
 	return (*json.RawMessage)(&raw), nil
 }
 
 func truncate(text string) string { return textcut.Stored(text, maxMessage) }
+
+// failureText returns the start of an error text, without secrets.
+func failureText(text string) string { return truncate(redact.Text(text, 4*maxMessage)) }
 
 // Settle sets the final status of a run that awaited an approval, after the approved call has ended. The run was stored
 // as skipped. failure is empty for a success.
@@ -105,7 +110,7 @@ func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) err
 		   set status = case when @failure::text = '' then 'success' else 'dead' end, error_message = nullif(@failure, ''),
 		       finished_at = clock_timestamp()
 		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
-		pgx.StrictNamedArgs{"approval": approvalID, "failure": truncate(failure)})
+		pgx.StrictNamedArgs{"approval": approvalID, "failure": failureText(failure)})
 	if err != nil {
 		return fmt.Errorf("settle the runs of approval %s: %w", approvalID, err)
 	}
@@ -117,7 +122,7 @@ func RecordDenial(ctx context.Context, db postgres.DB, approvalID, why string) e
 	_, err := db.Exec(ctx, `
 		update agent_automation_runs set error_message = @why
 		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
-		pgx.StrictNamedArgs{"approval": approvalID, "why": truncate(why)})
+		pgx.StrictNamedArgs{"approval": approvalID, "why": failureText(why)})
 	if err != nil {
 		return fmt.Errorf("record the denied approval %s: %w", approvalID, err)
 	}
@@ -151,6 +156,6 @@ func Skip(ctx context.Context, db postgres.DB, runID string) (bool, error) {
 func MarkDead(ctx context.Context, db postgres.DB, runID, why string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automation_runs set status = 'dead', finished_at = clock_timestamp(), error_message = @why
-		 where id = @id and status = 'due'`, pgx.StrictNamedArgs{"id": runID, "why": truncate(why)})
+		 where id = @id and status = 'due'`, pgx.StrictNamedArgs{"id": runID, "why": failureText(why)})
 	return postgres.Changed(tag, err, "mark automation run dead")
 }
