@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
@@ -173,6 +174,7 @@ func (room *Room) approvalAfter(ctx context.Context, req *pageRequest) (any, err
 	if err != nil {
 		return nil, err
 	}
+	outcome.Summary, outcome.Error = redact.Text(outcome.Summary, maxValue), redact.Text(outcome.Error, maxValue)
 	hideResult(ctx, &outcome.Summary, outcome.Flow, outcome.Surface, outcome.ThreadID)
 	id, _ := req.Subject.(string)
 	approval, err := approvals.Get(ctx, room.Read, id)

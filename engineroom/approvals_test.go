@@ -103,11 +103,17 @@ func TestApprovalShowsOutcome(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
 	x := insert(t, pool, `insert into agent_executions (trace_id, surface, flow, status, result_summary)
-		values ('op_00000000000000000000000001', 'operate', 'turn', 'pending', 'dropped it') returning id::text`)
-	id := insertApproval(t, pool, "consumed", `{}`, 5)
+		values ('op_00000000000000000000000001', 'operate', 'turn', 'pending', 'dropped it with password=hunter22')
+		returning id::text`)
+	id := insert(t, pool, `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash,
+		  status, decided_by, decided_at, consumed_at, expires_at, execution_id)
+		select trace_id, skill_name, skill_revision, arguments, md5('x'), status, decided_by, decided_at, consumed_at,
+		       expires_at, $2::uuid from agent_approvals where id = $1::uuid returning id::text`,
+		insertApproval(t, pool, "consumed", `{}`, 5), x)
 	insert(t, pool, `
 		with a as (insert into agent_activity (trace_id, execution_id, step, skill_name, status, output, duration_ms)
 		           values ('op_00000000000000000000000001', $2::uuid, 'call 1/drop', 'drop', 'success', '{"rows": 17}', 40))
 		update agent_approvals set consumed_for = $2::text || ' call 1/drop' where id = $1::uuid returning id::text`, id, x)
-	wantTexts(t, server.URL+"/approvals/"+id, "was used", "/executions/"+x, "rows", "17", "40 ms")
+	body := wantTexts(t, server.URL+"/approvals/"+id, "was used", "/executions/"+x, "rows", "17", "40 ms", "dropped it")
+	assert.True(t, !strings.Contains(body, "hunter22"), "the page shows a secret of the result")
 }
