@@ -182,7 +182,8 @@ func (c *Client) connectionLocked(ctx context.Context, s *slot, r Remote) (*conn
 		return s.conn, nil
 	}
 	if s.conn != nil {
-		c.closing.Go(s.conn.close)
+		replaced := s.conn
+		c.closing.Go(func() { replaced.retire(ctx) })
 		s.conn = nil
 	}
 	if wait := time.Until(s.retryAt); wait > 0 {

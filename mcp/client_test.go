@@ -175,6 +175,29 @@ func TestChildLifecycle(t *testing.T) {
 	f.wantFailure("echo", `{"text":"a"}`, skills.ClassUnavailable, "closed")
 }
 
+// A changed list of tools replaces the child, but not before its calls have ended.
+func TestReplacedChildEndsItsCalls(t *testing.T) {
+	t.Parallel()
+	f := newClientFixture(t, nil)
+	f.put(stdioServer(t, map[string]any{childVariable: "change"}))
+	f.sync()
+	first := f.process().PID
+	slow := skills.Call{Skill: f.skill("slow")}
+	type answer struct {
+		result json.RawMessage
+		err    error
+	}
+	ended := make(chan answer, 1)
+	go func() {
+		result, err := f.registry.Invoke(context.WithoutCancel(t.Context()), slow)
+		ended <- answer{result, err}
+	}()
+	pgtest.Eventually(t, func() bool { return f.process().PID != first }, "another child answers")
+	got := <-ended
+	assert.Truef(t, got.err == nil && string(got.result) == `"done"`, "the call ended with %s, %v", got.result, got.err)
+	pgtest.Eventually(t, func() bool { return syscall.Kill(first, 0) != nil }, "the first child ends")
+}
+
 func TestChildOfARemovedServerEnds(t *testing.T) {
 	t.Parallel()
 	f := newClientFixture(t, nil)

@@ -31,6 +31,7 @@ type connection struct {
 
 	stale           atomic.Bool  // the next call must open another connection
 	timeouts        atomic.Int32 // consecutive timeouts
+	calls           atomic.Int32 // pending calls
 	responseTooLong atomic.Bool  // an HTTP response was longer than maxMessage
 	done            chan struct{}
 }
@@ -175,6 +176,23 @@ func (conn *connection) respondsToPing(ctx context.Context) bool {
 	}
 }
 
+// retire closes a replaced connection after its pending calls. It does not wait for a server that ended or is
+// unresponsive, nor after ctx.
+func (conn *connection) retire(ctx context.Context) {
+	defer conn.close()
+	ticker := time.NewTicker(callPollInterval)
+	defer ticker.Stop()
+	for conn.calls.Load() > 0 && conn.timeouts.Load() < maxTimeouts && (conn.child == nil || !conn.child.waitExit(0)) {
+		select {
+		case <-ticker.C:
+		case <-conn.done:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
 // close ends the session with its pending calls, and the child.
 func (conn *connection) close() {
 	if conn.child != nil {
@@ -199,6 +217,8 @@ func (conn *connection) close() {
 
 // call sends one call and waits for its answer. It returns soon after ctx ends, even if the child does not read.
 func (conn *connection) call(ctx context.Context, params *sdk.CallToolParams) (*sdk.CallToolResult, error) {
+	conn.calls.Add(1)
+	defer conn.calls.Add(-1)
 	type answer struct {
 		result *sdk.CallToolResult
 		err    error

@@ -39,11 +39,18 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
-// runChild runs a stdio server. The kind "slow" starts late; the kind "stall" stops reading after 100,000 bytes.
+// runChild runs a stdio server. The kind "slow" starts late; the kind "stall" stops reading after 100,000 bytes;
+// the kind "change" changes its tools.
 func runChild(kind string) int {
 	fmt.Fprintln(os.Stderr, "child begins")
 	if kind == "slow" {
 		time.Sleep(4 * time.Second)
+	}
+	if kind == "change" {
+		if err := changingServer().Run(context.Background(), &sdk.StdioTransport{}); err != nil {
+			return 1
+		}
+		return 0
 	}
 	if kind == "stall" {
 		in := &stallingReader{remaining: 100_000}
@@ -55,6 +62,19 @@ func runChild(kind string) int {
 		return 1
 	}
 	return 0
+}
+
+// changingServer has the tool slow, which announces a change of the tools, and ends later than a replaced child would.
+func changingServer() *sdk.Server {
+	all := tools("")
+	s := newServer(all...)
+	s.AddTool(&sdk.Tool{Name: "slow", InputSchema: json.RawMessage(`{"type":"object"}`)},
+		func(context.Context, *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+			s.AddTool(&sdk.Tool{Name: "more", InputSchema: json.RawMessage(`{"type":"object"}`)}, all[0].handler)
+			time.Sleep(6 * time.Second)
+			return text("done"), nil
+		})
+	return s
 }
 
 // stallingReader reads some bytes of standard input, then blocks.
