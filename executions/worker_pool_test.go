@@ -240,7 +240,7 @@ func TestSetLimitsReplacesAll(t *testing.T) {
 		assert.Truef(t, err == nil && slices.Equal(got, want), "the limits are %v, want %v, %v", got, want, err)
 	}
 	err := p.SetLimits(t.Context(), []executions.Admission{{Kind: "page", Name: "x", Running: 1}})
-	assert.Truef(t, postgres.IsCode(err, "23514"), "a limit of a page: %v", err)
+	assert.Truef(t, postgres.IsCode(err, "22023"), "a limit of a page: %v", err)
 }
 
 // countWakeJobs counts the hints sent to River.
