@@ -287,8 +287,9 @@ func Window(
 	return summary, messages[firstComplete:], cut, nil
 }
 
-// Backlog returns the turns to summarise, oldest first: those before the latest keep tokens, up to about maxTokens.
-// It is empty when all turns without a summary fit in limit tokens. before excludes later turns; 0: none.
+// Backlog returns the turns to summarise, oldest first: those before the latest keep tokens or 200 messages, up to about
+// maxTokens. It is empty when all turns without a summary fit in limit tokens and are fewer than 400 messages, the most
+// that Window reads. before excludes later turns; 0: none.
 func Backlog(
 	ctx context.Context, db postgres.DB, thread string, before int64, limit, keep, maxTokens int,
 ) ([]Message, error) {
@@ -302,10 +303,16 @@ func Backlog(
 		   where m.thread_id = @thread and m.turn > @through and (@before::bigint = 0 or m.turn < @before)
 		     and m.status not in ('failed', 'withdrawn')
 		   order by m.turn desc, m.seq desc limit 400),
-		measured as (select l.turn, sum(l.tokens) over (order by l.turn desc, l.seq desc) as running from latest l),
+		measured as (
+		  select l.turn,
+		         sum(l.tokens) over (order by l.turn desc, l.seq desc) as running,
+		         row_number() over (order by l.turn desc, l.seq desc) as place
+		    from latest l),
 		old as (
-		  select max(turn) as through from measured
-		   where running > @keep and (select max(running) > @limit or count(*) = 400 from measured)),
+		  select max(m.turn) as through
+		    from measured m, (select max(running) > @limit as large, count(*) = 400 as many from measured) size
+		   where (size.large or size.many) and m.running > @keep
+		      or size.many and m.place > 200),
 		oldest as (
 		  select m.* from agent_messages m
 		   where m.thread_id = @thread and m.turn > @through and m.status not in ('failed', 'withdrawn')

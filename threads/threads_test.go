@@ -216,6 +216,25 @@ func TestBacklogHasWholeOldTurns(t *testing.T) {
 	}
 }
 
+// Window reads 400 messages, so the older half of as many short ones is summarised although all tokens would fit.
+func TestBacklogHasManyShortTurns(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	open(t, db, "b")
+	pgtest.Exec(t, db, `
+		insert into agent_messages (thread_id, seq, turn, role, content, channel, trace_id, status)
+		select 'b', n, n, 'user', 'm' || n, 'chat', '', 'received' from generate_series(1, 400) n`)
+	backlog := func(before int64) []threads.Message {
+		old, err := threads.Backlog(t.Context(), db, "b", before, 1<<20, 1<<20, 1<<20)
+		require.NoError(t, err)
+		return old
+	}
+	assert.Equal(t, 0, len(backlog(400)))
+	old := backlog(0)
+	require.Equal(t, 200, len(old))
+	assert.Equal(t, "m200", old[199].Content)
+}
+
 func TestLocksListsHeldThreads(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
