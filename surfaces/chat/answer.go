@@ -39,7 +39,7 @@ func (t *turn) newAnswer(text string, finish openai.FinishReason, o reason.Outco
 	}
 	// A limit that ends a turn after it has shown text does not refuse it: the client keeps the text.
 	a.Refused = (o.Ended == reason.EndedDay || o.Ended == reason.EndedSurface) && t.feed.snapshot(false).text == t.flowText
-	limit := t.in.MaxTokens * bytesPerToken
+	limit := t.in.maxBytes()
 	switch {
 	case a.Refused:
 	case t.in.Form != nil && o.Ended != reason.Answered:

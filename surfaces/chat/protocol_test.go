@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"net/http"
 	"strings"
 	"testing"
@@ -314,4 +315,9 @@ func TestMaxTokensBoundsAnswer(t *testing.T) {
 	require.NoError(t, err)
 	text, err := streamed(t, stream)
 	assert.Truef(t, err == nil && len(text) <= 40 && text == long[:len(text)], "streamed %q, %v", text, err)
+	w.model.Add(modeltest.Text(long))
+	req.MaxCompletionTokens = math.MaxInt
+	got, err = p.client(inThread("m")...).CreateChatCompletion(t.Context(), req)
+	require.NoError(t, err)
+	assert.Equal(t, long, got.Choices[0].Message.Content)
 }

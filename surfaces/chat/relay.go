@@ -131,7 +131,7 @@ func (c *Chat) relay(ctx context.Context, raw json.RawMessage) (executions.Resul
 	if !startedHere {
 		defer f.detach(x.Claim)
 	}
-	f.start(x.Claim, "", in.MaxTokens*bytesPerToken)
+	f.start(x.Claim, "", in.maxBytes())
 	notifications, unsubscribe := c.subscribeMessages()
 	defer unsubscribe()
 	got, err := c.streamRelay(ctx, x, in, f, notifications)

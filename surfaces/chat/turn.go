@@ -174,7 +174,7 @@ func (t *turn) maxBytes() int {
 	if t.in.Form != nil {
 		return 0
 	}
-	limit := t.in.MaxTokens * bytesPerToken
+	limit := t.in.maxBytes()
 	if limit > 0 && t.flowText != "" {
 		limit += len(t.flowText) + len("\n\n") // the model did not write these
 	}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"encoding/json"
 	"fmt"
+	"math"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -114,6 +115,9 @@ type input struct {
 	// Unseen is the span of the flows' messages since the last answer; nil for a relay.
 	Unseen *span `json:"unseen,omitempty"`
 }
+
+// maxBytes returns the limit of the model's text in bytes; 0 is no limit.
+func (in input) maxBytes() int { return min(in.MaxTokens, math.MaxInt32) * bytesPerToken }
 
 // isSentBy reports whether a principal sent the message.
 func (in input) isSentBy(p threads.Principal) bool {
