@@ -18,6 +18,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -267,6 +268,26 @@ func TestScheduleStartsFlow(t *testing.T) {
 	} {
 		assert.ErrorContains(t, report.SetSchedules(t.Context(), schedules...), want)
 	}
+	var group errgroup.Group // two versions of the program start at the same time
+	for _, names := range []string{"abc", "cd"} {
+		var schedules []schedule
+		for name := range strings.SplitSeq(names, "") {
+			schedules = append(schedules, schedule{Name: name, Cron: "@daily"})
+		}
+		group.Go(func() error {
+			for range 20 {
+				if err := report.SetSchedules(t.Context(), schedules...); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	assert.NoError(t, group.Wait())
+	names := pgtest.Value[string](t, pool, `select string_agg(right(name, 1), '' order by name) from agent_schedules`)
+	assert.Truef(t, names == "abc" || names == "cd", "the schedules of neither: %s", names)
+	require.NoError(t, report.SetSchedules(t.Context(), daily))
+
 	heartbeat := lanekeeper.Remote[string, string](rt, "heartbeat")
 	assert.ErrorContains(t, heartbeat.SetSchedules(t.Context(), daily), "Lanekeeper's own")
 	pgtest.Equal(t, pool, 1, `select count(*) from agent_schedules where flow = 'report'`)

@@ -1,7 +1,6 @@
 package lanekeeper
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -30,9 +29,13 @@ func (f Flow[In, Out]) SetSchedules(ctx context.Context, schedules ...Schedule[I
 		return fmt.Errorf("set the schedules of flow %s: it is Lanekeeper's own, which schedules it itself", f.name)
 	}
 	err := postgres.InTx(ctx, f.r.pool, func(tx pgx.Tx) error {
+		// Concurrent calls with other schedules would deadlock, or each would miss the other's new rows.
+		if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('schedules of ' || @flow, 0))`,
+			postgres.Strict{"flow": f.name}); err != nil {
+			return err
+		}
 		var names []string
-		for _, s := range slices.SortedFunc(slices.Values(schedules), // one order of locks in all processes
-			func(a, b Schedule[In]) int { return cmp.Compare(a.Name, b.Name) }) {
+		for _, s := range schedules {
 			name := f.name + "/" + s.Name // the names of all flows' schedules are in one table
 			if s.Name == "" || slices.Contains(names, name) {
 				return fmt.Errorf("each schedule needs a name of its own, got %q", s.Name)
