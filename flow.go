@@ -190,12 +190,12 @@ func (f Flow[In, Out]) Call(ctx context.Context, name string, in In) (out Out, e
 // name. Children that are started before the first [Child.Wait] run at the same time. A cancel of the parent cancels a
 // child; the parent's end does not. Unlike the child of [Flow.Call], the child uses no lane of its parent.
 func (f Flow[In, Out]) StartChild(ctx context.Context, name string, in In) (Child[Out], error) {
-	id, err := executions.StartChild(ctx, name, executions.Child{Flow: f.name, Input: in, Wait: true})
-	return Child[Out]{flow: f.name, name: name, id: id}, err
+	id, step, err := executions.StartChild(ctx, name, executions.Child{Flow: f.name, Input: in, Wait: true})
+	return Child[Out]{flow: f.name, step: step, id: id}, err
 }
 
 // Child is a child that [Flow.StartChild] started.
-type Child[Out any] struct{ flow, name, id string }
+type Child[Out any] struct{ flow, step, id string }
 
 // ID is the execution's id, as in `agent executions show ID`.
 func (c Child[Out]) ID() string { return c.id }
@@ -203,7 +203,7 @@ func (c Child[Out]) ID() string { return c.id }
 // Wait suspends the calling flow until the child ends, and returns the child's result. Errors and the time limit are
 // those of [Flow.Call]. After ErrTimedOut the flow may wait again.
 func (c Child[Out]) Wait(ctx context.Context) (out Out, err error) {
-	child, err := executions.AwaitChild(ctx, c.name, c.id, executions.Patient)
+	child, err := executions.AwaitChild(ctx, c.step, c.id, executions.Patient)
 	if err != nil {
 		return out, err
 	}

@@ -208,6 +208,48 @@ func TestStartedChildrenRunAtOnce(t *testing.T) {
 	assert.Equal(t, n, pgtest.Value[int](t, pool, `select count(*) from agent_executions where parent_id = $1`, h.ID()))
 }
 
+// The order of waits may differ between runs, for example in goroutines. A wait never returns the record of another
+// child.
+func TestWaitBelongsToItsChild(t *testing.T) {
+	rt, pool := open(t)
+	child := register(t, rt, "child", func(ctx context.Context, i int) (string, error) {
+		return lanekeeper.WaitEvent[string](ctx, "wait", fmt.Sprint("go ", i), time.Hour)
+	})
+	var runs atomic.Int32
+	parent := register(t, rt, "parent", func(ctx context.Context, _ struct{}) ([]string, error) {
+		var children []lanekeeper.Child[string]
+		for i := range 2 {
+			c, err := child.StartChild(lanekeeper.Scope(ctx, "start"), "child", i)
+			if err != nil {
+				return nil, err
+			}
+			children = append(children, c)
+		}
+		results := make([]string, 2)
+		first := int(runs.Add(1)) % 2 // of the first run: the second child
+		for _, i := range []int{first, 1 - first} {
+			var err error
+			if results[i], err = children[i].Wait(ctx); err != nil {
+				return nil, err
+			}
+		}
+		return results, nil
+	})
+	run(t, rt)
+	h, err := parent.Start(t.Context(), struct{}{})
+	require.NoError(t, err)
+	for _, i := range []int{1, 0} {
+		pgtest.Until(t, pool, true, `
+			select exists (
+			  select from agent_executions p join agent_executions c on c.id::text = p.waiting_key
+			   where p.id = $1 and c.input = to_jsonb($2::int))`, h.ID(), i)
+		require.NoError(t, rt.SendEvent(t.Context(), fmt.Sprint("go ", i), fmt.Sprint("result ", i), ""))
+	}
+	got, err := h.Wait(t.Context())
+	require.NoError(t, err)
+	assert.Equal(t, "result 0,result 1", strings.Join(got, ","))
+}
+
 func TestCancelOfParentCancelsStartedChildren(t *testing.T) {
 	rt, pool := open(t)
 	child := register(t, rt, "child", func(ctx context.Context, _ int) (int, error) {

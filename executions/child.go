@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -91,37 +92,39 @@ func Trigger(ctx context.Context, name string, c Child) (ChildResult, error) {
 			return ChildResult{}, err
 		}
 	}
-	id, err := startChild(ctx, name, c, c.Wait && !c.KeepLanes)
+	id, _, err := startChild(ctx, name, c, c.Wait && !c.KeepLanes)
 	if err != nil || !c.Wait {
 		return ChildResult{ExecutionID: id}, err
 	}
 	return awaitChild(ctx, name, id, c)
 }
 
-// StartChild starts a child execution in the same trace and returns its id without waiting. With Child.Wait, a cancel
-// of the parent cancels the child, and the parent waits later, with [AwaitChild]. The child keeps to its own lanes.
-// Several children that are started so run at the same time.
-func StartChild(ctx context.Context, name string, c Child) (id string, err error) {
+// StartChild starts a child execution in the same trace without waiting. It returns the child's id and the key of the
+// step. With Child.Wait, a cancel of the parent cancels the child, and the parent waits later, with [AwaitChild]. The
+// child keeps to its own lanes. Several children that are started so run at the same time.
+func StartChild(ctx context.Context, name string, c Child) (id, step string, err error) {
 	return startChild(ctx, name, c, false)
 }
 
-// AwaitChild waits for the end of a child that [StartChild] started. name is that of its start. For the timeout see
-// [Child.Timeout]; after it the parent may wait again. A failed child is a result, not an error.
-func AwaitChild(ctx context.Context, name, id string, timeout time.Duration) (ChildResult, error) {
-	return awaitChild(ctx, name, id, Child{Timeout: timeout})
+// AwaitChild waits for the end of a child that [StartChild] started in a step. So the records of a wait belong to one
+// child, in any order of the waits. For the timeout see [Child.Timeout]; after it the parent may wait again. A failed
+// child is a result, not an error.
+func AwaitChild(ctx context.Context, step, id string, timeout time.Duration) (ChildResult, error) {
+	return awaitChild(ctx, strings.TrimPrefix(step, scopeOf(ctx)), id, Child{Timeout: timeout})
 }
 
 // startChild starts a child. inherits says whether it may borrow its parent's lanes.
-func startChild(ctx context.Context, name string, c Child, inherits bool) (id string, err error) {
+func startChild(ctx context.Context, name string, c Child, inherits bool) (id, step string, err error) {
 	r, err := runFrom(ctx)
 	if err != nil {
-		return "", err
+		return "", "", err
 	}
 	identity, err := c.identity()
 	if err != nil {
-		return "", fmt.Errorf("trigger %s: %w", name, err)
+		return "", "", fmt.Errorf("trigger %s: %w", name, err)
 	}
-	return StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (string, error) {
+	var spec *stepSpec
+	id, err = StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (string, error) {
 		thread := c.ThreadID
 		if thread == "" && r.exec.ThreadID != nil {
 			thread = *r.exec.ThreadID
@@ -135,7 +138,8 @@ func startChild(ctx context.Context, name string, c Child, inherits bool) (id st
 			Awaited: c.Wait, Inherits: inherits, DedupeKey: c.DedupeKey,
 		})
 		return child.ID, err
-	}, Input(identity))
+	}, Input(identity), func(s *stepSpec) { spec = s })
+	return id, spec.key, err
 }
 
 // awaitChild waits for the end of a child. Of c it reads Timeout and WaitData.

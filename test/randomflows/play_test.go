@@ -231,17 +231,17 @@ func (p player) trigger(ctx context.Context, o op, depth int) (int, error) {
 
 // children starts the op's children, and then waits for each.
 func (p player) children(ctx context.Context, o op, depth int) (int, error) {
-	var ids []string
+	var ids, steps []string
 	for _, seed := range o.seeds() {
-		id, err := executions.StartChild(ctx, o.name, childOf(seed, depth, true))
+		id, step, err := executions.StartChild(ctx, o.name, childOf(seed, depth, true))
 		if err != nil {
 			return 0, err
 		}
-		ids = append(ids, id)
+		ids, steps = append(ids, id), append(steps, step)
 	}
 	all := 0
-	for _, id := range ids {
-		got, err := executions.AwaitChild(ctx, o.name, id, 0)
+	for i, id := range ids {
+		got, err := executions.AwaitChild(ctx, steps[i], id, 0)
 		if err != nil {
 			return 0, err
 		}
