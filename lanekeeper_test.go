@@ -416,6 +416,37 @@ func TestStepTxRecordsStepWithEffect(t *testing.T) {
 	assert.Equal(t, 8, pgtest.Value[int](t, pool, `select count(*) from shop_orders`))
 }
 
+func TestCalledChildBorrowsLane(t *testing.T) {
+	rt, _ := open(t)
+	locked := func(ctx context.Context, fn func(ctx context.Context) (string, error)) (string, error) {
+		return lanekeeper.WithLane(ctx, "till", time.Second, fn)
+	}
+	child := register(t, rt, "child", func(ctx context.Context, _ struct{}) (string, error) {
+		return locked(ctx, func(context.Context) (string, error) { return "counted", nil })
+	})
+	parent := register(t, rt, "parent", func(ctx context.Context, how string) (string, error) {
+		return locked(ctx, func(ctx context.Context) (string, error) {
+			if how == "call" {
+				return child.Call(ctx, "count", struct{}{})
+			}
+			c, err := child.StartChild(ctx, "count", struct{}{})
+			if err != nil {
+				return "", err
+			}
+			return c.Wait(ctx)
+		})
+	})
+	run(t, rt)
+	h, err := parent.Start(t.Context(), "call")
+	require.NoError(t, err)
+	got, err := h.Wait(t.Context())
+	assert.Truef(t, err == nil && got == "counted", "%q, %v", got, err)
+	h, err = parent.Start(t.Context(), "start")
+	require.NoError(t, err)
+	_, err = h.Wait(t.Context())
+	assert.ErrorContains(t, err, "lane busy")
+}
+
 func TestStartTxFollowsTransaction(t *testing.T) {
 	rt, pool := open(t)
 	echo := register(t, rt, "echo", func(_ context.Context, text string) (string, error) { return text, nil })

@@ -148,7 +148,10 @@ type holdKey struct{}
 // that error from the flow. The lane outlives the process: the process that continues the execution takes the lane
 // over. A wait in fn keeps the lane for at most an hour. After that another owner may acquire the lane, and the flow
 // queues for it again before it continues. fn's context ends when the lane is lost; then no step starts. Hold one lane
-// at a time, or acquire several lanes in one order everywhere.
+// at a time, or acquire several lanes in one order everywhere. A child of [Flow.Call] in fn borrows the lane.
+//
+// A flow in the queue keeps its worker. If fn waits for a child while such flows keep all workers, the child does not
+// run before their timeout.
 func WithLane[T any](
 	ctx context.Context, lane string, timeout time.Duration, fn func(ctx context.Context) (T, error),
 ) (value T, err error) {

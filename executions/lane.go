@@ -35,14 +35,21 @@ type Hold struct {
 func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error) {
 	deadline := time.Now().Add(lendTimeout)
 	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
-		for pause := minLendPause; ; pause = min(2*pause, maxLendPause) {
-			lease, err := r.e.keeper.AcquireAs(detached, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name, opts...)
-			busy, ok := errors.AsType[*lanes.BusyError](err)
-			if !ok || !busy.WillLend || time.Now().After(deadline) || !sleep.For(ctx, pause) {
-				return lease, err
-			}
-		}
+		return r.tryLane(ctx, detached, name, deadline, opts)
 	})
+}
+
+// tryLane acquires or borrows a lane. Until the deadline it waits for a lender that does not wait yet.
+func (r *run) tryLane(
+	ctx, detached context.Context, name string, deadline time.Time, opts []lanes.Option,
+) (*lanes.Lease, error) {
+	for pause := minLendPause; ; pause = min(2*pause, maxLendPause) {
+		lease, err := r.e.keeper.AcquireAs(detached, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name, opts...)
+		busy, ok := errors.AsType[*lanes.BusyError](err)
+		if !ok || !busy.WillLend || time.Now().After(deadline) || !sleep.For(ctx, pause) {
+			return lease, err
+		}
+	}
 }
 
 const (
@@ -51,11 +58,17 @@ const (
 	maxLendPause = time.Second
 )
 
-// LaneWait is Lane that queues for a busy lane. After the timeout it returns lanes.ErrBusy. It blocks the goroutine, so
-// use it only in flows for which a person waits. Other flows wait durably with LaneFree.
+// LaneWait is Lane that queues for a busy lane, which no ancestor lends. After the timeout it returns lanes.ErrBusy. It
+// blocks the goroutine, so use it only in flows for which a person waits. Other flows wait durably with LaneFree.
 func LaneWait(ctx context.Context, name string, timeout time.Duration, opts ...lanes.Option) (*Hold, error) {
 	deadline := time.Now().Add(timeout)
 	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
+		if r.exec.Inherits { // no place in the queue can borrow
+			lease, err := r.tryLane(ctx, detached, name, deadline, opts)
+			if !errors.Is(err, lanes.ErrBusy) {
+				return lease, err
+			}
+		}
 		// The lease's context derives from waitCtx, so waitCtx must not end with the timeout.
 		waitCtx, cancel := context.WithCancelCause(detached)
 		defer context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })()
