@@ -383,7 +383,7 @@ func TestStepRetriesBeforeRecordingError(t *testing.T) {
 
 func TestStepTxRecordsStepWithEffect(t *testing.T) {
 	rt, pool := open(t)
-	pgtest.Exec(t, pool, `create table shop_orders (id text primary key)`)
+	pgtest.Exec(t, pool, `create table shop_orders (id text primary key, key text unique check (key <> ''))`)
 	var mu sync.Mutex
 	inside := 0
 	book := register(t, rt, "book", func(ctx context.Context, id string) (string, error) {
@@ -397,7 +397,7 @@ func TestStepTxRecordsStepWithEffect(t *testing.T) {
 				return "", errors.New("another execution holds the lane, too")
 			}
 			return lanekeeper.StepTx(ctx, "insert", func(ctx context.Context, tx pgx.Tx) (string, error) {
-				_, err := tx.Exec(ctx, `insert into shop_orders values ($1)`, id)
+				_, err := tx.Exec(ctx, `insert into shop_orders values ($1, $2)`, id, lanekeeper.StepKey(ctx))
 				return id, err
 			})
 		})

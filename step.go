@@ -30,7 +30,8 @@ func Untraced() StepOption { return func(o *stepOptions) { o.untraced = true } }
 
 // Retry calls the function up to n more times after an error. The first retry follows after pause, and each further
 // pause is twice as long. The process waits during the pauses, so keep them under a minute; use [Sleep] for longer
-// pauses. A panic is not retried, and StepTx ignores this option.
+// pauses. Steps and children inside the function begin anew in each call. A panic is not retried, and StepTx ignores
+// this option.
 func Retry(n int, pause time.Duration) StepOption {
 	return func(o *stepOptions) { o.retries, o.pause = n, pause }
 }
@@ -108,7 +109,7 @@ func StepTx[T any](
 				return value, err
 			}
 		}
-		return fn(ctx, tx)
+		return fn(context.WithValue(ctx, stepKey{}, executions.IdempotencyKey(ctx)), tx)
 	}, input...)
 	return value, stepError(err)
 }

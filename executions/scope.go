@@ -34,6 +34,16 @@ func stepScope(ctx context.Context, s stepSpec) context.Context { return withPre
 // StepKey returns the key of the step that contains ctx. It is empty outside steps.
 func StepKey(ctx context.Context) string { return strings.TrimSuffix(scopeOf(ctx), "/") }
 
+// IdempotencyKey returns the idempotency key of the step that contains ctx; see [Effect.Key]. It is empty outside
+// executions.
+func IdempotencyKey(ctx context.Context) string {
+	r, err := runFrom(ctx)
+	if err != nil {
+		return ""
+	}
+	return r.idempotencyKey(StepKey(ctx))
+}
+
 type gateKey struct{}
 
 // Gate returns a context under which every step without a checkpoint calls gate first. gate may wait durably, so a run
