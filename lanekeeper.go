@@ -63,6 +63,7 @@
 //     record anything: the database refuses the write.
 //   - One execution runs in one process at a time. [WithLane] extends this to all executions that share a lane's name.
 //   - A shutdown ([Runtime.Run] returns) finishes running steps and hands the rest to other processes.
+//   - `agent pause` on the database also pauses these flows: they start and continue after `agent resume`.
 //
 // The commands `agent executions`, `agent trace` and `agent why`, the HTTP API and the Engine Room show and start these
 // flows like all others. The package executions has further functions.

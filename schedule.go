@@ -15,7 +15,7 @@ import (
 type Schedule[In any] struct {
 	Name     string // unique among the schedules of the flow
 	Cron     string // five fields, such as "0 9 * * 1-5", or @daily, or an interval such as @every 30m
-	Timezone string // a name of the IANA time zone database; empty means UTC
+	Timezone string // a name of the IANA time zone database; empty means UTC, which has no daylight saving
 	Input    In     // of each execution
 }
 
@@ -23,7 +23,8 @@ type Schedule[In any] struct {
 // runs starts one execution at each time, even if the previous one has not ended. Times that passed while no process
 // ran start one execution later. Times during a pause of the agent are skipped. A schedule with the same cron
 // expression and time zone as before keeps its next time, so a program calls SetSchedules at each start. A new schedule
-// is effective within five seconds.
+// is effective within five seconds. At a change to daylight saving, a time that the clocks skip does not happen that
+// day, and a time that they repeat happens twice.
 func (f Flow[In, Out]) SetSchedules(ctx context.Context, schedules ...Schedule[In]) error {
 	if executions.IsReserved(f.name) {
 		return fmt.Errorf("set the schedules of flow %s: it is Lanekeeper's own, which schedules it itself", f.name)

@@ -285,7 +285,7 @@ create or replace view lanekeeper.agent_why_of_runs as
                 when 'ended' then ', until it ended'
                 when 'lent' then ', then lent it'
                 when 'given back' then ', then gave it back'
-                when 'handed back' then ', until its process shut down'
+                when 'handed back' then ', until its process handed the execution back'
                 when 'expired' then ', then its lease expired'
                 when 'broken' then ', then an admin broke it'
                 else '' end),
@@ -308,7 +308,7 @@ create or replace view lanekeeper.agent_why_of_runs as
          format('%s lost its worker %s under claim %s%s%s', x.flow, coalesce(nullif(c.worker_name, ''), c.worker::text),
            c.claim,
            case c.how
-             when 'handed back' then ', which shut down and handed it back'
+             when 'handed back' then ', which handed it back: it shut down, was paused or lacks the flow'
              when 'no progress' then ', which recorded no step in time'
              else ', whose lease expired' end,
            case when x.claim > c.claim + 1 then '; another worker continued it'
