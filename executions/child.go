@@ -165,8 +165,10 @@ func awaitChild(ctx context.Context, name, id string, c Child) (ChildResult, err
 			ExecutionID: id, Status: x.Status, Success: x.Status == Completed, Summary: x.ResultSummary, Result: x.Result,
 			Variables: x.Variables, TimedOut: outcome.TimedOut,
 		}
-		if x.ErrorMessage != nil {
-			result.Error = *x.ErrorMessage
+		for _, message := range []*string{x.ErrorMessage, x.CancelReason} {
+			if message != nil && result.Error == "" {
+				result.Error = *message
+			}
 		}
 		return result, nil
 	})

@@ -150,6 +150,7 @@ func TestTriggerReturnsCancelledChild(t *testing.T) {
 	got := childResult(t, awaitStatus(t, pool, parent, executions.Completed))
 	assert.Equal(t, executions.Cancelled, got.Status)
 	assert.True(t, !got.Success, "a cancelled child counts as a success")
+	assert.Equal(t, "enough", got.Error)
 }
 
 // After the parent's wait timed out, the child continues alone. It has no lanes of the parent, and a cancel of the
