@@ -163,7 +163,7 @@ func awaitChild(ctx context.Context, name, id string, c Child) (ChildResult, err
 		}
 		result := ChildResult{
 			ExecutionID: id, Status: x.Status, Success: x.Status == Completed, Summary: x.ResultSummary, Result: x.Result,
-			Variables: x.Variables, TimedOut: outcome.TimedOut,
+			Variables: x.Variables, TimedOut: outcome.TimedOut && !x.Status.Ended(),
 		}
 		for _, message := range []*string{x.ErrorMessage, x.CancelReason} {
 			if message != nil && result.Error == "" {

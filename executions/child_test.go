@@ -191,6 +191,27 @@ func TestChildContinuesAfterParentTimeout(t *testing.T) {
 	assert.Equal(t, executions.Waiting, getExecution(t, pool, child).Status)
 }
 
+// The child ends after the parent's wait timed out, and before the parent reads the result. The result counts.
+func TestChildThatEndsBeforeItsResultIsReadDidNotTimeOut(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	flows := triggerFlows(executions.Child{Wait: true, Timeout: 50 * time.Millisecond}, waitForever)
+	trigger := flows["flow"]
+	flows["flow"] = func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+		return trigger(executions.Gate(ctx, func(ctx context.Context) error {
+			if executions.StepKey(ctx) != "before child result" {
+				return nil
+			}
+			_, err := pool.Exec(ctx, `select cancel_agent_execution(id, 'test', '') from agent_executions where flow = 'child'`)
+			return err
+		}), input)
+	}
+	parent := startEngine(t, pool, flows).startFlow(t, "flow")
+	got := childResult(t, awaitStatus(t, pool, parent, executions.Completed))
+	assert.Equal(t, executions.Cancelled, got.Status)
+	assert.True(t, !got.TimedOut, "the wait timed out")
+}
+
 // A process dies between the start of the child and the wait. The next process starts no second child. The flow calls
 // Trigger without Wait, and waits itself, so that a gate fits between the two.
 func TestChildIsStartedOnce(t *testing.T) {
