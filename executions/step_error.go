@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime/debug"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -50,6 +51,10 @@ func recoverPanic[T any](
 ) (value T, err error) {
 	defer func() {
 		if p := recover(); p != nil {
+			if r, outside := runFrom(ctx); outside == nil {
+				r.e.log.ErrorContext(ctx, "step panicked", "step", StepKey(ctx), "panic", fmt.Sprint(p), "stack",
+					string(debug.Stack()))
+			}
 			err = &StepError{Class: "panic", Message: fmt.Sprintf("panic: %v", p)}
 		}
 	}()

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"strings"
 	"sync/atomic"
@@ -21,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // quotaError is an error with a class, like that of a client library.
@@ -201,8 +203,12 @@ func TestPanicFailsExecution(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			p := startEngine(t, pool, flowMap(c.fn))
+			log := &testkit.Log{}
+			p := startEngine(t, pool, flowMap(c.fn), func(o *executions.Options) {
+				o.Logger = slog.New(slog.NewTextHandler(log, nil))
+			})
 			got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Failed)
+			assert.Contains(t, log.String(), "TestPanicFailsExecution") // in the stack
 			assert.Truef(t, postgres.Deref(got.ErrorMessage) == c.says && postgres.Deref(got.FailedStep) == c.step,
 				"error %q, failed step %q", postgres.Deref(got.ErrorMessage), postgres.Deref(got.FailedStep))
 			assert.Equal(t, 1, countCompletions(t, pool, got.ID))
