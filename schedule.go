@@ -3,6 +3,7 @@ package lanekeeper
 import (
 	"context"
 	"fmt"
+	"net/url"
 	"slices"
 
 	"github.com/jackc/pgx/v5"
@@ -37,7 +38,7 @@ func (f Flow[In, Out]) SetSchedules(ctx context.Context, schedules ...Schedule[I
 		}
 		var names []string
 		for _, s := range schedules {
-			name := f.name + "/" + s.Name // the names of all flows' schedules are in one table
+			name := url.PathEscape(f.name) + "/" + s.Name // the names of all flows' schedules are in one table
 			if s.Name == "" || slices.Contains(names, name) {
 				return fmt.Errorf("each schedule needs a name of its own, got %q", s.Name)
 			}
