@@ -114,17 +114,18 @@ func selectEvidence(calls []call, title string, others []string) (ids []string) 
 
 // names reports whether a title names a skill, as a whole word.
 func names(title, skill string) bool {
-	for rest := title; ; {
-		i := strings.Index(rest, skill)
+	for from := 0; skill != ""; {
+		i := strings.Index(title[from:], skill)
 		if i < 0 {
 			return false
 		}
-		before, after := rest[:i], rest[i+len(skill):]
-		if !endsInWord(before) && !beginsWithWord(after) {
+		i += from
+		if !endsInWord(title[:i]) && !beginsWithWord(title[i+len(skill):]) {
 			return true
 		}
-		rest = after
+		from = i + 1
 	}
+	return false
 }
 
 func endsInWord(s string) bool { return s != "" && wordByte(s[len(s)-1]) }

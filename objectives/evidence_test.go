@@ -120,10 +120,10 @@ func TestRoundNeedsNewEvidence(t *testing.T) {
 func TestFindEvidenceMatchesSkillsOfTitle(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"call sizes and rows", "report", "look at locks"}})
+	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"sizes, rows, lolo", "report", "look at locks"}})
 	list := steps(t, pool, o)
 	ids := map[string]string{}
-	for _, skill := range []string{"locks", "sizes", "rows", "weather", "rows_all"} {
+	for _, skill := range []string{"locks", "sizes", "rows", "weather", "rows_all", "lo", ""} {
 		ids[act(t, pool, "hb_1", skill, "call", "success")] = skill
 	}
 	find := func(n int) (found []string) {
