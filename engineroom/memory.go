@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
@@ -124,7 +125,7 @@ func (room *Room) openMemoryList(ctx context.Context, req *pageRequest) (string,
 func (room *Room) memories(ctx context.Context, req *pageRequest) (any, error) {
 	filter := req.Subject.(memoryFilter)
 	list, err := postgres.Rows[memoryRow](ctx, room.Read, "list memory", `
-		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 300) as value,
+		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 8192) as value,
 		       octet_length(m.value::text) as bytes, m.revision, left(m.trace_id, 300) as trace_id, m.expires_at,
 		       m.created_at, m.updated_at
 		  from (select m.* from agent_memory m
@@ -147,6 +148,9 @@ func (room *Room) memories(ctx context.Context, req *pageRequest) (any, error) {
 		})
 	if err != nil {
 		return nil, err
+	}
+	for i := range list {
+		list[i].Value = redact.Text(list[i].Value, maxValue)
 	}
 	list, links := paginate(req, list, maxMemories, func(m memoryRow) string { return m.ID })
 	return map[string]any{"Asked": filter, "Entries": list, "Links": links}, nil
@@ -258,8 +262,8 @@ func (c memoryConflict) CurrentValue() shownValue { return shownJSON(c.Current, 
 func (room *Room) memoryConflicts(ctx context.Context, _ *pageRequest) (any, error) {
 	list, err := postgres.Rows[memoryConflict](ctx, room.Read, "list memory conflicts", `
 		select c.id::text, left(c.owner, 100) as agent, c.category, c.key, left(c.trace_id, 300) as trace_id,
-		       left(c.value::text, 4000) as value, octet_length(c.value::text) as bytes,
-		       coalesce(left(m.value::text, 4000), '') as current, coalesce(octet_length(m.value::text), 0) as current_bytes,
+		       left(c.value::text, 8192) as value, octet_length(c.value::text) as bytes,
+		       coalesce(left(m.value::text, 8192), '') as current, coalesce(octet_length(m.value::text), 0) as current_bytes,
 		       c.if_revision, c.found_revision, coalesce(m.revision, 0) as revision,
 		       coalesce(left(m.trace_id, 300), '') as current_trace, c.created_at
 		  from (select * from agent_memory_conflicts x where x.status = 'open' order by x.id desc limit @limit::int + 1) c

@@ -90,6 +90,13 @@ func TestMemoryEntryShowsWriters(t *testing.T) {
 	assert.Truef(t, len(body) <= 60_000, "the page has %d bytes", len(body))
 	body = wantTexts(t, path+"?category=lessons", "second")
 	assert.True(t, !strings.Contains(body, "first vvv"), "the page shows the entry of the other category")
+	secret := " AIzaSyD-9tSrke72PouQMnMX-a7eZSW0jkFMBW4"
+	insertMemory(t, pool, "facts", "short", strings.Repeat("x", 170)+secret)
+	insert(t, pool, `
+		insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, trace_id)
+		  values ('facts', 'short', to_jsonb($1::text), 0, 0, 'hb_1') returning id::text`, strings.Repeat("x", 3980)+secret)
+	body = wantTexts(t, server.URL+"/memory", "[redacted]")
+	assert.True(t, !strings.Contains(body, "AIzaSyD"), "the list shows a part of a secret")
 	wantError(t, server.URL+"/memory/none", 404, "no memory has the key")
 	wantError(t, server.URL+"/memory/%00", 404, "not found")
 }

@@ -60,7 +60,7 @@ func (room *Room) runsOf(ctx context.Context, id string) (runs []traceRun, more 
 		       e.waiting_for, left(e.waiting_key, 300) as waiting_key, left(e.waiting_step, 300) as waiting_step,
 		         e.waiting_until,
 		       e.claim, e.wait_number, e.attempt, left(e.result_summary, 1000) as summary,
-		       left(coalesce(e.error_message, ''), 4000) as error, left(coalesce(e.failed_step, ''), 300) as failed_step,
+		       left(coalesce(e.error_message, ''), 8192) as error, left(coalesce(e.failed_step, ''), 300) as failed_step,
 		       e.created_at, e.updated_at, e.started_at, e.completed_at
 		  from (select x.* from agent_executions x where x.trace_id = @id order by x.id limit @limit::int + 1) e
 		  left join agent_workers w on w.id = e.claimed_by
