@@ -3,6 +3,7 @@ package agents
 import (
 	"errors"
 	"fmt"
+	"math"
 	"path"
 	"regexp"
 	"slices"
@@ -139,8 +140,8 @@ func (v *validator) limits(l Limits) {
 		{"cost_usd", l.CostUSD},
 		{"day_usd", l.DayUSD},
 	} {
-		if limit.value < 0 {
-			v.Add("limits."+limit.field, "must not be negative; leave it out for no limit of the agent's own")
+		if limit.value < 0 || math.IsNaN(limit.value) || math.IsInf(limit.value, 1) {
+			v.Add("limits."+limit.field, "must be a number and not negative; leave it out for no limit of the agent's own")
 		}
 	}
 }
