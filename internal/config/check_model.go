@@ -64,8 +64,7 @@ func decodeObject(text string, out any) bool {
 	if text == "" {
 		return true
 	}
-	d := json.NewDecoder(bytes.NewReader([]byte(text)))
-	return d.Decode(out) == nil && !d.More() && strings.HasPrefix(strings.TrimSpace(text), "{")
+	return json.Unmarshal([]byte(text), out) == nil && strings.HasPrefix(strings.TrimSpace(text), "{")
 }
 
 func isHeader(name string) bool {
@@ -90,12 +89,14 @@ func (k *checker) prices(c *Config) {
 	}
 	d := json.NewDecoder(bytes.NewReader(text))
 	d.DisallowUnknownFields()
-	if err := d.Decode(&c.Prices); err != nil || d.More() {
+	if err := d.Decode(&c.Prices); err != nil || !json.Valid(text) {
 		k.report(name, "it is not a price table (%v)", err)
 		return
 	}
 	for model, p := range c.Prices {
-		if p.Input < 0 || p.Output < 0 {
+		long := p.Long
+		if min(p.Input, p.Cached, p.CacheWrite, p.Output) < 0 || long.Over < 0 ||
+			min(long.Input, long.Cached, long.CacheWrite, long.Output) < 0 {
 			k.report(name, "the price of %q is negative", model)
 		}
 	}

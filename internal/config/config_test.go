@@ -86,6 +86,15 @@ func TestPricesFromAFile(t *testing.T) {
 	assert.Equal(t, 3, c.Prices["m"].Input, c.Prices)
 }
 
+func TestPricesAreOneTableOfPositiveNumbers(t *testing.T) {
+	for _, bad := range []string{
+		`{"m":{"output":-1}}`, `{"m":{"cached":-1}}`, `{"m":{"long":{"over":9,"cache_write":-1}}}`, `{"m":{"input":1}}}`,
+	} {
+		_, err := config.Load(map[string]string{"AGENT_PRICES": bad})
+		assert.Truef(t, err != nil && strings.Contains(err.Error(), "AGENT_PRICES"), "%s: %v", bad, err)
+	}
+}
+
 // badValues are invalid values, each with a part of its error line.
 var badValues = map[string]struct{ value, says string }{
 	"DATABASE_URL": {"mysql://u:hunter2@h", "postgres://agent@localhost"},
@@ -106,7 +115,7 @@ var badValues = map[string]struct{ value, says string }{
 	"AGENT_REASONING_EFFORT":        {"hard", "none, minimal, low"},
 	"AGENT_MODEL_HEADERS":           {`{"api key":"x"}`, "no header"},
 	"AGENT_MODEL_QUERY":             {`["x"]`, "not a JSON object of texts"},
-	"AGENT_MODEL_EXTRA":             {`{"a":1} {`, "not a JSON object"},
+	"AGENT_MODEL_EXTRA":             {`{"a":1} }`, "not a JSON object"},
 	"AGENT_EMBEDDING_MODEL":         {"a\x01b", "does not print"},
 	"AGENT_EMBEDDING_BASE_URL":      {"localhost:11434", "not an http or https URL"},
 	"AGENT_EMBEDDING_KEY":           {"hunter2…", "no HTTP header can carry"},
