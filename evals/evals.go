@@ -184,8 +184,13 @@ func (v *validator) checkDuration(field, text string) {
 	}
 }
 
+// ValidCaseName reports whether a case can have this name.
+func ValidCaseName(name string) bool {
+	return name != "" && len(name) <= 100 && !strings.ContainsFunc(name, func(r rune) bool { return r < ' ' })
+}
+
 func (v *validator) checkCase(at string, c Case) {
-	if c.Name == "" || len(c.Name) > 100 || strings.ContainsFunc(c.Name, func(r rune) bool { return r < ' ' }) {
+	if !ValidCaseName(c.Name) {
 		v.Add(at+".name", "must have 1 to 100 bytes in one line")
 	}
 	if _, err := time.Parse(time.RFC3339, c.Now); c.Now != "" && err != nil {

@@ -35,6 +35,9 @@ new file.`,
 			if (outage == "") == (len(args) == 0) {
 				return usageError("give either a trace id or --outage SKILL")
 			}
+			if name != "" && !evals.ValidCaseName(name) {
+				return usageError("--name must have 1 to 100 bytes in one line")
+			}
 			made, begin, err := evals.Case{}, "", error(nil)
 			if outage != "" {
 				made, begin, err = caseOfOutage(cmd.Context(), s, outage, name)

@@ -113,6 +113,7 @@ func TestEvalCommands(t *testing.T) {
 	assert.Contains(t, p.must("eval", "add", traceID, "--name", "again", "--to", path), `added "again"`)
 	assert.Contains(t, p.must("apply", dir), "~ eval orders")
 	p.mustFail(2, "there is no file nowhere.yaml", "eval", "add", traceID, "--to", "nowhere.yaml")
+	p.mustFail(2, "--name must have 1 to 100 bytes", "eval", "add", traceID, "--name", strings.Repeat("x", 101))
 	p.mustFail(1, `the suite has a case "again" already`, "eval", "add", traceID, "--name", "again", "--to", path)
 }
 
