@@ -186,8 +186,12 @@ func (c *cli) documentsGetCommand() *cobra.Command {
 	return cmd
 }
 
-// writeFile writes a file. Without replace, an existing file is an error.
+// writeFile writes a file. Without replace, an existing file is an error. A regular file is replaced as a whole: a full
+// disk does not lose the old one.
 func writeFile(path string, content []byte, replace bool) (err error) {
+	if old, err := os.Lstat(path); err == nil && replace && old.Mode().IsRegular() {
+		return replaceFile(path, content, old.Mode().Perm())
+	}
 	mode := os.O_EXCL
 	if replace {
 		mode = os.O_TRUNC
@@ -198,6 +202,22 @@ func writeFile(path string, content []byte, replace bool) (err error) {
 	}
 	_, err = file.Write(content)
 	return errors.Join(err, file.Close())
+}
+
+// replaceFile writes a file beside path and renames it.
+func replaceFile(path string, content []byte, mode os.FileMode) error {
+	file, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*")
+	if err != nil {
+		return fmt.Errorf("write file: %w", err)
+	}
+	_, err = file.Write(content)
+	if err = errors.Join(err, file.Chmod(mode), file.Close()); err == nil {
+		err = os.Rename(file.Name(), path)
+	}
+	if err != nil {
+		return errors.Join(fmt.Errorf("write file: %w", err), os.Remove(file.Name()))
+	}
+	return nil
 }
 
 func (c *cli) documentsRemoveCommand() *cobra.Command {
