@@ -95,7 +95,7 @@ func (r *remoteCall) run(ctx context.Context, req commandRequest, watching bool)
 	resp, err := r.send(ctx, req)
 	if err == nil {
 		defer resp.Body.Close()
-		err = r.print(resp.Body, func() { silent.Reset(silenceLimit) })
+		err = r.print(resp.Body, silent)
 	}
 	var exit *exitError
 	switch {
@@ -185,16 +185,18 @@ func (r *remoteCall) refused(resp *http.Response) error {
 	return err
 }
 
-// print prints frames until the exit code.
-func (r *remoteCall) print(body io.Reader, alive func()) error {
+// print prints frames until the exit code. The timer silent runs only while print waits for a frame, not for the reader
+// of the output.
+func (r *remoteCall) print(body io.Reader, silent *time.Timer) error {
 	frames := json.NewDecoder(body)
 	var file bytes.Buffer
 	for {
+		silent.Reset(silenceLimit)
 		var f commandFrame
 		if err := frames.Decode(&f); err != nil {
 			return hint(fmt.Errorf("%s: the connection ended before the command", r.server.Host), unknownOutcome)
 		}
-		alive()
+		silent.Stop()
 		if f.Interrupted != "" {
 			r.interrupted = f.Interrupted
 		}
@@ -232,6 +234,7 @@ func parseServer(text string) (*url.URL, error) {
 	if err != nil || u.Host == "" || u.Opaque != "" || u.User != nil || u.RawQuery != "" || u.Fragment != "" {
 		return nil, usageError("--server: %.200q is not an address such as https://agent.example.com", text)
 	}
+	u.Host = strings.ToLower(u.Host)
 	switch {
 	case u.Scheme == "https", u.Scheme == "http" && thisMachine(u.Hostname()):
 		return u, nil

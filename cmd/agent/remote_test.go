@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/documents"
@@ -490,4 +491,45 @@ func TestLoginStoresTokenPerServer(t *testing.T) {
 	p.mustFail(1, "there is no login to http://127.0.0.1:2", "logout", "http://127.0.0.1:2")
 	assert.Contains(t, p.must("logout"), "removed 1 token")
 	p.mustFail(2, "there is no token", "--server", base, "skills", "ls")
+}
+
+// blockedPager is a pager that nobody reads for longer than silenceLimit.
+type blockedPager struct{ io.Writer }
+
+func (blockedPager) Write(p []byte) (int, error) {
+	<-time.After(2 * silenceLimit)
+	return len(p), nil
+}
+
+func TestBlockedOutputIsNoSilenceOfTheServer(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		silent := time.AfterFunc(silenceLimit, func() { t.Error("the timer fired") })
+		defer silent.Stop()
+		call := remoteCall{cli: &cli{out: blockedPager{}, err: io.Discard}, warned: true}
+		assert.NoError(t, call.print(strings.NewReader(`{"out":"eA=="}{"exit":0}`), silent))
+	})
+}
+
+func TestServerHostsHaveNoCase(t *testing.T) {
+	t.Parallel()
+	for text, want := range map[string]string{
+		"http://LocalHost:1/": "http://localhost:1", "https://Agent.Example.com": "https://agent.example.com",
+	} {
+		server, err := parseServer(text)
+		require.NoError(t, err)
+		assert.Equal(t, want, server.String())
+	}
+}
+
+func TestReplacedFileIsWrittenBeside(t *testing.T) {
+	t.Parallel()
+	path, kept := filepath.Join(t.TempDir(), "evals.yaml"), filepath.Join(t.TempDir(), "kept")
+	testkit.WriteFile(t, path, "old")
+	require.NoError(t, os.Link(path, kept))
+	require.NoError(t, writeFile(path, []byte("new"), true))
+	for name, want := range map[string]string{path: "new", kept: "old"} {
+		text, err := os.ReadFile(name)
+		assert.Truef(t, err == nil && string(text) == want, "%s has %q, %v", name, text, err)
+	}
 }
