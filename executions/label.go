@@ -67,7 +67,8 @@ func SetLabels(ctx context.Context, step string, labels Labels) error {
 	return labelStep(ctx, step, labels, true)
 }
 
-// SetDefaultLabels is [SetLabels] that keeps labels which the execution has already.
+// SetDefaultLabels is [SetLabels] that keeps labels which the execution has already. Of the others, it sets the first
+// by name, up to MaxLabels.
 func SetDefaultLabels(ctx context.Context, step string, labels Labels) error {
 	return labelStep(ctx, step, labels, false)
 }
@@ -96,8 +97,12 @@ func setLabels(ctx context.Context, tx pgx.Tx, id string, labels Labels, replace
 	_, err := tx.Exec(ctx, `
 		insert into agent_execution_labels (execution_id, name, value)
 		select @id, l.name, l.value from unnest(@names::text[], @values::text[]) l (name, value)
+		 where @replace or l.name not in (select name from agent_execution_labels where execution_id = @id)
+		 order by l.name
+		 limit case when not @replace
+		            then @max - (select count(*) from agent_execution_labels where execution_id = @id) end
 		on conflict (execution_id, name) do update set value = excluded.value where @replace`,
-		postgres.Strict{"id": id, "names": names, "values": values, "replace": replace})
+		postgres.Strict{"id": id, "names": names, "values": values, "replace": replace, "max": MaxLabels})
 	if err != nil {
 		return fmt.Errorf("set labels of execution %s: %w", id, err)
 	}

@@ -72,6 +72,27 @@ func TestListFiltersByLabel(t *testing.T) {
 	pgtest.Equal(t, pool, 0, `select count(*) from agent_execution_labels where execution_id = $1`, first)
 }
 
+func TestDefaultLabelsFillUpThoseOfTheStart(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e := enginetest.New(t, pool)
+	enginetest.Register(t, e, "order", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		own := executions.Labels{}
+		for name := range strings.SplitSeq("abcdefgh", "") {
+			own[name] = "own"
+		}
+		return executions.Result{}, executions.SetDefaultLabels(ctx, "labels", own)
+	})
+	enginetest.Run(t, e.Run)
+	x, _, err := e.Start(t.Context(), pool, executions.Spec{
+		Flow: "order", Surface: trace.Flow, Labels: executions.Labels{"a": "given", "order": "A-1"},
+	})
+	require.NoError(t, err)
+	enginetest.Await(t, pool, x.ID, executions.Completed)
+	pgtest.Equal(t, pool, "a=given b=own c=own d=own e=own f=own g=own order=A-1", `
+		select string_agg(name || '=' || value, ' ' order by name) from agent_execution_labels`)
+}
+
 func TestStartRejectsInvalidLabels(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
