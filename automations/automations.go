@@ -215,14 +215,16 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, erro
 		pgx.StrictNamedArgs{"key": nameOrID})
 }
 
-// Due returns the due automations, the longest waiting first: enabled ones, and those that can try their skill. Claim
-// each with its NextRunAt. limit is 100 when 0.
-func Due(ctx context.Context, db postgres.DB, limit int) ([]Automation, error) {
+// Due returns the due automations, the longest waiting first: enabled ones, and those that can try their skill. It
+// omits those whose time is before since. Claim each with its NextRunAt. limit is 100 when 0.
+func Due(ctx context.Context, db postgres.DB, since time.Time, limit int) ([]Automation, error) {
 	return postgres.Rows[Automation](ctx, db, "list due automations", `
 		select `+automationColumns+`
 		  from agent_automations a
 		 where (enabled or `+trialPredicate+`) and trigger = 'cron' and next_run_at <= statement_timestamp()
-		 order by next_run_at, id limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
+		   and next_run_at >= @since
+		 order by next_run_at, id limit @limit`,
+		pgx.StrictNamedArgs{"since": since, "limit": postgres.PageSize(limit, defaultPage, maxPage)})
 }
 
 // Upcoming returns the next n times of an automation's schedule, from its next_run_at on, in its time zone. It

@@ -68,7 +68,7 @@ func finish(t *testing.T, pool *pgxpool.Pool, run automations.Run, result automa
 
 func due(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
-	list, err := automations.Due(t.Context(), pool, 0)
+	list, err := automations.Due(t.Context(), pool, time.Time{}, 0)
 	require.NoError(t, err)
 	var names []string
 	for _, a := range list {

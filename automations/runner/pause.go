@@ -18,15 +18,12 @@ import (
 // skipDue records the due times of schedules since the start of a pause as skipped, each with an activity under its own
 // trace. It leaves earlier ones to the next heartbeat. A broken schedule does not delay the others.
 func skipDue(ctx context.Context, db postgres.Beginner, agent string, p executions.Pause) error {
-	due, err := automations.Due(ctx, db, batch)
+	due, err := automations.Due(ctx, db, *p.PausedAt, batch)
 	if err != nil {
 		return fmt.Errorf("skip automations: %w", err)
 	}
 	var failures []error
 	for _, a := range due {
-		if a.NextRunAt.Before(*p.PausedAt) {
-			continue
-		}
 		if err := skip(ctx, db, agent, a, p); err != nil {
 			failures = append(failures, fmt.Errorf("skip automation %q: %w", a.Name, err))
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -65,7 +66,7 @@ func (b *heartbeatRun) dueTasks(ctx context.Context) ([]automationTask, error) {
 	for _, t := range ready {
 		tasks = append(tasks, automationTask{t.Automation, &t.Run})
 	}
-	due, err := automations.Due(ctx, b.Pool, max(1, maxAutomations-len(tasks)))
+	due, err := automations.Due(ctx, b.Pool, time.Time{}, max(1, maxAutomations-len(tasks)))
 	for _, a := range due {
 		tasks = append(tasks, automationTask{a, nil})
 	}
