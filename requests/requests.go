@@ -22,6 +22,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -169,7 +170,25 @@ const columns = `id::text, kind, execution_id::text, trace_id, thread_id, title,
 // Get returns one request, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, id string) (Record, error) {
 	rows, err := db.Query(ctx, `select `+columns+` from agent_requests where id = @id`, postgres.Strict{"id": id})
-	return postgres.CollectOne(rows, err, ErrNotFound, "read request "+id, pgx.RowToStructByPos[Record])
+	r, err := postgres.CollectOne(rows, err, ErrNotFound, "read request "+id, pgx.RowToStructByPos[Record])
+	r.hideTexts(ctx)
+	return r, err
+}
+
+// hideTexts hides what a conversation says about the request under ctx: see [activity.WithoutTexts].
+func (r *Record) hideTexts(ctx context.Context) {
+	if r.ThreadID == nil || !activity.HidesTexts(ctx) {
+		return
+	}
+	if r.Title != "" {
+		r.Title = activity.HiddenText
+	}
+	r.Details, r.Answer = activity.HiddenJSON(r.Details), activity.HiddenJSON(r.Answer)
+	for _, urls := range []map[string]string{r.Received, r.Unexpected} {
+		for item := range urls {
+			urls[item] = activity.HiddenText
+		}
+	}
 }
 
 // OverBefore returns the status of a request that had ended before an event, which changed nothing then; else "".
@@ -204,5 +223,9 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Record, error) {
 			"kind": f.Kind, "status": f.Status, "thread_id": f.ThreadID, "execution_id": f.ExecutionID, "before": f.Before,
 			"limit": postgres.PageSize(f.Limit, 50, 1000),
 		})
-	return postgres.Collect(rows, err, "list requests", pgx.RowToStructByPos[Record])
+	list, err := postgres.Collect(rows, err, "list requests", pgx.RowToStructByPos[Record])
+	for i := range list {
+		list[i].hideTexts(ctx)
+	}
+	return list, err
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -121,6 +123,15 @@ func TestEventsAnswerRequest(t *testing.T) {
 			got, err := requests.Get(t.Context(), pool, open[0].ID)
 			assert.Truef(t, err == nil && got.Status == requests.Completed && got.CompletedAt != nil && got.Answer != nil,
 				"afterwards %+v, %v", got, err)
+			hidden, err := requests.Get(activity.WithoutTexts(t.Context()), pool, open[0].ID)
+			require.NoError(t, err)
+			assert.Equal(t, `{"note":"`+activity.HiddenText+`"}`, string(hidden.Answer))
+			list, err := requests.List(activity.WithoutTexts(t.Context()), pool, requests.Filter{})
+			require.NoError(t, err)
+			assert.NoDiff(t, []requests.Record{hidden}, list)
+			for _, text := range []string{"Papers", "u1", "contract"} {
+				assert.Truef(t, !strings.Contains(fmt.Sprintf("%+v %s", hidden, hidden.Details), text), "%+v", hidden)
+			}
 		})
 	}
 }
