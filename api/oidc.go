@@ -101,6 +101,9 @@ func (o *oidcLogin) config(ctx context.Context, r *http.Request) (*oauth2.Config
 	}, provider, nil
 }
 
+// maxAttempt bounds the bytes of a login attempt: browsers drop a cookie of more than 4,096, in base64 and with its name.
+const maxAttempt = 2800
+
 // attemptCookie returns a cookie that is Lax, because the issuer sends the browser back from another site.
 func attemptCookie(r *http.Request, value string, age int) *http.Cookie {
 	return &http.Cookie{
@@ -120,6 +123,10 @@ func (s *server) beginOIDC(w http.ResponseWriter, r *http.Request) {
 		Next: afterLogin(r.URL.Query().Get("next")),
 	}
 	text, err := json.Marshal(a)
+	if err == nil && len(text) > maxAttempt {
+		a.Next = "/"
+		text, err = json.Marshal(a)
+	}
 	if err != nil {
 		s.pages.Refuse(w, r, err)
 		return

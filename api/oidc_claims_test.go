@@ -162,6 +162,24 @@ func TestFailedIssuerDoesNotBlockLaterLogins(t *testing.T) {
 	assert.True(t, !strings.Contains(body, "a-secret-of-the-client"), "the log has the client's secret")
 }
 
+// Browsers drop a cookie of more than 4,096 bytes.
+func TestLongAddressLeavesCookieOfLoginShort(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	a := newAgentWith(t, api.Options{
+		Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, OIDC: &api.OIDC{
+			Issuer: newIssuer(t).url, ClientID: "agent", ClientSecret: "a-secret-of-the-client",
+			PublicURL: "http://agent.example",
+		},
+	})
+	for _, next := range []string{"/lanes", "/lanes?q=" + strings.Repeat("&", 1000)} {
+		began := a.raw("GET", "/login/oidc?next="+url.QueryEscape(next), "", nil)
+		require.Equal(t, http.StatusSeeOther, began.Code)
+		size := len(began.Header().Get("Set-Cookie"))
+		assert.Truef(t, size > 100 && size <= 4096, "%.20s: a cookie of %d bytes", next, size)
+	}
+}
+
 // A login fails if its user info cannot be read or has another subject: its claims could grant a role.
 func TestFailedUserInfoRejectsLogin(t *testing.T) {
 	t.Parallel()
