@@ -7,12 +7,13 @@ let locks = [];
 parentPort?.on("message", (ids) => { locks = ids; });
 
 async function beat() {
-  if (locks.length > 0) {
+  const ids = locks;
+  for (let first = 0; first < ids.length; first += 1000) { // the most that one request renews
     try {
       const answer = await fetch(`${url}/v1/locks`, {
         method: "PUT",
         headers: { authorization: `Bearer ${token}`, "content-type": "application/json" },
-        body: JSON.stringify({ lock_ids: locks.slice(0, 1000) }),
+        body: JSON.stringify({ lock_ids: ids.slice(first, first + 1000) }),
         signal: AbortSignal.timeout(every * 2),
       });
       if (answer.ok) parentPort?.postMessage((await answer.json()).locks);

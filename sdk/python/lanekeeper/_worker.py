@@ -226,15 +226,13 @@ class Worker:
         while not over.wait(every):
             with self._changed:
                 locks = list(self._runs)
-            if not locks:
-                continue
-            try:
-                states = self._connection.call(
-                    "PUT", "/v1/locks", {"lock_ids": locks[:1000]}, seconds=every * 2, attempts=1
-                )["locks"]
-            except Exception as error:  # whatever came, this thread goes on
-                log.warning("locks not renewed; the next beat tries again: %s", error)
-                continue
+            states = []
+            for first in range(0, len(locks), 1000):  # the most that one request renews
+                body = {"lock_ids": locks[first : first + 1000]}
+                try:
+                    states += self._connection.call("PUT", "/v1/locks", body, seconds=every * 2, attempts=1)["locks"]
+                except Exception as error:  # whatever came, this thread goes on
+                    log.warning("locks not renewed; the next beat tries again: %s", error)
             for state in states:
                 run = self._runs.get(state["lock_id"])
                 if run is None:
