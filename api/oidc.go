@@ -101,7 +101,8 @@ func (o *oidcLogin) config(ctx context.Context, r *http.Request) (*oauth2.Config
 	}, provider, nil
 }
 
-// maxAttempt bounds the bytes of a login attempt: browsers drop a cookie of more than 4,096, in base64 and with its name.
+// maxAttempt bounds the bytes of a login attempt. Browsers drop a cookie of more than 4,096, in base64 and with its
+// name.
 const maxAttempt = 2800
 
 // attemptCookie returns a cookie that is Lax, because the issuer sends the browser back from another site.
