@@ -39,7 +39,7 @@
 // [Flow.StartChild] starts another flow, and [Child.Wait] suspends the flow until that child ends. Children run at the
 // same time if the flow starts them all before it waits for the first:
 //
-//	var children []lanekeeper.Child[Parcel]
+//	var children []lanekeeper.Child[Box]
 //	for _, item := range order.Items {
 //		child, err := pack.StartChild(ctx, "pack "+item.ID, item)
 //		if err != nil {
@@ -48,7 +48,7 @@
 //		children = append(children, child)
 //	}
 //	for _, child := range children {
-//		parcel, err := child.Wait(ctx)
+//		box, err := child.Wait(ctx)
 //		...
 //	}
 //
