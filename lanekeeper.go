@@ -182,8 +182,8 @@ func (r *Runtime) Run(ctx context.Context) error {
 }
 
 // SendEvent delivers an event to the flow that waits for key in [WaitEvent]. Without such a flow, the event is kept for
-// the first one. data must survive encoding/json. A second event with the same id counts once; an empty id never
-// deduplicates.
+// the first one. data must survive encoding/json. A second event with the same id counts once, and with another key is
+// refused; an empty id never deduplicates.
 func (r *Runtime) SendEvent(ctx context.Context, key string, data any, id string) error {
 	encoded, err := encode(data)
 	if err != nil {

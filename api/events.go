@@ -78,8 +78,8 @@ func (e eventRequest) check() error {
 
 func (s *server) raiseEvent(r request) (response, error) {
 	e := r.body.(eventRequest)
-	keyed, own := "", e.ID
-	if own == "" {
+	keyed := ""
+	if e.ID == "" {
 		keyed = derivedKey(r.Request, e.Event, e.Key, string(e.Data))
 	}
 	var delivered executions.Delivered
@@ -88,9 +88,6 @@ func (s *server) raiseEvent(r request) (response, error) {
 		delivered, err = s.deliver(r.Context(), e)
 		return delivered.EventID, err
 	})
-	if err == nil && own != "" && len(delivered.Resumed) == 0 {
-		err = s.checkEventID(r.Context(), e, delivered.EventID)
-	}
 	if err != nil {
 		return response{}, valueError(err)
 	}
@@ -101,21 +98,6 @@ func (s *server) raiseEvent(r request) (response, error) {
 		delivered.Resumed = []string{}
 	}
 	return response{body: eventResponse(delivered), status: http.StatusAccepted}, nil
-}
-
-// checkEventID rejects the id of an earlier event of another kind or key: the database ignored the new event.
-func (s *server) checkEventID(ctx context.Context, e eventRequest, eventID string) error {
-	var used bool
-	err := s.pool.QueryRow(ctx, `
-		select exists (
-		  select from agent_events v
-		   where v.id = @id
-		     and (v.event <> @event or v.key not in (@key, lower(@key))))`,
-		postgres.Strict{"id": eventID, "event": e.Event, "key": e.Key}).Scan(&used)
-	if err == nil && used {
-		err = problem.BadBody("id %q was used for another event", e.ID)
-	}
-	return err
 }
 
 // deliver raises an event. It stores a message for an existing thread in that thread, like a message of the visitor.

@@ -45,7 +45,7 @@ func TestEventResumesWaiterOnce(t *testing.T) {
 	again, resumed := a.raiseEvent(body, asAdmin())
 	assert.Truef(t, again == first && len(resumed) == 0, "again: %s, %v", again, resumed)
 	for _, other := range []string{`"EVENT_COMPLETED","key":"order-8"`, `"TEST_COMPLETED","key":"order-7"`} {
-		a.checkProblem(a.raw("POST", "/v1/events", `{"event":`+other+`,"id":"e1"}`, asAdmin()), 400, `"e1" was used`)
+		a.checkProblem(a.raw("POST", "/v1/events", `{"event":`+other+`,"id":"e1"}`, asAdmin()), 400, `'e1' was used`)
 	}
 	hints := pgtest.Value[int](t, a.pool, `select count(*) from river.river_job where args::text like '%' || @id || '%'`,
 		postgres.Strict{"id": x.ID})

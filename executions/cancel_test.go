@@ -505,8 +505,8 @@ func TestUncommittedEventDelaysNoOther(t *testing.T) {
 	t.Parallel()
 	const callers, each, repeats = 12, 150, 24
 	for name, sql := range map[string]string{
-		"id":     `select deliver_agent_event('EVENT_COMPLETED', 'somewhere', '{}', 'held')`,
-		"insert": `insert into agent_events (event, key, external_id) values ('EVENT_COMPLETED', 'somewhere', 'held')`,
+		"id":     `select deliver_agent_event('EVENT_COMPLETED', 'key', '{}', 'held')`,
+		"insert": `insert into agent_events (event, key, external_id) values ('EVENT_COMPLETED', 'key', 'held')`,
 		"key":    `select deliver_agent_event('EVENT_COMPLETED', 'key', '{}')`,
 		"waiter": `select from agent_executions where waiting_key = 'key' for update`,
 	} {

@@ -180,9 +180,10 @@ func TestResumedExecutionsAreOrderedByPriority(t *testing.T) {
 func TestDuplicateEventResumesOnce(t *testing.T) {
 	forSingleAndBatch(t, func(t *testing.T, pool *pgxpool.Pool, by string) {
 		me := newWorker(t, pool)
-		one, two := insertWaiting(t, pool, "one", "flow", 2), insertWaiting(t, pool, "two", "flow", 2)
+		one := insertWaiting(t, pool, "one", "flow", 2)
 		first := deliverBatch(t, pool, me, 9, by, "one=id")
-		again := deliverBatch(t, pool, me, 9, by, "two=id")
+		two := insertWaiting(t, pool, "one", "flow", 2)
+		again := deliverBatch(t, pool, me, 9, by, "one=id")
 		assert.Truef(t, len(again) == 1 && again[0].ExecutionID == nil &&
 			postgres.Deref(again[0].EventID) == postgres.Deref(first[0].EventID), "the repetition: %+v of %+v", again, first)
 		assert.Equal(t, executions.Running, getExecution(t, pool, one).Status)
@@ -192,6 +193,28 @@ func TestDuplicateEventResumesOnce(t *testing.T) {
 		assert.Equal(t, 1, pgtest.Value[int](t, pool,
 			`select count(*) from agent_events where key = 'kept' and consumed_by is null`))
 	})
+}
+
+// The id of an event with another key is refused alone: events of the same batch are delivered.
+func TestUsedEventIDIsRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	me := newWorker(t, pool)
+	id := insertWaiting(t, pool, "two", "flow", 2)
+	deliverBatch(t, pool, me, 9, singleDelivery, "one=id")
+	got := deliverBatch(t, pool, me, 9, batchDelivery, "two=id", "three")
+	assert.Truef(t, len(got) == 2 && got[0].EventID == nil && got[1].EventID != nil,
+		"a batch: %+v", got)
+	for _, query := range []string{
+		`select deliver_agent_event('EVENT_COMPLETED', 'two', '{}', 'id')`,
+		`select deliver_agent_event('MESSAGE_RECEIVED', 'one', '{}', 'id')`,
+		`select raise_agent_event('moon', 'one', '{}', 'id', '')`,
+	} {
+		_, err := pool.Exec(t.Context(), query)
+		assert.Truef(t, postgres.IsCode(err, "22023"), "%s: error %v, want SQLSTATE 22023", query, err)
+	}
+	assert.Equal(t, executions.Waiting, getExecution(t, pool, id).Status)
+	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_events`))
 }
 
 // A batch never waits for a lock: it leaves out blocked events and reports them.

@@ -85,6 +85,7 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	}
 	p.mustJSON(&event, "executions", "event", "EVENT_COMPLETED", "news-Ana", "--id", "n1")
 	assert.Truef(t, len(event.Resumed) == 1 && event.Resumed[0] == started.ID, "event %+v", event)
+	p.mustFail(2, "give each event its own id", "executions", "event", "EVENT_COMPLETED", "news-Eve", "--id", "n1")
 	pgtest.EventuallyWithin(t, 2*pgtest.Timeout, func() bool {
 		return strings.Contains(p.must("executions", "show", started.ID), "hello Ana and goodbye")
 	}, "it ends")

@@ -567,6 +567,21 @@ comment on function lanekeeper.agent_next_in_line is
   'Whether workers would claim an execution next if it became ready now: no limit concerns it, and nothing else in '
   'its queue can be claimed.';
 
+create or replace function lanekeeper.agent_repeated_event(p_event text, p_key text, p_id text) returns uuid
+language plpgsql stable as $$
+declare
+  e agent_events;
+begin
+  select v.* into e from agent_events v where v.external_id = p_id;
+  if (e.event, e.key) <> (p_event, p_key) then
+    raise exception 'id % was used for another event: give each event its own id', quote_literal(left(p_id, 60))
+      using errcode = '22023';
+  end if;
+  return e.id;
+end $$;
+comment on function lanekeeper.agent_repeated_event is
+  'The earlier event with an id. Refuses with 22023 the id of an event with another name or key.';
+
 -- Usually one execution waits for an event. Starting a statement costs more than its work, so there are four:
 -- lock the execution; write the event and decide whether this process may claim; write the outcome; claim.
 create or replace function lanekeeper.deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}',
@@ -608,7 +623,7 @@ begin
          and lanekeeper.agent_next_in_line(w.queue, w.flow, w.surface, p_skip)
     into event_id, mine from v;
   if event_id is null or plain and w.id is null then         -- a duplicate, or an event without a waiter
-    event_id := coalesce(event_id, (select v.id from agent_events v where v.external_id = p_id));
+    event_id := coalesce(event_id, lanekeeper.agent_repeated_event(p_event, p_key, p_id));
     return next;
   -- With several waiters, the claim from the queue decides their order.
   elsif not plain then
@@ -736,13 +751,15 @@ begin
   union all
   select t.n::int,
          case when t.row_ = any (inserted) then t.row_
-              else (select v.id from agent_events v where v.external_id = t.id and t.row_ is not null) end,
+              else (select v.id from agent_events v
+                     where v.external_id = t.id and v.event = t.event and v.key = t.key and t.row_ is not null) end,
          null, null, null, false, null, null, null, null, null, null
-    from unnest(events, p_ids, ids) with ordinality t (row_, id, waiter, n) where t.waiter is null;
+    from unnest(events, p_ids, ids, p_events, p_keys) with ordinality t (row_, id, waiter, event, key, n)
+   where t.waiter is null;
 end $$;
 comment on function lanekeeper.deliver_agent_events is
   'deliver_agent_event for several events, without waiting. n is the place of the event, from 1. A row without '
-  'event_id was not delivered, because of a lock or several waiters: deliver it alone.';
+  'event_id was not delivered, because of a lock, several waiters or a used id: deliver it alone.';
 
 create or replace function lanekeeper.refuse_agent_own_event(p_event text) returns void
 language plpgsql immutable as $$
@@ -767,7 +784,7 @@ comment on function deliver_agent_event is
   'Record an event, such as EVENT_COMPLETED, and resume every execution that waits for its key. Without a waiter the '
   'event is kept for the first wait. The same p_id twice counts once (empty: none). Rows: the event, with each '
   'execution that it resumed (null: none). 22023: AGENT_COMPLETED and APPROVAL_DECIDED, which only the agent raises, '
-  'and bad input.';
+  'the p_id of another name or key, and bad input.';
 
 create or replace function raise_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_trace_id text)
 returns table (event_id uuid, execution_id uuid)
@@ -791,7 +808,7 @@ begin
       values (p_event, p_key, coalesce(p_data, '{}'), p_id)
       on conflict (external_id) do nothing returning v.id, null::uuid;
     if not found then
-      return query select v.id, null::uuid from agent_events v where v.external_id = p_id;
+      return query select lanekeeper.agent_repeated_event(p_event, p_key, p_id), null::uuid;
     end if;
   end if;
   perform set_config('lanekeeper.trace_id', '', true);

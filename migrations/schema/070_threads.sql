@@ -524,11 +524,6 @@ begin
   loop
     if first_ then
       first_ := false;
-      if p_id is not null
-         and not exists (select from agent_events v
-                          where v.id = delivery.event_id and v.data ->> 'message_id' = message::text) then
-        raise exception 'id % was used for another event', quote_literal(p_id) using errcode = '22023';
-      end if;
       update agent_threads t set next_seq = t.next_seq + 1, updated_at = clock_timestamp()
        where t.id = p_thread returning t.next_seq - 1, t.watched_until into place, watched;
       if place is null then
