@@ -230,6 +230,8 @@ func TestAFullCategoryTakesNoNewKey(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_memory set expires_at = clock_timestamp() where key = 'k1'`)
 	_, err = memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "new", Value: 1})
 	assert.NoError(t, err, "an expired entry takes room")
+	_, err = memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "k1", Value: 1})
+	assert.ErrorIs(t, err, memory.ErrFull)
 }
 
 func TestNoUpdateIsLostUnder32Writers(t *testing.T) {

@@ -167,7 +167,9 @@ func checkCapacity(ctx context.Context, db postgres.DB, n Note) error {
 	var full bool
 	err := db.QueryRow(ctx, `
 		select count(*) >= @max and not exists (
-		         select from agent_memory where owner = @owner and category = @category and key = @key)
+		         select from agent_memory
+		           where owner = @owner and category = @category and key = @key
+		             and (expires_at is null or expires_at > clock_timestamp()))
 		  from (select
 		          from agent_memory
 		         where owner = @owner and category = @category
