@@ -191,12 +191,14 @@ func (c Content) Matches(when map[string]any) bool {
 	return true
 }
 
-// equalScalars compares scalars. A header is a text, so it equals a number with the same digits. Numbers with a
-// fraction or an exponent are compared as numbers.
+// equalScalars compares scalars. A header is a text, so it equals a number with the same digits. A number with a
+// fraction or an exponent is compared as a number. Two texts, such as the versions 1.1 and 1.10, are compared as texts.
 func equalScalars(a, b any) bool {
 	x, okA := scalar(a)
 	y, okB := scalar(b)
-	if !okA || !okB || x == y || !strings.ContainsAny(x+y, ".eE") {
+	_, textA := a.(string)
+	_, textB := b.(string)
+	if !okA || !okB || x == y || textA && textB || !strings.ContainsAny(x+y, ".eE") {
 		return okA && okB && x == y
 	}
 	m, errA := strconv.ParseFloat(x, 64)

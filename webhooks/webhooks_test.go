@@ -163,7 +163,7 @@ func TestTemplates(t *testing.T) {
 func TestFilters(t *testing.T) {
 	t.Parallel()
 	c := newContent(t,
-		`{"action":"opened","n":12.50,"big":12345678,"ok":true,"none":null,"text":"null","id":9007199254740993}`)
+		`{"action":"opened","n":12.50,"big":12345678,"ok":true,"none":null,"text":"null","id":9007199254740993,"v":"1.10"}`)
 	for name, test := range map[string]struct {
 		when map[string]any
 		want bool
@@ -176,6 +176,8 @@ func TestFilters(t *testing.T) {
 		"both":               {map[string]any{"header.x-event": "issues", "body.action": "closed"}, false},
 		"a number":           {map[string]any{"body.n": 12.5}, true},
 		"a large number":     {map[string]any{"body.big": float64(12345678)}, true},
+		"a version":          {map[string]any{"body.v": "1.1"}, false},
+		"a text as a number": {map[string]any{"body.v": 1.1}, true},
 		"a number too large": {map[string]any{"body.id": "9007199254740992"}, false},
 		"a truth value":      {map[string]any{"body.ok": true}, true},
 		"absent":             {map[string]any{"body.absent": "x"}, false},
