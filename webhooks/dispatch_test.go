@@ -94,12 +94,14 @@ func TestResponseStatuses(t *testing.T) {
 
 func TestRetryAfterBlocksTarget(t *testing.T) {
 	t.Parallel()
-	for _, code := range []int{http.StatusTooManyRequests, http.StatusServiceUnavailable} {
+	for code, pause := range map[int]string{
+		http.StatusTooManyRequests: "7200", http.StatusServiceUnavailable: "7200", http.StatusBadGateway: "9999999999",
+	} {
 		t.Run(fmt.Sprint(code), func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			receiver := newReceiver(t, func(n int, w http.ResponseWriter, _ *http.Request) {
-				w.Header().Set("Retry-After", "7200")
+				w.Header().Set("Retry-After", pause)
 				w.WriteHeader(code)
 			})
 			putTarget(t, pool, webhooks.TargetDefinition{URL: receiver.URL})

@@ -130,7 +130,7 @@ func classifyResponse(response *http.Response, body string) Response {
 // retryAfter parses the seconds or the date of Retry-After. It returns 0 for another text.
 func retryAfter(text string, now time.Time) time.Duration {
 	if seconds, err := strconv.Atoi(text); err == nil {
-		return min(max(time.Duration(seconds), 0)*time.Second, maxPause)
+		return time.Duration(min(max(seconds, 0), int(maxPause/time.Second))) * time.Second
 	}
 	if at, err := http.ParseTime(text); err == nil {
 		return min(max(at.Sub(now), 0), maxPause)
