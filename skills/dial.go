@@ -152,11 +152,11 @@ func isPublic(ip netip.Addr) bool {
 
 // checkRedirect allows a redirect within the host, and never from https to http, because headers may contain secrets.
 func checkRedirect(next *http.Request, via []*http.Request) error {
-	first := via[0].URL
+	last := via[len(via)-1].URL
 	switch {
 	case len(via) > maxRedirects:
 		return newCallError(ClassRefused, "more than %d redirects", maxRedirects)
-	case !strings.EqualFold(next.URL.Host, first.Host), first.Scheme == "https" && next.URL.Scheme != "https":
+	case !strings.EqualFold(next.URL.Host, last.Host), last.Scheme == "https" && next.URL.Scheme != "https":
 		return newCallError(ClassRefused, "a redirect to %s://%s is not followed", next.URL.Scheme, next.URL.Host)
 	}
 	return nil

@@ -6,7 +6,9 @@ import (
 	"encoding/json"
 	"errors"
 	"net"
+	"net/http"
 	"net/netip"
+	"net/url"
 	"os"
 	"strings"
 	"syscall"
@@ -48,6 +50,16 @@ func TestControlChecksDialledAddress(t *testing.T) {
 	err = g.control("tcp", "10.1.2.3:80", nil)
 	want := "10.1.2.3 is not a public address; if the skill may reach it, add it to AGENT_ALLOW_PRIVATE_HTTP"
 	assert.Truef(t, strings.Contains(redact.Text(err.Error(), 0), want), "refused with %q, want %q", err, want)
+}
+
+func TestNoRedirectFromHTTPSToHTTP(t *testing.T) {
+	t.Parallel()
+	request := func(scheme string) *http.Request {
+		return &http.Request{URL: &url.URL{Scheme: scheme, Host: "example.com"}}
+	}
+	via := []*http.Request{request("http")}
+	require.NoError(t, checkRedirect(request("https"), via))
+	assert.Error(t, checkRedirect(request("http"), append(via, request("https"))))
 }
 
 // A dial waits while no file descriptor is free, for example after a burst of connections.
