@@ -260,7 +260,7 @@ func TestSecretsAreSentAndRedacted(t *testing.T) {
 	assert.Equal(t, `"is it [secret]?"`, f.mustCall("echo", `{"text":"is it tok-12345?"}`))
 	assert.True(t, s.sawHeader("Authorization", "Bearer tok-12345"), "the server did not get the header")
 	f.restart(func(string) string { return "" })
-	f.wantFailure("echo", `{"text":"a"}`, skills.ClassUnavailable, "set the environment variable TOKEN")
+	f.wantFailure("echo", `{"text":"a"}`, skills.ClassConfiguration, "set the environment variable TOKEN")
 }
 
 func TestResultConversion(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // hasSecretQuery reports whether a URL's query has a value that looks like a secret.
@@ -61,6 +62,7 @@ func checkValue(field, name string, value any) fielderr.List {
 }
 
 // resolve replaces the references in values, and returns the resolved secrets. The error names an unresolved reference.
+// It has class configuration, so self-heal does not blame the skill.
 func resolve(
 	values map[string]any, getenv func(string) string,
 ) (resolved map[string]string, secrets []string, err error) {
@@ -69,7 +71,7 @@ func resolve(
 		text, _ := values[name].(string)
 		if file, ok := strings.CutPrefix(text, filePrefix); ok {
 			if resolved[name], err = readSecret(file); err != nil {
-				return nil, nil, fmt.Errorf("read the secret of %s: %w", name, err)
+				return nil, nil, skills.NewConfigError("read the secret of %s: %s", name, err)
 			}
 			secrets = append(secrets, resolved[name])
 			continue
@@ -85,10 +87,10 @@ func resolve(
 			return value
 		})
 		if missing != "" {
-			return nil, nil, fmt.Errorf("set the environment variable %s, which %s refers to", missing, name)
+			return nil, nil, skills.NewConfigError("set the environment variable %s, which %s refers to", missing, name)
 		}
 		if strings.ContainsAny(resolved[name], "\r\n\x00") {
-			return nil, nil, fmt.Errorf("%s has a line break after its reference is resolved", name)
+			return nil, nil, skills.NewConfigError("%s has a line break after its reference is resolved", name)
 		}
 	}
 	return resolved, secrets, nil
