@@ -13,11 +13,12 @@ import (
 	"github.com/expr-lang/expr/file"
 	"github.com/expr-lang/expr/vm"
 
+	"github.com/lanekeeper/lanekeeper/internal/exprcost"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Bounds of a condition, such as payload.amount > 100 && failures_24h < 5. Loops (all, any, map, …) and ranges are
-// rejected, so a node's cost is at most linear in the payload.
+// Bounds of a condition, such as payload.amount > 100 && failures_24h < 5. Loops (all, any, map, …), ranges and
+// exponential values ([exprcost.Check]) are rejected, so a node's cost is at most linear in the payload.
 const (
 	maxCondition = 1000    // bytes
 	maxNodes     = 200     // AST nodes
@@ -52,6 +53,9 @@ func compile(text string, env any) (*vm.Program, error) {
 		return nil, positionError("loops and ranges are not supported", 1+strings.Count(before, "\n"),
 			utf8.RuneCountInString(before[strings.LastIndex(before, "\n")+1:]))
 	}
+	if err == nil {
+		err = exprcost.Check(loops.root)
+	}
 	return program, withPosition(err)
 }
 
@@ -72,11 +76,13 @@ func positionError(message string, line, column int) error {
 // loopFinder finds predicates, whose cost grows with a list, and ranges, whose cost grows with their ends.
 type loopFinder struct {
 	found  bool
-	offset int // offset of the first match
+	offset int      // offset of the first match
+	root   ast.Node // the node of the last visit
 }
 
 // Visit implements ast.Visitor.
 func (f *loopFinder) Visit(node *ast.Node) {
+	f.root = *node
 	if f.found {
 		return
 	}

@@ -19,14 +19,15 @@ import (
 func TestAConditionThatIsWrongIsRefusedWithItsPlace(t *testing.T) {
 	t.Parallel()
 	for text, want := range map[string]string{
-		`pending_aprovals > 3`:                    "unknown name pending_aprovals (line 1, column 1)",
-		`true and failures_24h > "many"`:          "mismatched types int and string) (line 1, column 23)",
-		`pending_approvals + 1`:                   "expected bool",
-		`pending_approvals >`:                     "unexpected token EOF",
-		`pending_approvals = 3`:                   `unexpected token "="; write == to compare (line 1, column 19)`,
-		`payload.x == 1`:                          "unknown name payload", // a signal has no payload
-		`all(1..1000000, # > 0)`:                  "(line 1, column",      // no loops
-		`repeat("x", 1000000000) == ""`:           "(line 1, column",
+		`pending_aprovals > 3`:           "unknown name pending_aprovals (line 1, column 1)",
+		`true and failures_24h > "many"`: "mismatched types int and string) (line 1, column 23)",
+		`pending_approvals + 1`:          "expected bool",
+		`pending_approvals >`:            "unexpected token EOF",
+		`pending_approvals = 3`:          `unexpected token "="; write == to compare (line 1, column 19)`,
+		`payload.x == 1`:                 "unknown name payload", // a signal has no payload
+		`all(1..1000000, # > 0)`:         "(line 1, column",      // no loops
+		`repeat("x", 1000000000) == ""`:  "(line 1, column",
+		`let a = memories; let b = a + a; let c = b + b; let d = c + c; let e = d + d; let f = e + e; let g = f + f; let h = g + g; let i = h + h; i + i > 0`: "too large",
 		strings.Repeat("true and ", 300) + "true": "at most 1000 bytes",
 		strings.Repeat("not ", 240) + "true":      "exceeds maximum allowed nodes",
 		`memories == 1; let x = 1`:                "(line 1, column",

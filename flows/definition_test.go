@@ -422,6 +422,10 @@ func TestValidateReportsPathAndReason(t *testing.T) {
 			`[{"actionType": "end", "when": "timedOut = true"}]`,
 			`actions[0].when: unexpected token "="; write == to compare (line 1, column 10)`,
 		},
+		"exponential value": {
+			`[{"actionType": "end", "when": "let b = a + a; let c = b + b; let d = c + c; let e = d + d; let f = e + e; let g = f + f; let h = g + g; let i = h + h; i + i != ''"}]`,
+			`actions[0].when: may build too large a value; use fewer let and toJSON`,
+		},
 		"template in one": {
 			`[{"actionType": "end", "when": "{{a}}"}]`,
 			`actions[0].when: is an expression, not a template: write variables without {{ }}`,

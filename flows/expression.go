@@ -13,12 +13,12 @@ import (
 	"github.com/expr-lang/expr/file"
 	"github.com/expr-lang/expr/vm"
 
+	"github.com/lanekeeper/lanekeeper/internal/exprcost"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 )
 
-// Bounds of an expression. Its cost is at most the expression's length times the size of the variables. Predicates
-// over a list (all, any, …) do not nest and call nothing. Functions that build texts or lists in a loop (map, reduce,
-// join, repeat, ranges) are not allowed.
+// Bounds of an expression. Its values are bounded by [exprcost.Check]. Predicates over a list (all, any, …) do not nest
+// and call nothing. Functions that build texts or lists in a loop (map, reduce, join, repeat, ranges) are not allowed.
 const (
 	maxExpression  = 2000    // bytes
 	maxNodes       = 300     // nodes of the syntax tree
@@ -75,6 +75,9 @@ func compileExpression(text string) (*expression, error) {
 	if inspection.problem != "" {
 		return nil, errors.New(inspection.problem)
 	}
+	if err := exprcost.Check(inspection.root); err != nil {
+		return nil, err
+	}
 	return &expression{text: text, program: program, needs: inspection.needs()}, nil
 }
 
@@ -84,10 +87,12 @@ type inspector struct {
 	optional map[ast.Node]bool   // identifiers that may be unset: left of ??, or before ?.
 	declared map[string]bool     // names declared by let
 	problem  string
+	root     ast.Node // the node of the last visit
 }
 
 // Visit implements ast.Visitor.
 func (l *inspector) Visit(node *ast.Node) {
+	l.root = *node
 	switch n := (*node).(type) {
 	case *ast.IdentifierNode:
 		l.names[n] = n.Value
