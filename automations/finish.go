@@ -22,6 +22,7 @@ type Result struct {
 	Error    string // empty for a success
 	Skipped  bool   // there was no work, another run blocked it, or its call awaits an approval
 	Released bool   // with an Error: the run was interrupted, so it is retried even after its last attempt
+	Unsafe   bool   // with an Error: a call that must not be repeated may have taken effect, so the run is dead
 }
 
 const (
@@ -32,8 +33,8 @@ const (
 )
 
 // Finish ends a claimed run and returns its row. A failed run is retried after 1, 4, 16 and then 60 minutes, until its
-// attempts are used up. A released run is always retried. Finish returns false if the caller's attempt does not hold
-// the claim any more.
+// attempts are used up. A released run is always retried, and an unsafe one not at all. Finish returns false if the
+// caller's attempt does not hold the claim any more.
 func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, result Result) (Run, bool, error) {
 	output, err := result.encode()
 	if err != nil {
@@ -44,12 +45,12 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 		   set status = case
 		                  when @skipped::boolean then 'skipped'
 		                  when @error::text = '' then 'success'
-		                  when r.attempt < a.max_attempts or @released::boolean then 'error'
+		                  when (r.attempt < a.max_attempts or @released::boolean) and not @unsafe::boolean then 'error'
 		                  else 'dead'
 		                end,
 		       retry_at = case
 		                    when not @skipped::boolean and @error::text <> ''
-		                         and (r.attempt < a.max_attempts or @released::boolean)
+		                         and (r.attempt < a.max_attempts or @released::boolean) and not @unsafe::boolean
 		                    then clock_timestamp() + make_interval(secs => @retry)
 		                  end,
 		       error_message = nullif(@error, ''), output = @output, finished_at = clock_timestamp()
@@ -59,7 +60,7 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 		          r.execution_id, r.trace_id, r.error_message, r.output, r.created_at, r.finished_at`,
 		pgx.StrictNamedArgs{
 			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": failureText(result.Error), "output": output,
-			"retry": backoff(attempt).Seconds(), "released": result.Released,
+			"retry": backoff(attempt).Seconds(), "released": result.Released, "unsafe": result.Unsafe,
 		})
 	run, ok, err := collectRun(rows, err)
 	if err != nil {

@@ -244,7 +244,7 @@ func paused(run automations.Run, failure error) bool {
 
 // Finish records the outcome of a claimed run in a step and returns its status. failure is Work's error or [Released].
 // A run that awaits an approval ends as skipped, with that error. A later heartbeat makes the approved call and settles
-// the run.
+// the run. A run whose call may have taken effect, and is not safe to repeat, is dead: an admin decides.
 func Finish(
 	ctx context.Context, a automations.Automation, run automations.Run, output json.RawMessage, failure error,
 	effect *executions.Effect,
@@ -253,12 +253,13 @@ func Finish(
 	if output != nil {
 		ended.Output = output
 	}
-	var waits *executions.StepError
-	if errors.As(failure, &waits) && waits.Class == classPending {
-		ended.Skipped, ended.Error, failure, effect.Status = true, waits.Message, nil, activity.PendingApproval
+	var step *executions.StepError
+	if errors.As(failure, &step) && step.Class == classPending {
+		ended.Skipped, ended.Error, failure, effect.Status = true, step.Message, nil, activity.PendingApproval
 	}
 	if failure != nil {
 		ended.Error, ended.Released = failure.Error(), errors.As(failure, &Released{}) || paused(run, failure)
+		ended.Unsafe = errors.As(failure, &step) && step.Class == executions.ClassUnknown
 	}
 	state, err := executions.StepTx(ctx, "finish", func(ctx context.Context, tx pgx.Tx) (string, error) {
 		run, _, err := automations.Finish(ctx, tx, run.ID, run.Attempt, ended)
