@@ -291,6 +291,55 @@ func TestKeepAliveRenewsLeaseWithoutClaims(t *testing.T) {
 	}
 }
 
+// A cancel that the lease's renewal finds needs a connection of the runs' pool. Renewals do not wait for it.
+func TestBusyPoolDoesNotDelayRenewals(t *testing.T) {
+	t.Parallel()
+	lease := pgtest.DB(t)
+	config := lease.Config()
+	config.MaxConns = 3
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	started := make(chan struct{})
+	p := newEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		close(started)
+		<-ctx.Done()
+		return executions.Result{}, context.Cause(ctx)
+	}), func(o *executions.Options) { o.Lease, o.LeaseTTL = lease, 3*time.Second })
+	ctx, stop := context.WithCancel(t.Context())
+	var group errgroup.Group
+	group.Go(func() error { return p.KeepAlive(ctx) })
+	group.Go(func() error {
+		_, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+		return err
+	})
+	<-started
+	var busy []*pgxpool.Conn
+	for range config.MaxConns {
+		conn, err := pool.Acquire(t.Context())
+		require.NoError(t, err)
+		busy = append(busy, conn)
+	}
+	pgtest.Exec(t, lease, `
+		insert into agent_cancel_requests (execution_id, cancelled_by) select id, 'admin' from agent_executions`)
+	worker, expires := pgtest.Value[string](t, lease, `select id::text from agent_workers`),
+		pgtest.Value[time.Time](t, lease, `select expires_at from agent_workers`)
+	pgtest.Eventually(t, func() bool {
+		return pgtest.Value[bool](t, lease, `
+			select exists (select from agent_workers where id::text <> $1 or expires_at > $2)`, worker,
+			expires.Add(5*time.Second))
+	}, "the lease is renewed, or lost")
+	assert.Equal(t, worker, pgtest.Value[string](t, lease, `select string_agg(id::text, ' ') from agent_workers`))
+	for _, conn := range busy {
+		conn.Release()
+	}
+	pgtest.Eventually(t, func() bool {
+		return pgtest.Value[string](t, lease, `select status from agent_executions`) == "cancelled"
+	}, "the execution is cancelled")
+	stop()
+	assert.NoError(t, group.Wait())
+}
+
 // finishObserver is called when a run is over.
 type finishObserver func()
 

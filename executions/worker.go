@@ -155,6 +155,9 @@ func (e *Engine) renew(ctx context.Context) error {
 		_, err := e.WorkerID(ctx)
 		return errors.Join(ErrLost, err)
 	}
+	// What follows may wait for locks, or for connections that the runs use. The next renewal must not wait with it.
+	ctx, done := context.WithTimeout(ctx, e.opts.LeaseTTL/3)
+	defer done()
 	for _, id := range cancels {
 		e.stopIfCancelled(ctx, id)
 	}
@@ -223,7 +226,8 @@ func (e *Engine) reconcile(w *workerLease, sentAt time.Time, claims []string) (l
 	return lost, orphaned
 }
 
-// stopLostRun stops a run that lost its claim. The cause depends on the state of the execution.
+// stopLostRun stops a run that lost its claim. The cause depends on the state of the execution. When ctx ends first, it
+// leaves the run to the next renewal.
 func (e *Engine) stopLostRun(ctx context.Context, r *run) {
 	now, err := Get(ctx, e.pool, r.exec.ID)
 	switch {
@@ -232,6 +236,7 @@ func (e *Engine) stopLostRun(ctx context.Context, r *run) {
 	case err == nil && now.Status == Waiting && now.WaitNumber > r.exec.WaitNumber:
 		r.stop(ErrParked) // the run has just parked
 	case err == nil && now.Status.Ended() && now.Claim == r.exec.Claim: // the run has just finished
+	case ctx.Err() != nil:
 	default:
 		r.stop(ErrLost)
 	}
