@@ -326,6 +326,7 @@ var malformedCodes = []string{
 	"22023", // invalid_parameter_value: refused by the SQL function
 	"22P02", // invalid_text_representation: not a UUID or not JSON
 	"22P05", // untranslatable_character: U+0000 in JSON
+	"P0002", // no_data_found: the awaited execution does not exist
 }
 
 // invalidArgument converts the database's error for an invalid argument to ErrMalformed. It returns other errors

@@ -419,6 +419,10 @@ func TestLockRunReturnsWaitOutcome(t *testing.T) {
 		last := p.lock(t, id, "w").Checkpoints
 		assert.Truef(t, last[len(last)-1].Step == step, "the outcome is %+v, want %s", last[len(last)-1], step)
 	}
+	_, _, err = p.UnlockRun(t.Context(), id, p.lock(t, id, "w").LockID, executions.UnlockParams{
+		Status: executions.Waiting, For: "agent", Key: "0198f8a0-0000-7000-8000-000000000000",
+	})
+	assert.ErrorIs(t, err, executions.ErrMalformed, "a wait for an execution that does not exist")
 	keys := pgtest.Value[string](t, p.pool, `select string_agg(waiting_for, ' ' order by n) from agent_status_changes
 		where execution_id = $1 and status = 'waiting'`, id)
 	assert.Equal(t, "event response agent document signature test approval delay", keys, "kinds of waits")
