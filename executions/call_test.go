@@ -692,7 +692,7 @@ func TestInvalidCostFailsCall(t *testing.T) {
 	var calls atomic.Int32
 	got, pool := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 		var results []string
-		for _, cost := range []float64{math.NaN(), math.Inf(1), -1e300, 99_999_999} {
+		for _, cost := range []float64{math.NaN(), math.Inf(1), -1e300, 99_999_999.9999999, 99_999_999} {
 			_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}, Idempotent: true},
 				func(_ context.Context, effect *executions.Effect) (int, error) {
 					calls.Add(1)
@@ -704,9 +704,9 @@ func TestInvalidCostFailsCall(t *testing.T) {
 		return results, nil
 	})
 	result := string(got.Result)
-	assert.Truef(t, strings.Count(result, "cannot be recorded") == 3 && strings.HasSuffix(result, `"<nil>"]`) &&
-		calls.Load() == 4, "%s %s after %d calls", got.Status, result, calls.Load())
-	pgtest.Equal(t, pool, "error error error success 99999999.000000", `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd)
+	assert.Truef(t, strings.Count(result, "cannot be recorded") == 4 && strings.HasSuffix(result, `"<nil>"]`) &&
+		calls.Load() == 5, "%s %s after %d calls", got.Status, result, calls.Load())
+	pgtest.Equal(t, pool, "error error error error success 99999999.000000", `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd)
 		from agent_activity`)
 }
 

@@ -332,8 +332,8 @@ func (r *run) idempotencyKey(step string) string {
 	return hex.EncodeToString(sum[:16])
 }
 
-// maxUSD is the smallest cost that a row of the activity log cannot store.
-const maxUSD = 1e8
+// maxUSD bounds the cost of a call. A row of the activity log stores every lower cost, rounded to six places.
+const maxUSD = 1e8 - 0.5
 
 // validateCost rejects a cost that is NaN or that a row cannot store.
 func (e *Effect) validateCost() error {
