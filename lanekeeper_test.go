@@ -88,6 +88,14 @@ func TestFlowReturnsTypedResult(t *testing.T) {
 			}
 			r.Keys = append(r.Keys, key)
 		}
+		inner, err := lanekeeper.Step(ctx, "outer", func(ctx context.Context) (string, error) {
+			return lanekeeper.Step(ctx, "inner", func(ctx context.Context) (string, error) {
+				return lanekeeper.StepKey(ctx), nil
+			}, lanekeeper.Untraced())
+		}, lanekeeper.Input(o))
+		if err != nil || inner != "" {
+			return r, fmt.Errorf("the key of an untraced step is %q, %w", inner, err)
+		}
 		total, err := lanekeeper.Step(ctx, "sum", func(context.Context) (int, error) { return o.Cents, nil },
 			lanekeeper.Untraced())
 		r.Total = total
@@ -114,7 +122,7 @@ func TestFlowReturnsTypedResult(t *testing.T) {
 	steps := pgtest.Column[string](t, pool, `
 		select skill_name || ' ' || status || ' ' || (input ->> 'id') from agent_activity where trace_id = $1
 		 order by created_at, id`, h.TraceID())
-	assert.Equal(t, "reserve success n-7,charge success n-7", strings.Join(steps, ","), steps)
+	assert.Equal(t, "reserve success n-7,charge success n-7,outer success n-7", strings.Join(steps, ","), steps)
 	s := pgtest.Value[string](t, pool, `select result_summary from agent_executions where id = $1::uuid`, h.ID())
 	assert.Equal(t, "n-7: 250 cents", s, "the summary")
 }

@@ -63,7 +63,9 @@ func Step[T any](
 		if o.input != nil {
 			input = append(input, executions.Input(o.input))
 		}
-		value, err := executions.Step(ctx, name, call, input...)
+		value, err := executions.Step(ctx, name, func(ctx context.Context) (T, error) {
+			return call(context.WithValue(ctx, stepKey{}, "")) // not the key of an enclosing step
+		}, input...)
 		return value, stepError(err)
 	}
 	entry := executions.Call{Entry: activity.Entry{Skill: name, Input: o.input}, Idempotent: true}
