@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -56,7 +57,7 @@ const maxPerKind = 3
 // attentionItems reads the items.
 func (room *Room) attentionItems(ctx context.Context, _ *pageRequest) (any, error) {
 	items, err := postgres.Rows[attentionItem](ctx, room.Read, "list work that needs attention", attentionSQL,
-		postgres.Strict{"count_limit": countLimit, "limit": maxPerKind})
+		postgres.Strict{"count_limit": countLimit, "limit": maxPerKind, "hide_texts": activity.HidesTexts(ctx)})
 	if err != nil {
 		return nil, err
 	}

@@ -10,7 +10,9 @@ select n.kind, n.name, n.target, n.note, n.at, n.total from (
 union all
 (select 'request', coalesce(nullif(left(x.title, 200), ''), x.kind), x.execution_id::text, x.kind, x.created_at,
        count(*) over ()
-   from (select r.id, r.title, r.kind, r.execution_id, r.created_at from agent_requests r
+   from (select r.id, case when @hide_texts and r.thread_id is not null then '' else r.title end as title, r.kind,
+                r.execution_id, r.created_at
+           from agent_requests r
           where r.status = 'pending' order by r.id desc limit @count_limit) x
   order by x.id desc limit @limit)
 union all

@@ -294,8 +294,10 @@ func (room *Room) executionWait(ctx context.Context, req *pageRequest) (any, err
 	}
 	w.Key, w.Step = redact.Text(w.Key, maxValue), redact.Text(w.Step, maxValue)
 	w.Requests, err = postgres.Rows[openRequest](ctx, room.Read, "read open requests", `
-		select r.id::text, r.kind, left(r.title, 400) as title, r.status, cardinality(r.items) as items, r.created_at
-		  from agent_requests r where r.execution_id = @id order by r.id desc limit 20`, postgres.Strict{"id": w.ID})
+		select r.id::text, r.kind, case when @hide and r.thread_id is not null then @note::text else left(r.title, 400) end
+		       as title, r.status, cardinality(r.items) as items, r.created_at
+		  from agent_requests r where r.execution_id = @id order by r.id desc limit 20`,
+		postgres.Strict{"id": w.ID, "hide": activity.HidesTexts(ctx), "note": activity.HiddenText})
 	if err != nil {
 		return nil, err
 	}
@@ -368,12 +370,8 @@ func (room *Room) executionMessages(ctx context.Context, req *pageRequest) (any,
 	if err != nil {
 		return nil, err
 	}
-	hide, err := room.hidesTextsOf(ctx, req.Subject.(executionSubject).ID)
-	if err != nil {
-		return nil, err
-	}
 	for i := range list {
-		if hide {
+		if activity.HidesTexts(ctx) {
 			list[i].Text = activity.HiddenText
 		}
 		list[i].Text = clip(list[i].Text, list[i].Bytes, 300)

@@ -186,7 +186,7 @@ func TestAttentionItemsAreReadByIndex(t *testing.T) {
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	pgtest.Exec(t, tx, `set local enable_seqscan = off`)
 	rows, err := tx.Query(t.Context(), `explain (costs off) `+attentionSQL, pgx.QueryExecModeSimpleProtocol,
-		postgres.Strict{"count_limit": countLimit, "limit": maxPerKind})
+		postgres.Strict{"count_limit": countLimit, "limit": maxPerKind, "hide_texts": false})
 	require.NoError(t, err)
 	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)

@@ -1,0 +1,51 @@
+package engineroom
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
+	"github.com/lanekeeper/lanekeeper/principals"
+)
+
+// getAs returns a page as a caller of a role gets it, whose token has the scopes.
+func getAs(t *testing.T, room *Room, path string, role principals.Role, scopes ...string) string {
+	t.Helper()
+	caller := &principals.Caller{Principal: principals.Principal{Name: "ana", Role: role}, Scopes: scopes}
+	r := httptest.NewRequestWithContext(principals.WithCaller(t.Context(), caller, "token"), http.MethodGet, path, nil)
+	w := httptest.NewRecorder()
+	muxOf(room).ServeHTTP(w, r)
+	require.Equal(t, http.StatusOK, w.Code)
+	return w.Body.String()
+}
+
+// A flow without a thread asks and writes in one. The question and the message are texts of that thread.
+func TestTextsInThreadsNeedThreadsRead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	id := rows.Execution(t, pool, "waiting", "flow", "onboarding")
+	rows.Quiet(t, pool, `insert into agent_threads (id, channel, owner) values ('maria', 'chat', 'key1')`)
+	rows.Quiet(t, pool, `insert into agent_requests (kind, execution_id, trace_id, thread_id, title, items)
+		values ('document', $1, 'fl_1', 'maria', 'Proof of your illness', '{INE}')`, id)
+	rows.Quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
+		values ('maria', 1, 1, 'assistant', 'We are sorry to hear that', 'sent', $1)`, id)
+	for _, c := range []struct{ path, text string }{
+		{"/executions/" + id, "Proof of your illness"},
+		{"/executions/" + id, "We are sorry to hear that"},
+		{"/", "Proof of your illness"},
+	} {
+		for role, reads := range map[principals.Role]bool{principals.Viewer: false, principals.Approver: true} {
+			body := getAs(t, room, c.path, role, principals.All)
+			assert.Equal(t, reads, strings.Contains(body, c.text), c.path, role)
+		}
+	}
+	assert.Contains(t, getAs(t, room, "/executions/"+id, principals.Viewer, principals.All), activity.HiddenText)
+}
