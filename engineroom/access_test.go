@@ -49,3 +49,39 @@ func TestTextsInThreadsNeedThreadsRead(t *testing.T) {
 	}
 	assert.Contains(t, getAs(t, room, "/executions/"+id, principals.Viewer, principals.All), activity.HiddenText)
 }
+
+// A token reads on the overview and in a search only what its scopes let it open.
+func TestScopesBoundOverviewAndSearch(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	id := rows.Execution(t, pool, "completed", "flow", "payday")
+	rows.Quiet(t, pool, `update agent_executions set result_summary = 'payday of 12 people' where id = $1`, id)
+	rows.Quiet(t, pool, `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash,
+		expires_at) values ('op_1', 'payday', 1, '{"iban": "DE02120300000000202051"}', 'x', now() + interval '1 hour')`)
+	rows.Quiet(t, pool, `insert into agent_memory_conflicts (category, key, value, trace_id, if_revision, found_revision)
+		values ('salaries', 'payday of Ana', '1', 'op_1', 1, 0)`)
+	for _, c := range []struct {
+		path, text string
+		scope      principals.Scope
+	}{
+		{"/", "DE02120300000000202051", principals.ApprovalsRead},
+		{"/", "payday of Ana", principals.ThreadsRead},
+		{"/find?q=payday", "DE02120300000000202051", principals.ApprovalsRead},
+		{"/find", "DE02120300000000202051", principals.ApprovalsRead},
+		{"/find/results?q=payday", "DE02120300000000202051", principals.ApprovalsRead},
+		{"/find?q=payday", "payday of 12 people", principals.RunsRead},
+		{"/find", "payday of 12 people", principals.RunsRead},
+	} {
+		page := principals.RunsRead
+		if strings.HasPrefix(c.path, "/find") {
+			page = principals.ThreadsRead
+		}
+		full := getAs(t, room, c.path, principals.Admin, string(page), string(c.scope))
+		assert.Equal(t, true, strings.Contains(full, c.text), c.path, c.text)
+		part := getAs(t, room, c.path, principals.Admin, string(page))
+		assert.Equal(t, false, strings.Contains(part, c.text), c.path, c.text)
+	}
+	assert.Contains(t, getAs(t, room, "/", principals.Admin, string(principals.RunsRead)), "Approval requested")
+}

@@ -54,8 +54,8 @@ type attentionItem struct {
 // maxPerKind bounds the named items of one kind.
 const maxPerKind = 3
 
-// attentionItems reads the items.
-func (room *Room) attentionItems(ctx context.Context, _ *pageRequest) (any, error) {
+// attentionItems reads the items. Of a kind whose list the viewer may not open, it returns only the number.
+func (room *Room) attentionItems(ctx context.Context, req *pageRequest) (any, error) {
 	items, err := postgres.Rows[attentionItem](ctx, room.Read, "list work that needs attention", attentionSQL,
 		postgres.Strict{"count_limit": countLimit, "limit": maxPerKind, "hide_texts": activity.HidesTexts(ctx)})
 	if err != nil {
@@ -78,9 +78,11 @@ func (room *Room) attentionItems(ctx context.Context, _ *pageRequest) (any, erro
 	var list []attentionKind
 	for _, kind := range attentionKinds() {
 		for _, n := range items {
-			if n.Kind == kind.Kind {
-				n.Call = calls[n.Target]
-				kind.Total = n.Total
+			if n.Kind != kind.Kind {
+				continue
+			}
+			n.Call, kind.Total = calls[n.Target], n.Total
+			if req.mayOpen(kind.List) {
 				kind.Items = append(kind.Items, n)
 			}
 		}

@@ -91,7 +91,7 @@ func (room *Room) findPage() page {
 		},
 		parts: []part{{name: "results", load: func(ctx context.Context, req *pageRequest) (any, error) {
 			text, _ := req.Subject.(string)
-			return room.search(ctx, text)
+			return room.search(ctx, req, text)
 		}}},
 	}
 }
@@ -113,12 +113,12 @@ func (f searchResult) Count() (n int) {
 	return n
 }
 
-// search finds the groups of hits, best first. Without a text it returns the newest items.
-func (room *Room) search(ctx context.Context, text string) (searchResult, error) {
+// search finds the groups of hits that the viewer may open, best first. Without a text it returns the newest items.
+func (room *Room) search(ctx context.Context, req *pageRequest, text string) (searchResult, error) {
 	q, ok := newFindQuery(text)
 	f := searchResult{Text: q.Text, IsID: q.isID, Window: maxFragments, Names: maxNames}
 	if !ok {
-		groups, err := room.recentItems(ctx)
+		groups, err := room.recentItems(ctx, req)
 		f.Groups = groups
 		return f, err
 	}
@@ -127,7 +127,7 @@ func (room *Room) search(ctx context.Context, text string) (searchResult, error)
 		return f, err
 	}
 	for i, group := range finders {
-		hits := found[i]
+		hits := req.openable(found[i])
 		if len(hits) == 0 {
 			continue
 		}
@@ -145,6 +145,11 @@ func (room *Room) search(ctx context.Context, text string) (searchResult, error)
 	}
 	slices.SortStableFunc(f.Groups, func(a, b hitGroup) int { return cmp.Compare(a.rank, b.rank) })
 	return f, nil
+}
+
+// openable returns the hits whose pages the viewer may open.
+func (req *pageRequest) openable(hits []hit) []hit {
+	return slices.DeleteFunc(hits, func(h hit) bool { return !req.mayOpen(h.Href) })
 }
 
 // findAll returns the hits of each kind. It searches two kinds at a time.
@@ -175,7 +180,7 @@ func (room *Room) findResults(w http.ResponseWriter, r *http.Request) {
 	var body []byte
 	if err == nil {
 		_, err = room.Read.Do(r.Context(), false, func(ctx context.Context) error {
-			f, err := room.search(ctx, text)
+			f, err := room.search(ctx, req, text)
 			if err == nil {
 				body, err = room.execute("find-box", f)
 			}
@@ -190,7 +195,7 @@ func (room *Room) findResults(w http.ResponseWriter, r *http.Request) {
 }
 
 // recentItems are open approvals, the newest failures and executions, and the pages.
-func (room *Room) recentItems(ctx context.Context) ([]hitGroup, error) {
+func (room *Room) recentItems(ctx context.Context, req *pageRequest) ([]hitGroup, error) {
 	latest, err := room.runHits(ctx, `
 		select e.id from agent_executions e order by e.id desc limit @limit`, postgres.Strict{"limit": hitsShown})
 	if err != nil {
@@ -218,7 +223,7 @@ func (room *Room) recentItems(ctx context.Context) ([]hitGroup, error) {
 		{Name: "latest", Label: "Latest executions", Hits: latest, More: "/executions"},
 		{Name: "pages", Label: "Pages", Hits: pages},
 	} {
-		if len(g.Hits) > 0 {
+		if g.Hits = req.openable(g.Hits); len(g.Hits) > 0 {
 			groups = append(groups, g)
 		}
 	}
