@@ -312,6 +312,20 @@ func TestExecutionShowsParentChildrenAndForks(t *testing.T) {
 	assert.Equal(t, maxTree+2, strings.Count(body, `id="relative-`))
 }
 
+// A fork begins with claim 1, of the copied steps, so its first worker has claim 2.
+func TestForkIsClaimedOnce(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	original, fork := rows.Execution(t, pool, "completed", "flow", "greet"),
+		rows.Execution(t, pool, "completed", "flow", "greet")
+	rows.Quiet(t, pool, `update agent_executions set forked_from = $1 where id = $2`, original, fork)
+	rows.Quiet(t, pool, `insert into agent_checkpoints (execution_id, step, claim, created_at)
+		values ($1, 'copied', 1, now() - interval '1 day'), ($1, 'own', 2, now()), ($1, 'later', 3, now() + interval '1 ms')`,
+		fork)
+	body := wantTexts(t, server.URL+"/executions/"+fork, ">copied<", "Claimed again (claim 3)")
+	assert.True(t, !strings.Contains(body, "Claimed again (claim 2)"), "the first claim of a fork is shown as a second")
+}
+
 func TestExecutionShowsWorkerAndLanes(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)

@@ -180,13 +180,15 @@ func stepEntries(x executionRecord, steps []recordedStep) []timelineEntry {
 		if len(s.Step) <= maxFilterBytes {
 			m.Fork = "/executions/" + x.ID + "?from=" + url.QueryEscape(s.Step) + "#fork"
 		}
-		if claim != 0 && s.Claim != claim && !m.Copied {
+		if claim != 0 && s.Claim != claim {
 			all = append(all, timelineEntry{
 				ID: fmt.Sprintf("claim-%d", s.Claim), At: s.CreatedAt, Kind: kindClaim, Claim: s.Claim,
 				Label: fmt.Sprintf("Claimed again (claim %d)", s.Claim),
 			})
 		}
-		claim = s.Claim
+		if !m.Copied { // copied steps have claim 1 of the fork, which no worker had
+			claim = s.Claim
+		}
 		all = append(all, m)
 	}
 	return all
