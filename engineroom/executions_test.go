@@ -326,6 +326,18 @@ func TestForkIsClaimedOnce(t *testing.T) {
 	assert.True(t, !strings.Contains(body, "Claimed again (claim 2)"), "the first claim of a fork is shown as a second")
 }
 
+func TestExecutionWithOnlyForksShowsThem(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	original, fork := rows.Execution(t, pool, "completed", "flow", "greet"),
+		rows.Execution(t, pool, "completed", "flow", "greet")
+	const none = "no parent, children or forks"
+	wantTexts(t, server.URL+"/executions/"+original, none)
+	rows.Quiet(t, pool, `update agent_executions set forked_from = $1 where id = $2`, original, fork)
+	body := wantTexts(t, server.URL+"/executions/"+original, `id="fork-`+fork)
+	assert.True(t, !strings.Contains(body, none), "the page with a fork says that there is none")
+}
+
 func TestExecutionShowsWorkerAndLanes(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
