@@ -170,6 +170,11 @@ func (room *Room) linesOf(ctx context.Context, h *traceHead) (order []*spanNode,
 	if incomplete {
 		rollUp(order, h.byRun)
 	}
+	for _, n := range order {
+		if n.Run != nil { // the sums lack rows beyond traceSummed, and executions that are not drawn
+			n.AtLeast = h.MoreRows || h.MoreRuns
+		}
+	}
 	return order, len(rows), nil
 }
 
@@ -192,7 +197,7 @@ func withOmitted(nodes []*spanNode, rows []spanRow, count int64, more bool) []*s
 	return append(nodes, omitted)
 }
 
-// rollUp sets the exact totals of runs, and marks other sums as lower bounds.
+// rollUp sets the totals of runs, and marks other sums as lower bounds.
 func rollUp(order []*spanNode, byRun map[string]traceSums) {
 	below := map[*spanNode]traceSums{}
 	for _, n := range slices.Backward(order) {

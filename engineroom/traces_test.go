@@ -400,6 +400,29 @@ func TestLargeTraceIsBounded(t *testing.T) {
 		at := strings.LastIndex(body[:strings.Index(body, "Later activities")], `href="`)
 		next = strings.ReplaceAll(strings.SplitN(body[at+6:], `"`, 2)[0], "&amp;", "&")
 	}
+	// Beyond 20,000 rows, the totals of the execution are lower bounds.
+	exec(t, pool, `
+		insert into agent_activity (trace_id, execution_id, skill_name, status, finished_at, cost_usd)
+		select e.trace_id, e.id, 'row', 'success', clock_timestamp(), 0.001
+		  from agent_executions e, generate_series(1, 100) where e.trace_id = @id`, postgres.Strict{"id": string(id)})
+	_, body = testkit.Get(t, server.URL+"/traces/"+string(id))
+	assert.Contains(t, body, "20,000 or more activities", `wf-cost">≥ $20.00`)
+}
+
+// The page draws 200 executions. The total of their parent lacks the cost of the others.
+func TestTotalOfUndrawnExecutionsIsLowerBound(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	id := insertRun(t, pool, trace.Heartbeat, "running", 5)
+	exec(t, pool, `
+		with children as (
+		  insert into agent_executions (trace_id, surface, flow, status, parent_id)
+		  select trace_id, 'flow', 'child', 'running', id from agent_executions, generate_series(1, @count)
+		  returning id, trace_id)
+		insert into agent_activity (trace_id, execution_id, skill_name, status, finished_at, cost_usd)
+		select c.trace_id, c.id, 'row', 'success', clock_timestamp(), 0.01 from children c`,
+		postgres.Strict{"count": traceRuns + 9})
+	wantTexts(t, server.URL+"/traces/"+string(id), ">$2.09<", `wf-cost">≥ $1.99`)
 }
 
 func TestDeepAndCircularParents(t *testing.T) {
