@@ -35,11 +35,12 @@ type spanPanel struct {
 	Node    *spanNode // of the span; nil for the trace, or an unknown span
 	Cause   *activity.RootCause
 
-	Why    []whyPart
-	Prompt *promptView
-	Costs  []costLine
-	Sum    costLine
-	Raw    shownValue
+	Why       []whyPart
+	Prompt    *promptView
+	Costs     []costLine
+	MoreCosts bool
+	Sum       costLine // of all lines, also those that Costs lacks
+	Raw       shownValue
 }
 
 // tracePanel loads the panel. It reads only the open tab.
@@ -253,14 +254,15 @@ func (room *Room) panelCosts(ctx context.Context, p *spanPanel) (err error) {
 		 where a.kind = 'model' and (@run::text = '' or a.execution_id = nullif(@run::text, '')::uuid)
 		   and (@step::text = '' or starts_with(a.step, @step::text || '/'))
 		   and (@row::text = '' or a.id = nullif(@row::text, '')::uuid)
-		 group by 1, 2 order by 9 desc, 8 desc, 1, 2 limit @limit`, customPlan, postgres.Strict{
-		"id": p.ID, "scan": traceSummed, "run": run, "step": step, "row": row, "limit": maxCosts,
+		 group by 1, 2 order by 9 desc, 8 desc, 1, 2`, customPlan, postgres.Strict{
+		"id": p.ID, "scan": traceSummed, "run": run, "step": step, "row": row,
 	})
 	for _, c := range p.Costs {
 		p.Sum.Calls, p.Sum.Prompt, p.Sum.Cached, p.Sum.CacheWrites = p.Sum.Calls+c.Calls, p.Sum.Prompt+c.Prompt,
 			p.Sum.Cached+c.Cached, p.Sum.CacheWrites+c.CacheWrites
 		p.Sum.Output, p.Sum.Tokens, p.Sum.CostUSD = p.Sum.Output+c.Output, p.Sum.Tokens+c.Tokens, p.Sum.CostUSD+c.CostUSD
 	}
+	p.Costs, p.MoreCosts = firstN(p.Costs, maxCosts)
 	return err
 }
 

@@ -266,6 +266,19 @@ func TestPanelShowsSpan(t *testing.T) {
 	}
 }
 
+// A heartbeat of many automations has a line of each. The total covers also those that are not listed.
+func TestPanelTotalsCostOfAllPurposes(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	const id = "hb_01J8052XG1XHJAZ95GX5TCNBAZ"
+	rows.Quiet(t, pool, `
+		insert into agent_activity (trace_id, surface, skill_name, kind, status, purpose, model, cost_usd)
+		select $1, 'heartbeat', 'model_call', 'model', 'success', 'automation ' || n, 'm', 0.5
+		  from generate_series(1, $2::int) n`, id, maxCosts+10)
+	body := wantTexts(t, server.URL+"/traces/"+id+"?tab=cost&part=panel", ">$30.00<", "The list is cut after 50")
+	assert.Equal(t, maxCosts, strings.Count(body, ">work on automation "))
+}
+
 func TestTraceShowsApprovalDecision(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
