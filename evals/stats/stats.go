@@ -230,9 +230,21 @@ func Difference(pairs []Pair, plan Plan) Interval {
 	if math.Pow(0.5, float64(len(diffs))) > alpha {
 		return Interval{-1, 1}
 	}
-	low := bisect(func(by float64) bool { return upperTail(shifted(diffs, -by)) > alpha })
-	high := bisect(func(by float64) bool { return upperTail(negated(shifted(diffs, by))) > alpha })
+	low := bisect(func(by float64) bool { return upperTail(coarse(shifted(diffs, -by))) > alpha })
+	high := bisect(func(by float64) bool { return upperTail(coarse(negated(shifted(diffs, by)))) > alpha })
 	return Interval{low, 0 - high} // not -0
+}
+
+// coarse rounds values to every n-th point of the grid, which upperTail counts faster. n grows with the number of
+// values. It adds the rest of each value to the next one, so the sum stays.
+func coarse(values []float64) []float64 {
+	step, rest := float64(len(values)/8+1)/grid, 0.0
+	rounded := make([]float64, len(values))
+	for i, v := range values {
+		rounded[i] = math.Round((v+rest)/step) * step
+		rest += v - rounded[i]
+	}
+	return rounded
 }
 
 // bisect returns the smallest accepted value in [-1, 1], to a thousandth.

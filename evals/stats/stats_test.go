@@ -3,6 +3,7 @@ package stats_test
 import (
 	"math"
 	"math/rand/v2"
+	"runtime"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/evals/stats"
@@ -175,4 +176,32 @@ func TestDifferenceCoverage(t *testing.T) {
 	}
 	got := float64(covered) / suites
 	assert.Truef(t, got >= 0.92, "the interval covers the difference in %.3f of the suites, want about 0.95", got)
+}
+
+// Pages compute the interval at each refresh, so 500 cases must not cost seconds. The allocated memory is that of the
+// distributions, and the time grows with it.
+func TestDifferenceOfManyCases(t *testing.T) {
+	r := rand.New(rand.NewPCG(11, 12))
+	pairs := make([]stats.Pair, 500)
+	for i := range pairs {
+		pairs[i] = stats.Pair{
+			Old: stats.Count{Passed: simulate(r, 0.8, 1), Trials: 1}, New: stats.Count{Passed: simulate(r, 0.7, 1), Trials: 1},
+		}
+	}
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	got := stats.Difference(pairs, stats.Plan{})
+	runtime.ReadMemStats(&after)
+	allocated := after.TotalAlloc - before.TotalAlloc
+	assert.Truef(t, allocated < 4<<20, "the interval of 500 cases allocates %d bytes, want less than 4 MiB", allocated)
+	// For so many cases the mean is normal.
+	mean := stats.Compare(pairs, stats.Plan{}).Difference
+	sum := 0.0
+	for _, p := range pairs {
+		d := p.New.Rate() - p.Old.Rate() - mean
+		sum += d * d
+	}
+	half := 1.96 * math.Sqrt(sum) / float64(len(pairs))
+	assert.Truef(t, math.Abs(got.Low-(mean-half)) < 0.004 && math.Abs(got.High-(mean+half)) < 0.004,
+		"the interval is %+v, want about %.3f to %.3f", got, mean-half, mean+half)
 }
