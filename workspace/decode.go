@@ -195,7 +195,8 @@ func (d *decoder) scalar(node *yaml.Node, into reflect.Value, path string) {
 		into.SetString(node.Value)
 		return
 	}
-	if !fits || node.Decode(into.Addr().Interface()) != nil {
+	if !fits || node.Decode(into.Addr().Interface()) != nil ||
+		into.CanFloat() && (math.IsNaN(into.Float()) || math.IsInf(into.Float(), 0)) {
 		d.add(node, "%s: is %s; it must be %s", path, describeNode(node), wanted)
 	}
 }

@@ -111,6 +111,11 @@ func TestLoadErrors(t *testing.T) {
 			"kind: objective\nname: a\ngoal: b\npriority: high\n",
 			`f.yaml:4:11: priority: is "high"; it must be a whole number`,
 		},
+		"no number": {
+			"kind: eval\nname: a\nbudget: {cost_usd: .nan}\n",
+			`f.yaml:3:20: budget.cost_usd: is ".nan"; it must be a number`,
+		},
+		"infinite number": {"kind: eval\nname: a\ngate: {margin: .inf}\n", `gate.margin: is ".inf"; it must be a number`},
 		"item of list": {
 			"kind: objective\nname: a\ngoal: b\nsteps:\n- a\n- [b]\n",
 			`f.yaml:6:3: steps[1]: is a list; it must be text`,
