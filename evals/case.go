@@ -21,13 +21,14 @@ import (
 var ErrNoCase = errors.New("the trace has no message to a model")
 
 // FromTrace creates a case from a trace: the messages of its first model call, and a stub for each call of that
-// execution. The rows of a trace are redacted. A stub omits a redacted argument, so it matches any value.
+// execution. The rows of a trace are redacted. A stub omits a redacted argument, so it matches any value. The case
+// approves a skill with an approved call.
 func FromTrace(t activity.Trace, name string) (Case, error) {
 	c := Case{Name: name, From: t.TraceID, Skills: map[string][]Stub{}, Approvals: map[string]string{}}
 	if c.Name == "" {
 		c.Name = "from " + t.TraceID
 	}
-	order, iterations := []string{}, 0
+	order, iterations, asked := []string{}, 0, map[string]bool{}
 	first := slices.IndexFunc(t.Activities, func(row activity.Row) bool { return row.Kind == activity.KindModel })
 	for _, row := range t.Activities {
 		if first >= 0 && executionID(row) != executionID(t.Activities[first]) {
@@ -39,9 +40,14 @@ func FromTrace(t activity.Trace, name string) (Case, error) {
 		switch {
 		case row.Kind == activity.KindModel && c.Messages == nil:
 			c.Messages, c.Now = parseMessages(row.Input), row.CreatedAt.UTC().Format(time.RFC3339)
+		case isCall(row) && row.Status == activity.PendingApproval:
+			asked[row.SkillName] = true
 		case isCall(row) && (row.Status == activity.Success || row.Status == activity.Error):
 			if isRefusal(row.ErrorClass) {
 				continue
+			}
+			if asked[row.SkillName] {
+				c.Approvals[row.SkillName] = Approve
 			}
 			order = append(order, row.SkillName)
 			c.Skills[row.SkillName] = append(c.Skills[row.SkillName], newStub(row))

@@ -143,6 +143,19 @@ func TestFromTrace(t *testing.T) {
 		`"returns":{"answer":"Done."}}]},"expect":[{"in_order":["check_order","check_order","delegate"]}]}`
 	assert.Truef(t, string(text) == want, "the case is\n%s, want\n%s", text, want)
 	assert.NoError(t, evals.Validate(evals.Definition{Name: "a", Cases: []evals.Case{got}}), "the case is not valid")
+	pending := func(skill string) activity.Row {
+		return activity.Row{Kind: activity.KindCall, Status: activity.PendingApproval, SkillName: skill}
+	}
+	got, err = evals.FromTrace(activity.Trace{Activities: []activity.Row{
+		turn.Activities[0],
+		pending("refund"),
+		{Kind: activity.KindCall, Status: activity.Success, SkillName: "refund"},
+		pending("delete"),
+		{Kind: activity.KindCall, Status: activity.Error, SkillName: "delete", ErrorClass: "denied"},
+	}}, "")
+	require.NoError(t, err)
+	assert.NoDiff(t, map[string]string{"refund": evals.Approve}, got.Approvals)
+	assert.NoDiff(t, []string{"refund"}, got.Expect[0].InOrder)
 	turn.Activities = append(turn.Activities[:1], activity.Row{Kind: activity.KindModel, Purpose: evals.PurposeJudge})
 	got, err = evals.FromTrace(turn, "")
 	require.NoError(t, err)
