@@ -76,8 +76,8 @@ type Message struct {
 	Assistant string `yaml:"assistant" json:"assistant,omitempty"`
 }
 
-// Stub answers calls whose arguments contain When. Of several matching stubs, the n-th call gets the n-th; the last one
-// repeats.
+// Stub answers calls whose arguments contain When. Of several matching stubs, the n-th call that matches the same ones
+// gets the n-th; the last one repeats.
 type Stub struct {
 	When    map[string]any `yaml:"when" json:"when,omitempty"`
 	Returns any            `yaml:"returns" json:"returns,omitempty"`

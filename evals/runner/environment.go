@@ -24,7 +24,7 @@ type environment struct {
 	approvals map[string]string
 	now       time.Time
 	memory    map[string]memory.Entry // by category/key
-	answered  map[string]int          // calls of each skill and arguments that stubs have answered
+	answered  map[string]int          // answered calls, by skill and matching stubs or recorded arguments
 
 	calls    []evals.Call
 	written  []string
@@ -113,9 +113,9 @@ func (b *environment) invoke(_ context.Context, skill string, args json.RawMessa
 	if _, has := b.stubs[skill]; !has && b.isMemorySkill(skill) {
 		return b.answerMemoryCall(skill, args), nil
 	}
-	stub, ok := b.match(skill, args)
+	stub, key := b.match(skill, args)
 	switch {
-	case !ok:
+	case key == "":
 		return nil, &executions.StepError{
 			Class: classNoStub, Message: "the case of the eval has no stub for this call of " + skill,
 		}
@@ -146,18 +146,19 @@ func (b *environment) diverge(skill string, args json.RawMessage) {
 	b.diverged = append(b.diverged, fmt.Sprintf("%s has no %s for %s", skill, what, redact.Text(string(args), 300)))
 }
 
-// match returns the stub for the next call with these arguments.
-func (b *environment) match(skill string, args json.RawMessage) (evals.Stub, bool) {
-	var matching []evals.Stub
-	for _, s := range b.stubs[skill] {
+// match returns the stub for the next call with these arguments, and the key in answered; an empty key for no stub.
+func (b *environment) match(skill string, args json.RawMessage) (stub evals.Stub, key string) {
+	var matching []int
+	for i, s := range b.stubs[skill] {
 		if evals.Contains(args, s.When) {
-			matching = append(matching, s)
+			matching = append(matching, i)
 		}
 	}
 	if len(matching) == 0 {
-		return evals.Stub{}, false
+		return evals.Stub{}, ""
 	}
-	return matching[min(b.answered[skill+" "+string(args)], len(matching)-1)], true
+	key = fmt.Sprint(skill, matching)
+	return b.stubs[skill][matching[min(b.answered[key], len(matching)-1)]], key
 }
 
 // onResult updates the environment after a call.
@@ -174,10 +175,11 @@ func (b *environment) onResult(skill string, args, _ json.RawMessage) {
 		b.applyMemoryCall(skill, args)
 		return
 	}
-	if _, ok := b.match(skill, args); !ok {
+	if _, key := b.match(skill, args); key != "" {
+		b.answered[key]++
+	} else {
 		b.diverge(skill, args)
 	}
-	b.answered[skill+" "+string(args)]++
 }
 
 func (b *environment) isMemorySkill(skill string) bool {

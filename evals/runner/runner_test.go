@@ -3,6 +3,7 @@ package runner_test
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
@@ -182,6 +183,23 @@ func replyAsAgent(prompt string, results []string) modeltest.Reply {
 		return modeltest.ToolCall("check_order", `{"order":8}`)
 	}
 	return modeltest.ToolCall("check_order", `{"order":7}`)
+}
+
+func TestMatchingStubsAnswerInTurn(t *testing.T) {
+	t.Parallel()
+	w := newTestRunner(t)
+	w.script(func(_ string, results []string) modeltest.Reply {
+		if len(results) < 3 {
+			return modeltest.ToolCall("check_order", fmt.Sprintf(`{"order":%d}`, 7+len(results)))
+		}
+		return modeltest.Text(strings.Join(results, " "))
+	})
+	report := w.run(t, evals.Definition{Name: "orders", Agent: "sales", Trials: 1, Cases: []evals.Case{{
+		Name: "in turn", Messages: userMessage("orders?"),
+		Skills: map[string][]evals.Stub{"check_order": {{Returns: "first"}, {Returns: "second"}}},
+		Expect: []evals.Expectation{{Answer: &evals.Answer{Regex: `^"first" "second" "second"$`}}},
+	}}}, runner.Options{})
+	assert.Truef(t, report.Status == evals.Passed, "the run is %s: %q", report.Status, report.Cases[0].Reasons)
 }
 
 func TestTrialVerdicts(t *testing.T) {
