@@ -1,15 +1,15 @@
 -- Failures since @since (the last day): executions that failed or timed out, at most @max_executions of each, then calls of skills,
--- other actions and models, at most @max_calls of a name. An execution whose call a person rejected did not fail.
+-- other actions and models, at most @max_calls of a name. An execution whose call a person rejected did not fail. Evals do not count.
 -- inner_message is the last error inside an execution. It is also the deepest error, because an action begins after the
 -- action that contains it.
 with rejected as materialized (select lanekeeper.agent_rejected_executions(@rejections) as id),
 broken as materialized (
   select x.* from (
     (select e.id, e.parent_id, e.trace_id, e.agent, e.flow, e.failed_step, e.error_message, coalesce(e.completed_at, e.updated_at) as at
-       from agent_executions e where e.status = 'failed' and e.id not in (select r.id from rejected r) order by e.id desc limit @max_executions::int)
+       from agent_executions e where e.status = 'failed' and e.surface <> 'eval' and e.id not in (select r.id from rejected r) order by e.id desc limit @max_executions::int)
     union all
     (select e.id, e.parent_id, e.trace_id, e.agent, e.flow, e.failed_step, coalesce(e.error_message, 'timed out'), coalesce(e.completed_at, e.updated_at)
-       from agent_executions e where e.status = 'timeout' order by e.id desc limit @max_executions::int)) x
+       from agent_executions e where e.status = 'timeout' and e.surface <> 'eval' order by e.id desc limit @max_executions::int)) x
    where x.at > @since::timestamptz),
 named as materialized (
   select n.name from (
@@ -49,7 +49,7 @@ select 'model', 'model_call', left(f.agent, 300), f.id::text, '', left(f.trace_i
   from (
     select a.* from (
       select a.id, a.agent, a.kind, a.status, a.error_class, a.error_message, a.trace_id, a.created_at from agent_activity a
-       where a.skill_name between 'model_call' and 'model_call' and a.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
+       where a.skill_name between 'model_call' and 'model_call' and a.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz)) and a.surface <> 'eval'
        order by a.skill_name desc, a.id desc limit @max_outcomes::int) a
      where a.kind = 'model' and a.status = 'error' and a.error_class not in ('cancelled', 'interrupted', 'stale', 'yielded', 'budget')
      limit @max_calls::int) f

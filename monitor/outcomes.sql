@@ -1,6 +1,6 @@
 -- The outcomes of the newest @max_outcomes runs of some flows, by agent, and of the newest @max_outcomes calls since @since of some
 -- names. The streak is the failures after the last success. Skipped heartbeats do not count, nor do executions whose call
--- a person rejected, nor calls before their skill was enabled again. The query searches only flows and names whose
+-- a person rejected, nor evals, nor calls before their skill was enabled again. The query searches only flows and names whose
 -- newest row failed.
 with ended as materialized (
   select 'flow' as kind, f.name, left(w.agent, 300) as agent, w.id, w.at, w.status <> 'completed' as failed
@@ -29,7 +29,7 @@ with ended as materialized (
   select 'call', m.name, '', m.id, m.created_at, m.status = 'error'
     from (
      select 'model_call' as name, a.id, a.kind, a.status, a.error_class, a.created_at from agent_activity a
-      where @models and a.skill_name between 'model_call' and 'model_call' and a.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
+      where @models and a.skill_name between 'model_call' and 'model_call' and a.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz)) and a.surface <> 'eval'
       order by a.skill_name desc, a.id desc limit @max_outcomes::int) m
    where m.kind = 'model' and m.status in ('success', 'error')
      and m.error_class not in ('cancelled', 'interrupted', 'stale', 'yielded', 'budget')),

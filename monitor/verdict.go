@@ -20,9 +20,9 @@ import (
 // Degraded, otherwise: at least one of
 //
 //   - A flow, a skill, another action or the model fails. Its newest finished run failed, in the last 24 hours, and so
-//     did the last 3, or more than half of those that finished in the last hour. The rule ignores cancelled runs, runs
-//     whose call a person rejected, skipped heartbeats, calls before their skill was enabled again, and calls that do
-//     not count for their skill (agent_skill_calls).
+//     did the last 3, or more than half of those that finished in the last hour. The rule ignores evals, cancelled
+//     runs, skipped heartbeats, runs whose call a person rejected, calls before their skill was enabled again, and
+//     calls that do not count for their skill (agent_skill_calls).
 //   - A skill was disabled by self-heal, or is on trial.
 //   - A heartbeat is dead: it is due for more than 2 minutes, or it began since and none finished within 2 periods.
 //   - An execution is stuck (agent_executions_stuck).

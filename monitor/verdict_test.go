@@ -284,6 +284,29 @@ func TestVerdictIgnoresRejections(t *testing.T) {
 	assert.Equal(t, "degraded: 2 flows failing <#failing>", currentVerdict(t, pool), "newer rejections hide the failures")
 }
 
+// A trial may use another model than the agent, so neither its failures nor its successes count.
+func TestVerdictIgnoresEvals(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
+	insertModelCalls := func(trace, surface, status string) {
+		pgtest.Exec(t, pool, `
+			insert into agent_activity (trace_id, surface, kind, skill_name, status, error_message)
+			select $1, $2, 'model', 'model_call', $3, 'no such model' from generate_series(1, 3)`, trace, surface, status)
+	}
+	insertModelCalls("ev_1", "eval", "error")
+	for i := range 3 {
+		id := insertExecution(t, pool, "agent", "eval:1", "failed", "no such model", i, "")
+		rows.Quiet(t, pool, `
+			update agent_executions set surface = 'eval', trace_id = 'ev_' || id, status = $2 where id = $1::text::uuid`,
+			id, []string{"failed", "timeout"}[i%2])
+	}
+	assert.Equal(t, "working", currentVerdict(t, pool))
+	insertModelCalls("hb_1", "heartbeat", "error")
+	insertModelCalls("ev_1", "eval", "success")
+	assert.Equal(t, "degraded: model calls failing </activity?status=error&skill=model_call>", currentVerdict(t, pool))
+}
+
 func TestFailureGroups(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
