@@ -135,7 +135,7 @@ func readState(ctx context.Context, db postgres.DB, name string, restart bool) (
 		  select p.kind, p.place_at, p.place_key, p.began_at, p.ended_at,
 		         @restart or p.ended_at is not null and p.began_at < clock_timestamp() - interval '1 day' as restart
 		    from agent_retention_passes p where p.kind = @kind)
-		select case when o.kind = 'prompts' and o.before is not null
+		select case when o.kind = 'prompts' -- greatest ignores the null of forever
 		            then greatest(o.before, (select a.before from old a where a.kind = 'activity'))
 		            else o.before end as before,
 		       case when p.restart then '-infinity' else p.place_at::text end as at,

@@ -127,6 +127,25 @@ func TestPromptPartIsDeletedWithLastPrompt(t *testing.T) {
 		"parts %v are left, but prompts are kept no longer than their model calls", left)
 }
 
+func TestPromptsKeptForeverGoWithActivity(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	_, err := retention.Set(t.Context(), pool, map[string]string{"prompts": "forever", "activity": "30d"}, "admin", "")
+	require.NoError(t, err)
+	pgtest.Exec(t, pool, `
+		insert into agent_prompts (activity_id, messages, created_at)
+		select lanekeeper.agent_uuid7(now() - make_interval(days => days)), '{}', now() - make_interval(days => days)
+		  from unnest(array[40, 20]) days`)
+	_, err = retention.Run(t.Context(), pool, retention.Options{})
+	require.NoError(t, err)
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_prompts`))
+	_, err = retention.Set(t.Context(), pool, map[string]string{"activity": "forever"}, "admin", "")
+	require.NoError(t, err)
+	_, err = retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}, Restart: true})
+	require.NoError(t, err)
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_prompts`))
+}
+
 type spend struct {
 	Skill         string
 	Calls, Tokens int64

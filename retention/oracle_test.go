@@ -131,6 +131,19 @@ func (o *oracle) hasOpenApproval(trace string) bool {
 
 // cutoff returns the time before which a pass deletes rows of a kind; ok is false for the policy forever.
 func (o *oracle) cutoff(policy map[string]string, kind string) (cutoff time.Time, ok bool) {
+	if kind == "prompts" { // a prompt is kept no longer than its model call
+		log, logEnds := o.cutoff(policy, "activity")
+		cutoff, ok = o.cutoffOf(policy, kind)
+		if logEnds && (!ok || log.After(cutoff)) {
+			cutoff = log
+		}
+		return cutoff, ok || logEnds
+	}
+	return o.cutoffOf(policy, kind)
+}
+
+// cutoffOf is cutoff by the policy of the kind alone.
+func (o *oracle) cutoffOf(policy map[string]string, kind string) (cutoff time.Time, ok bool) {
 	days, err := strconv.Atoi(strings.TrimSuffix(policy[kind], "d"))
 	if err != nil {
 		return cutoff, false
@@ -141,11 +154,6 @@ func (o *oracle) cutoff(policy map[string]string, kind string) (cutoff time.Time
 	}
 	if kind == "hour_counts" {
 		cutoff = cutoff.Truncate(time.Hour)
-	}
-	if kind == "prompts" { // a prompt is kept no longer than its model call
-		if log, ok := o.cutoff(policy, "activity"); ok && log.After(cutoff) {
-			cutoff = log
-		}
 	}
 	return cutoff, true
 }

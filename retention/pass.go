@@ -80,8 +80,8 @@ func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Result, error) {
 	return done, errs
 }
 
-// selectPolicies returns the policies of a pass. It includes executions even with the policy forever, for checkpoints
-// that an earlier pass left.
+// selectPolicies returns the policies of a pass. With the policy forever, it includes executions, for checkpoints that
+// an earlier pass left, and prompts, which are kept no longer than their activity.
 func (o Options) selectPolicies(ctx context.Context, db postgres.DB) ([]Policy, error) {
 	all, err := Show(ctx, db)
 	if err != nil {
@@ -91,7 +91,8 @@ func (o Options) selectPolicies(ctx context.Context, db postgres.DB) ([]Policy, 
 	var selected []Policy
 	for _, p := range all {
 		byKind[p.Kind] = p
-		if o.Kinds == nil && (p.Keep != Forever || p.Kind == "executions" && !o.DryRun) {
+		if o.Kinds == nil && (p.Keep != Forever || p.Kind == "executions" && !o.DryRun ||
+			p.Kind == "prompts" && byKind["activity"].Keep != Forever) { // Show is sorted by kind
 			selected = append(selected, p)
 		}
 	}
