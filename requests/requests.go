@@ -184,10 +184,11 @@ func (r *Record) hideTexts(ctx context.Context) {
 		r.Title = activity.HiddenText
 	}
 	r.Details, r.Answer = activity.HiddenJSON(r.Details), activity.HiddenJSON(r.Answer)
-	for _, urls := range []map[string]string{r.Received, r.Unexpected} {
-		for item := range urls {
-			urls[item] = activity.HiddenText
-		}
+	for item := range r.Received {
+		r.Received[item] = activity.HiddenText
+	}
+	if len(r.Unexpected) > 0 { // senders choose their names
+		r.Unexpected = map[string]string{activity.HiddenText: activity.HiddenText}
 	}
 }
 

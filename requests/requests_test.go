@@ -94,6 +94,12 @@ func TestEventsAnswerRequest(t *testing.T) {
 				map[string]any{"document": "photo", "url": "u2"}, map[string]any{"document": "cv", "url": "u1"},
 			}},
 		},
+		"an unexpected document": {
+			requests.Request{Kind: requests.Document, Items: []string{"cv"}},
+			"DOCUMENT_UPLOADED",
+			[]string{`{"document": "passport of Ana", "url": "u2"}`, `{"document": "cv", "url": "u1"}`},
+			map[string]any{"documentUrls": []any{"u1"}, "documents": []any{map[string]any{"document": "cv", "url": "u1"}}},
+		},
 		"signature": {
 			requests.Request{Kind: requests.Signature, Details: map[string]any{"document": "contract"}},
 			"SIGNATURE_COMPLETED",
@@ -129,7 +135,7 @@ func TestEventsAnswerRequest(t *testing.T) {
 			list, err := requests.List(activity.WithoutTexts(t.Context()), pool, requests.Filter{})
 			require.NoError(t, err)
 			assert.NoDiff(t, []requests.Record{hidden}, list)
-			for _, text := range []string{"Papers", "u1", "contract"} {
+			for _, text := range []string{"Papers", "u1", "contract", "Ana"} {
 				assert.Truef(t, !strings.Contains(fmt.Sprintf("%+v %s", hidden, hidden.Details), text), "%+v", hidden)
 			}
 		})
