@@ -78,7 +78,7 @@ type Approval struct {
 	RequestedBy   []string        `json:"requested_by"`     // the known principals
 	// The requesting execution; empty after its deletion.
 	Surface     string `json:"surface"`
-	Agent       string `json:"agent"`
+	Agent       string `json:"agent"` // that requested the call
 	Flow        string `json:"flow"`
 	ThreadID    string `json:"thread_id"`
 	Participant string `json:"participant"` // the thread's visitor
@@ -140,9 +140,9 @@ const columns = `a.id::text, a.trace_id, a.execution_id::text, a.skill_name, a.s
 	coalesce(w.surface, ''), coalesce(w.agent, ''), coalesce(w.flow, ''), coalesce(w.thread_id, ''),
 	coalesce(w.participant, '')`
 
-// joinRequester joins the requesting execution.
+// joinRequester joins the requesting execution. Within it, an automation or an objective may have another agent.
 const joinRequester = ` left join lateral (
-	select x.surface, x.agent, x.flow, x.thread_id, t.participant
+	select x.surface, coalesce((select n.agent from agent_activity n where n.id = a.activity_id), x.agent) as agent, x.flow, x.thread_id, t.participant
 	  from agent_executions x left join agent_threads t on t.id = x.thread_id where x.id = a.execution_id) w on true`
 
 // Get returns one approval, or [ErrNotFound].

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // followThrough runs the calls approved since the last heartbeat.
@@ -38,7 +39,8 @@ func (b *heartbeatRun) followThrough(ctx context.Context) (phaseResult, error) {
 	return phaseResult{Summary: fmt.Sprintf("%d of %d approved calls made", ran, len(granted))}, nil
 }
 
-// runApproved makes one approved call. The transaction that records the call's intent consumes the approval.
+// runApproved makes one approved call as the agent that requested it, whose memory a builtin uses. The transaction that
+// records the call's intent consumes the approval.
 func (b *heartbeatRun) runApproved(ctx context.Context, grant approvals.Approval) error {
 	skill, err := executions.Step(ctx, "skill of "+grant.ID, func(ctx context.Context) (skills.Skill, error) {
 		skill, err := skills.Get(ctx, b.Pool, grant.SkillName)
@@ -57,7 +59,7 @@ func (b *heartbeatRun) runApproved(ctx context.Context, grant approvals.Approval
 	}
 	current, _ := executions.Current(ctx)
 	step := "approved " + grant.ID
-	_, err = b.Loop.Invoke(ctx, step, skill, grant.Arguments, executions.Call{
+	_, err = b.Loop.Invoke(trace.As(ctx, grant.Agent), step, skill, grant.Arguments, executions.Call{
 		Entry: activity.Entry{Purpose: "follow_through"}, OnIntent: approvals.Use(grant.ID, current.ID, step),
 	})
 	if approvals.IsUsed(err) {

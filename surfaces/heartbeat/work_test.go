@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
@@ -168,6 +169,33 @@ func TestAutomationNeedsApproval(t *testing.T) {
 	lines = strings.Join(w.traceLines(t, x.TraceID), ", ")
 	assert.Truef(t, strings.Contains(lines,
 		"follow_through success, drop success") && w.calls.of("drop") == 1, "the trace is %s", lines)
+}
+
+// The heartbeat of the default agent makes the approved calls of all agents.
+func TestApprovedCallRunsAsItsAgent(t *testing.T) {
+	t.Parallel()
+	w := newTestHeartbeat(t)
+	w.replyNothing()
+	w.surface.Loop.Agents = &agents.Directory{}
+	for _, d := range []agents.Definition{{Name: "house", Default: true}, {Name: "sales"}} {
+		_, err := agents.Put(t.Context(), w.pool, d)
+		require.NoError(t, err)
+	}
+	w.builtins["drop"] = func(ctx context.Context, _ skills.Call) (any, error) {
+		span, _ := trace.From(ctx)
+		w.calls.add(span.Agent)
+		return "dropped", nil
+	}
+	w.addSkill(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
+	w.addAutomation(t, automations.Definition{Name: "a", Skill: "drop", Agent: "sales"})
+	w.runCompleted(t)
+	pending, err := approvals.Pending(t.Context(), w.pool, 5)
+	require.Truef(t, err == nil && len(pending) == 1, "pending are %+v, %v", pending, err)
+	assert.Equal(t, "sales", pending[0].Agent)
+	_, err = approvals.Decide(t.Context(), w.pool, pending[0].ID, true, "admin", "")
+	require.NoError(t, err)
+	w.runCompleted(t)
+	assert.Equal(t, 1, w.calls.of("sales"))
 }
 
 // newHeartbeatWithApprovals returns a heartbeat with the skill drop and two approved calls of it.
