@@ -155,7 +155,7 @@ func (s *server) startExecution(r request) (response, error) {
 	var x executions.Execution
 	err := withFreshKey(r.Context(), s.pool, spec.DedupeKey, func(key string) (_ string, err error) {
 		spec.DedupeKey = key
-		x, err = s.start(r.Context(), spec, b.Reason)
+		x, _, err = s.engine.StartByAdmin(executions.WithLockTimeout(r.Context(), postgres.LockRetryTimeout), spec, b.Reason)
 		return x.ID, err
 	})
 	if err != nil {
@@ -165,18 +165,6 @@ func (s *server) startExecution(r request) (response, error) {
 		s.log.WarnContext(r.Context(), "caller's trace not linked", "trace_id", x.TraceID, "error", err)
 	}
 	return response{body: executionStatus{x.ID, x.TraceID, x.Status}, trace: x.TraceID}, nil
-}
-
-// start starts an execution for the admin or for a parent. It waits a moment for an idempotency key that another
-// transaction locks.
-func (s *server) start(ctx context.Context, spec executions.Spec, reason string) (x executions.Execution, err error) {
-	ctx = executions.WithLockTimeout(ctx, postgres.LockRetryTimeout)
-	if spec.ParentID != "" {
-		x, _, err = s.engine.Start(ctx, s.pool, spec)
-	} else {
-		x, _, err = s.engine.StartByAdmin(ctx, spec, reason)
-	}
-	return x, err
 }
 
 // startKey derives the dedupe key of a start.

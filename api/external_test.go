@@ -302,8 +302,11 @@ func TestStartWithKeyAndChild(t *testing.T) {
 	assert.True(t, child.ID != first.ID, "another caller's request with the same key and body is the first caller's")
 	a.checkProblem(a.raw("POST", "/v1/executions", `{"flow":"external","labels":{"No":"x"}}`, asAdmin()), 400, "labels")
 	a.request("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+
-		`","queue":"interactive","priority":1}`, 201, &child)
+		`","queue":"interactive","priority":1,"reason":"a second check"}`, 201, &child)
 	assert.Truef(t, child.TraceID == first.TraceID && child.ID != first.ID, "the child is %+v", child)
+	pgtest.Equal(t, a.pool, first.ID+" "+child.ID, `
+		select concat_ws(' ', input ->> 'parent_id', output ->> 'execution_id') from agent_activity
+		 where skill_name = 'start_execution' and purpose = 'a second check'`)
 	a.request("POST", "/v1/executions/"+first.ID+"/cancel", `{"reason":"enough"}`, 200, &again)
 	a.checkProblem(a.raw("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`"}`, asAdmin()), 409,
 		"has ended")
