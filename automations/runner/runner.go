@@ -123,18 +123,19 @@ func or(d, otherwise time.Duration) time.Duration {
 	return d
 }
 
-// all dispatches until no run is ready.
+// all dispatches until no run starts.
 func (r *Runner) all(ctx context.Context) error {
 	for {
 		n, err := r.Dispatch(ctx)
-		if n == 0 || err != nil {
+		if n == 0 {
 			return err
 		}
 	}
 }
 
-// Dispatch starts ready runs once and returns the number that this caller started. While the agent is paused it starts
-// none: it records due times of schedules as skipped, and other runs stay ready.
+// Dispatch starts ready runs once and returns the number that this caller started. A run that cannot start delays no
+// other. While the agent is paused it starts none: it records due times of schedules as skipped, and other runs stay
+// ready.
 func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 	if err := SettleAbandoned(ctx, r.Pool, r.Logger); err != nil {
 		return 0, fmt.Errorf("dispatch automations: %w", err)
@@ -158,16 +159,17 @@ func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 	if err != nil {
 		return 0, fmt.Errorf("dispatch automations: %w", err)
 	}
+	var failed []error
 	for _, t := range ready {
 		ok, err := r.start(ctx, t, cmp.Or(t.Agent, acting))
 		if err != nil {
-			return started, fmt.Errorf("dispatch automation %q: %w", t.Name, err)
+			failed = append(failed, fmt.Errorf("dispatch automation %q: %w", t.Name, err))
 		}
 		if ok {
 			started++
 		}
 	}
-	return started, nil
+	return started, errors.Join(failed...)
 }
 
 // acting returns the agent of automations that name none.

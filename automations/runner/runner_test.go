@@ -65,6 +65,22 @@ func TestAnEventAndItsRunsAreOneTransaction(t *testing.T) {
 	assert.Equal(t, "", w.states(t))
 }
 
+func TestARunThatCannotStartDelaysNoOther(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	_, err := agents.Put(t.Context(), w.pool, agents.Definition{Name: "broken"})
+	require.NoError(t, err)
+	w.put(t, automations.Definition{Name: "a", Event: "E", Agent: "broken"})
+	w.raise(t, "E", "first", `{}`)
+	w.put(t, automations.Definition{Name: "b", Event: "E"})
+	w.raise(t, "E", "second", `{}`)
+	pgtest.Exec(t, w.pool, `alter table agent_executions add constraint refuse check (agent <> 'broken')`)
+	r, _, _ := w.idle(t)
+	started, err := r.Dispatch(t.Context())
+	assert.Equal(t, 1, started)
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), `automation "a"`), "error %v", err)
+}
+
 func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
