@@ -12,10 +12,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Propose stores an automation that the agent by proposes, and returns it. The automation is disabled until an admin
-// accepts it; earlier events and signals cause no runs. A repeated proposal changes nothing, even with another
-// description. Propose returns [ErrNameTaken] for the name of any other automation, and [ErrTooMany] while 20 proposals
-// are undecided.
+// Propose stores an automation that the agent by proposes, and returns it. That agent acts in its runs. The automation
+// is disabled until an admin accepts it; earlier events and signals cause no runs. A repeated proposal changes nothing,
+// even with another description. Propose returns [ErrNameTaken] for the name of any other automation, and [ErrTooMany]
+// while 20 proposals are undecided.
 func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceID string) (a Automation, err error) {
 	r, err := resolve(d)
 	if err != nil {
@@ -61,9 +61,10 @@ func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID stri
 	tag, err := tx.Exec(ctx, `
 		insert into agent_automations
 		       (name, description, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, flow,
-		        max_attempts, enabled, disabled_by, disabled_reason, disabled_at, proposed_by, last_trace_id, source)
+		        max_attempts, enabled, disabled_by, disabled_reason, disabled_at, proposed_by, agent, last_trace_id, source)
 		values (@name, @description, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt,
 		  @flow, @max_attempts, false, 'proposal', 'proposed by the agent; an admin accepts it', clock_timestamp(), @by,
+		  coalesce((select g.name from agent_agents g where g.name = @by and g.current and not g.is_default), ''),
 		  @trace_id, @source)
 		on conflict (name) do nothing`,
 		pgx.StrictNamedArgs{

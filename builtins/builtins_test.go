@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -33,13 +34,19 @@ const traceID = "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
 // call declares the builtins and calls one like the agent.
 func call(t *testing.T, pool *pgxpool.Pool, name, args string) (map[string]any, error) {
 	t.Helper()
+	return callAs(t, pool, "agent", name, args)
+}
+
+// callAs calls a builtin as the agent.
+func callAs(t *testing.T, pool *pgxpool.Pool, agent, name, args string) (map[string]any, error) {
+	t.Helper()
 	_, err := builtins.Put(t.Context(), pool)
 	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: builtins.New(pool, nil, nil)})
 	require.NoError(t, err)
 	skill, err := skills.Get(t.Context(), pool, name)
 	require.NoError(t, err)
-	ctx := trace.With(t.Context(), trace.Span{TraceID: traceID, Agent: "agent", Surface: trace.Heartbeat})
+	ctx := trace.With(t.Context(), trace.Span{TraceID: traceID, Agent: agent, Surface: trace.Heartbeat})
 	raw, err := registry.Invoke(ctx, skills.Call{Skill: skill, Args: json.RawMessage(args)})
 	if err != nil {
 		return nil, err
@@ -369,6 +376,26 @@ func TestProposalsWaitForAnAdmin(t *testing.T) {
 	} {
 		_, err := call(t, pool, "automation_propose", args)
 		assert.Truef(t, err != nil && strings.Contains(err.Error(), want), "%s: %v", args, err)
+	}
+}
+
+// A proposal belongs to its proposer, but the default agent's follows whoever is the default.
+func TestAcceptedProposalsBelongToTheirProposer(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for _, d := range []agents.Definition{{Name: "first", Default: true}, {Name: "second"}} {
+		_, err := agents.Put(t.Context(), pool, d)
+		require.NoError(t, err)
+	}
+	for agent, want := range map[string]string{"first": "", "second": "second", "unknown": ""} {
+		_, err := callAs(t, pool, agent, "objective_propose", fmt.Sprintf(`{"name":%q,"goal":"g"}`, agent))
+		require.NoError(t, err)
+		_, err = callAs(t, pool, agent, "automation_propose",
+			fmt.Sprintf(`{"name":%q,"signal":"pending_approvals > 3","prompt":"p"}`, agent))
+		require.NoError(t, err)
+		pgtest.Equal(t, pool, want+"|"+want, `
+			select o.agent || '|' || a.agent from agent_objectives o join agent_automations a using (name) where name = $1`,
+			agent)
 	}
 }
 

@@ -15,9 +15,9 @@ import (
 // maxUndecided bounds the number of undecided proposals.
 const maxUndecided = 20
 
-// Propose stores an objective that the agent by proposes, and returns it. Work starts after an admin accepts it. A
-// repeated proposal with the same goal and criteria and without a new step changes nothing, not even the priority or
-// the review interval. Propose returns [ErrNameTaken] for the name of any other objective, and [ErrTooMany] while 20
+// Propose stores an objective that the agent by proposes, and returns it. That agent works on it after an admin accepts
+// it. A repeated proposal with the same goal and criteria and without a new step changes nothing, not even the priority
+// or the review interval. Propose returns [ErrNameTaken] for the name of any other objective, and [ErrTooMany] while 20
 // proposals are undecided.
 func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceID string) (o Objective, err error) {
 	if err := Validate(d); err != nil {
@@ -70,9 +70,10 @@ func insertProposal(ctx context.Context, tx pgx.Tx, d Definition, by, traceID st
 		return "", ErrTooMany
 	}
 	err = tx.QueryRow(ctx, `
-		insert into agent_objectives (name, goal, success_criteria, priority, review_every, status, proposed_by,
+		insert into agent_objectives (name, goal, success_criteria, priority, review_every, status, proposed_by, agent,
 		  proposed_trace, source)
 		values (@name, @goal, @criteria, @priority, make_interval(secs => nullif(@review::float8, 0)), 'proposed', @by,
+		  coalesce((select g.name from agent_agents g where g.name = @by and g.current and not g.is_default), ''),
 		  @trace_id, @source)
 		on conflict (name) do nothing returning id`,
 		pgx.StrictNamedArgs{
