@@ -5,13 +5,18 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
 
-// maxBulk bounds the executions of one request.
-const maxBulk = 200
+const (
+	// maxBulk bounds the executions of one request.
+	maxBulk = 200
+	// bulkMargin is the time that a request reserves for the action in progress and the response.
+	bulkMargin = 10 * time.Second
+)
 
 // bulkRequest applies one action to several executions.
 type bulkRequest struct {
@@ -54,13 +59,19 @@ type bulkResponse struct {
 	Items   []bulkItem `json:"items"`
 }
 
-// bulkExecutions applies the action to each execution in turn. A rejection does not affect other executions.
-// bulkExecutions stops when the client disconnects. The audit has the completed actions.
+// bulkExecutions applies the action to each execution in turn. A rejection does not affect other executions. Before the
+// request's time ends, it rejects the rest, so the response says which retries not to repeat. bulkExecutions stops when
+// the client disconnects. The audit has the completed actions.
 func (s *server) bulkExecutions(r request) (response, error) {
 	b := r.body.(bulkRequest)
 	result := bulkResponse{Items: []bulkItem{}}
-	for _, id := range b.IDs {
-		item, err := s.bulkOne(r, b, id)
+	deadline, limited := r.Context().Deadline()
+	for i, id := range b.IDs {
+		item := bulkItem{ID: id}
+		var err error = problem.New(http.StatusServiceUnavailable, "not tried: the request took too long; send the rest anew")
+		if i == 0 || !limited || time.Until(deadline) > bulkMargin {
+			item, err = s.bulkOne(r, b, id)
+		}
 		if ended := r.Context().Err(); ended != nil {
 			return response{}, fmt.Errorf("%s executions: %d are done: %w", b.Action, result.Done, ended)
 		}

@@ -1,11 +1,13 @@
 package api_test
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -66,4 +68,29 @@ func TestBulkActions(t *testing.T) {
 		w := a.raw("POST", "/v1/executions/bulk", body, asAdmin())
 		assert.Truef(t, w.Code == http.StatusBadRequest, "%s: %d %s", name, w.Code, w.Body)
 	}
+}
+
+// A slow bulk retry answers before its time ends. The response tells done executions from the rest, which the client
+// may send again.
+func TestSlowBulkRetryAnswersInTime(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	first, second := a.start("external:a", trace.New(trace.Flow)).ID, a.start("external:b", trace.New(trace.Flow)).ID
+	pgtest.Exec(t, a.pool, `select cancel_agent_execution(id, 'ana', '') from agent_executions`)
+	pgtest.Exec(t, a.pool, `create function delay() returns trigger language plpgsql as $$ begin
+		perform pg_sleep(0.3); return new; end $$`)
+	pgtest.Exec(t, a.pool, `create trigger delay before insert on agent_executions for each row execute function delay()`)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second+200*time.Millisecond)
+	defer cancel()
+	w := a.send(ctx, "POST", "/v1/executions/bulk",
+		fmt.Sprintf(`{"action":"retry","ids":[%q,%q],"reason":"it is back"}`, first, second), asAdmin())
+	var got struct {
+		Done, Refused int
+		Items         []struct{ ID, Error string }
+	}
+	require.Equal(t, http.StatusOK, w.Code, w.Body)
+	require.NoError(t, json.Unmarshal(w.Body.Bytes(), &got))
+	assert.Truef(t, got.Done == 1 && got.Refused == 1 && got.Items[0].Error == "" && got.Items[1].ID == second &&
+		strings.Contains(got.Items[1].Error, "not tried"), "got %+v", got)
+	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_executions where forked_from is not null`)
 }
