@@ -184,3 +184,29 @@ func TestSpendOutlivesActivity(t *testing.T) {
 }
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
+
+// A pass reports expired activity that it kept because nothing has counted it.
+func TestUncountedActivityIsReported(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	_, err := retention.Set(t.Context(), pool, map[string]string{"activity": "7d"}, "admin", "")
+	require.NoError(t, err)
+	pgtest.Exec(t, pool, `
+		insert into agent_activity (id, trace_id, skill_name, created_at)
+		select lanekeeper.agent_uuid7(at), 'tr', 's', at from (select clock_timestamp() - interval '30 days' as at) a`)
+	later := func() string {
+		done, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"activity"}, Restart: true})
+		require.NoError(t, err)
+		require.Equal(t, 1, len(done), done)
+		return done[0].Later
+	}
+	for _, counted := range []string{
+		`update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`,
+		`delete from agent_activity_uncounted`,
+	} {
+		assert.Contains(t, later(), "not counted yet")
+		pgtest.Exec(t, pool, counted)
+	}
+	assert.Equal(t, "", later())
+	pgtest.Equal(t, pool, 0, `select count(*) from agent_activity where trace_id = 'tr'`)
+}

@@ -63,6 +63,9 @@ func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Result, error) {
 	for _, p := range policies {
 		d := Result{Kind: p.Kind, Keep: p.Keep, Partitions: []string{}}
 		err := o.pruneKind(ctx, pool, &d)
+		if err == nil && p.Kind == "activity" && d.Later == "" {
+			d.Later, err = uncounted(ctx, pool)
+		}
 		if err != nil {
 			errs = errors.Join(errs, fmt.Errorf("prune %s: %w", p.Kind, err))
 		}
@@ -138,6 +141,25 @@ func (o Options) pruneKind(ctx context.Context, pool *pgxpool.Pool, d *Result) e
 			return ctx.Err()
 		}
 	}
+}
+
+// uncounted returns why expired activity stays that is not counted yet; "" if all is counted.
+func uncounted(ctx context.Context, pool *pgxpool.Pool) (reason string, err error) {
+	err = inIndexTx(ctx, pool, "0", func(tx pgx.Tx) error {
+		s, err := readState(ctx, tx, "activity", false)
+		if err != nil || s.Before == nil {
+			return err
+		}
+		return tx.QueryRow(ctx, `
+			select case
+			  when exists (select from agent_activity a
+			                where a.id >= (select c.counted_upto from agent_activity_counted c)
+			                  and a.id < lanekeeper.agent_uuid7_floor(@before))
+			       or exists (select from agent_activity_uncounted u where u.activity_id < lanekeeper.agent_uuid7_floor(@before))
+			    then 'some rows are not counted yet; agent serve counts them when no write transaction is open'
+			  else '' end`, postgres.Strict{"before": s.Before}).Scan(&reason)
+	})
+	return reason, err
 }
 
 // pruneWithRetry runs one batch, and retries it when a lock blocks it.
