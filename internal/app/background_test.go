@@ -3,6 +3,7 @@ package app
 import (
 	"context"
 	"log/slog"
+	"strings"
 	"testing"
 	"time"
 
@@ -10,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
@@ -33,6 +35,16 @@ func TestFreeAnswers(t *testing.T) {
 	assert.Contains(t, log.String(), "level=WARN", "no output", "models=[house/cheap]\n")
 	a.Config.OpenAIKey = "" // the offline model answers
 	assert.Equal(t, 0, len(FreeAnswers(a.Config, []agents.Agent{{Definition: agents.Definition{Model: "house/cheap"}}})))
+}
+
+// The remedy of an address names its own setting.
+func TestRemediesNameTheirSetting(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	cfg := config.Config{DatabaseURL: config.Secret(url), DirectURL: config.Secret(url + "&database=nowhere")}
+	_, err := Connect(t.Context(), cfg, url, false, slog.New(slog.DiscardHandler))
+	assert.Truef(t, err != nil && strings.HasSuffix(postgres.Todo(err), "correct the name in DATABASE_DIRECT_URL"),
+		"error %v", err)
 }
 
 func TestActivityIsCounted(t *testing.T) {

@@ -3,12 +3,10 @@ package app
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -98,7 +96,7 @@ const directConns = 4
 func (d *Database) openDirect(ctx context.Context, cfg config.Config) error {
 	pool, err := postgres.Open(ctx, cfg.DirectURL.Reveal(), postgres.Options{MaxConns: directConns})
 	if err != nil {
-		return fmt.Errorf("DATABASE_DIRECT_URL: %w", err)
+		return fmt.Errorf("DATABASE_DIRECT_URL: %w", postgres.ForSetting("DATABASE_DIRECT_URL", err))
 	}
 	d.Direct = pool
 	if postgres.Pooled(pool) {
@@ -215,7 +213,7 @@ func openReplica(cfg config.Config) func(ctx context.Context) (*pgxpool.Pool, er
 		}
 		pool, err := postgres.Open(ctx, url, postgres.Options{MaxConns: replicaConns})
 		if err != nil {
-			return nil, errors.New(strings.ReplaceAll(err.Error(), "DATABASE_URL", "DATABASE_READ_URL"))
+			return nil, postgres.ForSetting("DATABASE_READ_URL", err)
 		}
 		return pool, nil
 	}

@@ -40,8 +40,19 @@ func Todo(err error) string {
 	return ""
 }
 
+// ForSetting returns an error of [Open] whose remedy names another setting than DATABASE_URL.
+func ForSetting(setting string, err error) error {
+	refused, ok := errors.AsType[*openError](err)
+	if !ok {
+		return errors.New(strings.ReplaceAll(err.Error(), "DATABASE_URL", setting))
+	}
+	renamed := *refused
+	renamed.todo = strings.ReplaceAll(refused.todo, "DATABASE_URL", setting)
+	return &renamed
+}
+
 // WrongParameter reports an error of [Open] for a parameter of the connection string that the server does not take.
-func WrongParameter(err error) bool { return Todo(err) == correctParameter }
+func WrongParameter(err error) bool { return strings.HasPrefix(Todo(err), correctParameter) }
 
 // SQLSTATEs with which a server can answer a connection.
 const (
@@ -85,7 +96,7 @@ func explain(config *pgx.ConnConfig, err error) error {
 	return e
 }
 
-const correctParameter = "remove or correct it in DATABASE_URL"
+const correctParameter = "remove or correct it in "
 
 func refusal(config *pgx.ConnConfig, err *pgconn.PgError) (what, todo string) {
 	switch err.Code {
@@ -97,15 +108,15 @@ func refusal(config *pgx.ConnConfig, err *pgconn.PgError) (what, todo string) {
 			"create it: createdb " + shellWord(config.Database) + ", or correct the name in DATABASE_URL"
 	case codeNoPrivilege:
 		if err.Routine != "CheckMyDatabase" { // a parameter of the connection string
-			return err.Message, correctParameter
+			return err.Message, correctParameter + "DATABASE_URL"
 		}
 		return err.Message, "run grant connect on database " + pgx.Identifier{config.Database}.Sanitize() + " to " +
 			pgx.Identifier{config.User}.Sanitize()
 	case codeNoParameter, codeParameter:
-		return err.Message, correctParameter
+		return err.Message, correctParameter + "DATABASE_URL"
 	case codeProtocol:
 		if strings.Contains(err.Message, "startup parameter") { // PgBouncer does not know it
-			return err.Message, correctParameter
+			return err.Message, correctParameter + "DATABASE_URL"
 		}
 	case codeTooMany:
 		return "the server has no free connection (" + err.Message + ")",
