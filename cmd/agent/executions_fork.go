@@ -21,7 +21,7 @@ func (c *cli) executionsForkCommand() *cobra.Command {
 		Long: `Start a new execution with a new trace. It copies the checkpoints before a step and runs the rest. The
 original stays unchanged. agent executions show ID lists the steps. Nested names use slashes (phase/step); naming a
 phase, a loop or a branch restarts it. Without --from all checkpoints are copied. With a new input, a copied step that
-depends on the old one fails with an error. A process that runs agent serve runs the execution.`,
+depends on the old one fails with an error. A process that runs agent serve or agent dev runs the execution.`,
 		Example: "  agent executions fork 0198… --from evaluate\n  agent executions fork 0198… --from ask --input " +
 			"'{\"tone\": \"warm\"}'",
 		RunE: func(cmd *cobra.Command, args []string) error {

@@ -36,8 +36,8 @@ func (c *cli) executionsStartCommand() *cobra.Command {
 		Use: "start FLOW", Short: "Start an execution of a flow",
 		Args: positionalArgs(1, 1, "a flow's name; see agent flows ls"),
 		Long: `Start an execution of a flow: a workspace flow, a Go flow, or external (external:NAME) for an external worker.
-A process that runs agent serve runs it. --wait prints its status on stderr until it ends, and exits with 1 unless it
-completed; an interrupt ends the waiting, not the execution.`,
+A process that runs agent serve or agent dev runs it. --wait prints its status on stderr until it ends, and exits with 1
+unless it completed; an interrupt ends the waiting, not the execution.`,
 		Example: "  agent executions start onboarding --input '{\"candidate\": \"Ana\"}' --thread ana --wait\n" +
 			"  agent executions start external:import --on-lost hand_on --input @order.json",
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -243,7 +243,7 @@ func statusText(x executions.Execution) string {
 		return "waits for " + printable(strings.TrimSpace(waitText(x)))
 	}
 	if x.Status == executions.Pending {
-		return "pending until a process that runs agent serve claims it"
+		return "pending until agent serve or agent dev claims it"
 	}
 	return string(x.Status)
 }
