@@ -110,6 +110,17 @@ func TestTimeoutWhenChildStopsReading(t *testing.T) {
 	assert.Equal(t, `"back"`, f.mustCall("echo", `{"text":"back"}`))
 }
 
+// Lines of a child that are no messages do not end its session.
+func TestOtherLinesOfChildAreSkipped(t *testing.T) {
+	t.Parallel()
+	f := newClientFixture(t, nil)
+	f.put(stdioServer(t, map[string]any{childVariable: "noisy"}))
+	f.sync()
+	assert.Equal(t, `"back"`, f.mustCall("echo", `{"text":"back"}`))
+	assert.Contains(t, f.log.String(), "prints other text than messages", "[info] ready on stdio")
+	assert.True(t, !strings.Contains(f.log.String(), "level\\"), "later lines are logged too: ", f.log.String())
+}
+
 // A child that starts or responds slowly fails calls, but keeps running.
 func TestTimeoutsKeepSlowChild(t *testing.T) {
 	t.Parallel()

@@ -12,15 +12,16 @@ import (
 	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
 )
 
-// lineReader reads a client's messages, one per line. It rejects and skips an invalid line itself, because the SDK
-// would end the session.
+// lineReader reads the peer's messages, one per line. It skips an invalid line itself, because the SDK would end the
+// session.
 type lineReader struct {
 	io.Closer
 	in       *bufio.Reader
-	out      io.Writer
 	maxBytes int    // limit of a message
 	rest     []byte // unread rest of the current line
-	batches  bool   // the client's version of the protocol has batches
+	batches  bool   // the version of the protocol has batches
+	// invalid handles an invalid line. Its error ends the session.
+	invalid func(line []byte, problem *jsonrpc.Error) error
 }
 
 func (l *lineReader) Read(p []byte) (int, error) {
@@ -31,7 +32,7 @@ func (l *lineReader) Read(p []byte) (int, error) {
 		}
 		if problem := l.validate(line); problem == nil {
 			l.rest = append(bytes.TrimSpace(line), '\n') // the SDK ends the session at a blank after a message
-		} else if err := l.reject(line, problem); err != nil {
+		} else if err := l.invalid(line, problem); err != nil {
 			return 0, err
 		}
 	}
@@ -102,7 +103,7 @@ func (l *lineReader) validate(line []byte) *jsonrpc.Error {
 const lastWithBatches = "2025-03-26"
 
 // reject responds to a line with an error. The response has the line's id, or null.
-func (l *lineReader) reject(line []byte, problem *jsonrpc.Error) error {
+func reject(out io.Writer, line []byte, problem *jsonrpc.Error) error {
 	var request struct {
 		ID json.RawMessage `json:"id"`
 	}
@@ -113,7 +114,7 @@ func (l *lineReader) reject(line []byte, problem *jsonrpc.Error) error {
 	if err != nil {
 		return fmt.Errorf("reject a line: %w", err)
 	}
-	_, err = l.out.Write(append(answer, '\n'))
+	_, err = out.Write(append(answer, '\n'))
 	return err
 }
 

@@ -40,11 +40,14 @@ func TestMain(m *testing.M) {
 }
 
 // runChild runs a stdio server. The kind "slow" starts late; the kind "stall" stops reading after 100,000 bytes;
-// the kind "change" changes its tools.
+// the kind "change" changes its tools; the kind "noisy" prints log lines to stdout.
 func runChild(kind string) int {
 	fmt.Fprintln(os.Stderr, "child begins")
 	if kind == "slow" {
 		time.Sleep(4 * time.Second)
+	}
+	if kind == "noisy" {
+		fmt.Print("[info] ready on stdio\n\n{\"level\": \"info\"}\n")
 	}
 	if kind == "change" {
 		if err := changingServer().Run(context.Background(), &sdk.StdioTransport{}); err != nil {

@@ -1,6 +1,7 @@
 package mcp
 
 import (
+	"bufio"
 	"context"
 	"crypto/tls"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"slices"
 	"sync/atomic"
 
+	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -25,15 +27,30 @@ func (c *Client) transport(conn *connection, values map[string]string) (sdk.Tran
 	if err != nil {
 		return nil, fmt.Errorf("start %s: %w", r.Command[0], err)
 	}
-	return stdioTransport{conn.child}, nil
+	return &sdk.IOTransport{
+		Reader: c.childReader(conn), Writer: conn.child.stdin, MaxLineLength: maxMessage,
+	}, nil
 }
 
-// stdioTransport connects to a child over its stdin and stdout.
-type stdioTransport struct{ child *process }
-
-// Connect connects to a running child. The SDK calls it once.
-func (t stdioTransport) Connect(ctx context.Context) (sdk.Connection, error) {
-	return (&sdk.IOTransport{Reader: t.child.stdout, Writer: t.child.stdin, MaxLineLength: maxMessage}).Connect(ctx)
+// childReader reads a child's messages. It skips other lines, because some servers print their log to stdout, and logs
+// the first.
+func (c *Client) childReader(conn *connection) io.ReadCloser {
+	var warned bool
+	stdout := conn.child.stdout
+	return &lineReader{
+		Closer: stdout, in: bufio.NewReader(stdout), maxBytes: maxMessage, batches: true,
+		invalid: func(line []byte, problem *jsonrpc.Error) error {
+			if len(line) > maxMessage {
+				return problem
+			}
+			if !warned {
+				c.log.Warn("MCP server prints other text than messages", "server", conn.remote.Name,
+					"line", conn.shownText(string(line), maxStderrLine), "error", problem.Message)
+			}
+			warned = true
+			return nil
+		},
+	}
 }
 
 // childEnv returns the environment of a child: the minimum for a program to start, and the declared variables.
