@@ -66,8 +66,9 @@ const conflictColumns = `
 		  left join agent_memory m on m.owner = c.owner and m.category = c.category and m.key = c.key
 		   and (m.expires_at is null or m.expires_at > clock_timestamp())`
 
-// StoreConflict stores a rejected value for an admin's decision, and returns the conflict's id. An open conflict with
-// the same value is reused. It returns [ErrConflictsFull] when 1,000 are undecided. executionID may be empty.
+// StoreConflict stores a rejected value for an admin's decision, and returns the conflict's id. It reuses an open
+// conflict with the same value. For another value it returns [ErrConflictsFull] when 1,000 are undecided. executionID
+// may be empty.
 func StoreConflict(
 	ctx context.Context, db postgres.DB, n Note, c *ConflictError, executionID string,
 ) (id string, err error) {
@@ -146,7 +147,7 @@ type Decision struct {
 
 // Decide decides an open conflict in the caller's transaction and returns its row. It returns [ErrConflictDecided]
 // after another decision. It writes the late value only at the revision that the admin read. Otherwise it returns a
-// [*ConflictError], and the conflict stays open.
+// [*ConflictError]. After an error the caller must roll back; the conflict then stays open.
 func Decide(ctx context.Context, tx pgx.Tx, id string, d Decision) (Conflict, error) {
 	if strings.TrimSpace(d.By) == "" {
 		return Conflict{}, fmt.Errorf("decide memory conflict: %w: an admin is required", ErrInvalid)

@@ -29,8 +29,8 @@ const (
 	otherModelTTL = 24 * time.Hour  // retention of another model's vectors
 )
 
-// Run embeds entries until ctx ends. Several processes may run it: each claims its entries. A nil Index returns at
-// once.
+// Run embeds entries until ctx ends, and returns nil. Several processes may run it: each claims its entries. Run logs
+// the first of consecutive failures. A nil Index returns at once.
 func (x *Index) Run(ctx context.Context, db postgres.DB) error {
 	if x == nil {
 		return nil
@@ -214,7 +214,7 @@ func truncateBytes(text string, most int) string {
 	return text[:most]
 }
 
-// store stores the vectors of revisions that are still claimed.
+// store stores the vectors of revisions that no later claim has replaced.
 func (x *Index) store(ctx context.Context, db postgres.DB, list []claimedEntry, vectors [][]float32) error {
 	ids, revisions := keys(list)
 	texts := make([]string, len(vectors))

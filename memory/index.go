@@ -12,8 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Index searches by words and by meaning, and maintains the vectors. A nil Index searches by words alone. It is safe
-// for concurrent use.
+// Index searches by words and by meaning, and maintains the vectors. It is safe for concurrent use. The searches of a
+// nil Index use words alone.
 type Index struct {
 	model Embedder
 	log   *slog.Logger

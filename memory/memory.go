@@ -1,10 +1,10 @@
 // Package memory stores what the agent keeps between runs: the table agent_memory.
 //
-// An entry is a JSON value under a category and a key. Each write increments the key's revision. A revision never
-// repeats, even after deletion or expiry. A writer names the revision that it has read, or [Absent]. If the key is at
-// another revision, nothing is written, and the [ConflictError] has both values. [Seen] is what a run has read. A
-// rejected value whose writer has ended becomes a [Conflict], which an admin decides. Each entry names the trace of
-// its last write.
+// An entry is a JSON value under a category and a key. Each write increments the key's revision. A deleted key
+// continues its revisions for 90 days; [Expire] then forgets them. A writer names the revision that it has read, or
+// [Absent]. If the key is at another revision, nothing is written, and the [ConflictError] has both values. [Seen] is
+// what a run has read. A rejected value whose writer has ended becomes a [Conflict], which an admin decides. An entry
+// has the trace of its last write, if the writer had one.
 //
 // An entry belongs to an [Owner]: the shared memory, or one agent's. The owner is a part of the key, so one owner's
 // entries cannot be read or changed through another.
