@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// settleGrace is the time after the skill's timeout in which a trial call may be settled.
+// settleGrace is the time after the skill's timeout until another caller may be admitted.
 const settleGrace = 15 * time.Minute
 
 // settleLimit bounds the time to settle a call, whose context may have ended.
@@ -56,9 +56,10 @@ func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
 	return list, nil
 }
 
-// Admit reports whether the caller may make the trial call of a skill. Of several callers, it admits one. Validate the
-// arguments first. owner identifies the call, for example by its idempotency key. Admit admits the same owner again, so
-// a caller can repeat a call after a crash. Settle, After or Withdraw ends the trial.
+// Admit reports whether the caller may make the trial call of a skill. Validate the arguments first. Admit admits one
+// owner until the trial is settled or withdrawn, or the skill's timeout plus 15 minutes have passed. owner identifies
+// the call, for example by its idempotency key. Admit admits the same owner again, so a caller can repeat a call after
+// a crash.
 func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_skills s
@@ -187,7 +188,8 @@ type Restored struct {
 }
 
 // Reenable enables a skill that any actor disabled, and resumes the automations paused for the skill. Earlier calls no
-// longer count. The caller writes by and reason into its activity. The error wraps skills.ErrNotFound.
+// longer count. The caller writes by and reason into its activity. For an unknown skill the error wraps
+// skills.ErrNotFound.
 func Reenable(ctx context.Context, db postgres.Beginner, skill, by, reason string) (Restored, error) {
 	restored := Restored{Skill: skill, Enabled: true, By: by, Reason: reason, Automations: []string{}}
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
