@@ -2,8 +2,8 @@
 //
 // A [Definition] has an agent's identity (instructions, languages, time zone), its permissions (model, skills,
 // memory, delegates), its chat keys and its spending limits. It only restricts: the scopes, trust levels and limits
-// of the installation also apply. Several agents share one database. Exactly one is the default, for requests without
-// an agent.
+// of the installation also apply. Several agents share one database. A workspace with agents has one default, for
+// requests without an agent.
 //
 // Without a declared agent, the installation is the agent AGENT_NAME, with the settings of the environment. A
 // [Directory] finds agents and fills in defaults; [Agent.Values] returns the source of each value.

@@ -21,8 +21,8 @@ type Settings struct {
 	Limits        Limits
 }
 
-// Directory finds agents. Its methods read the database at each call, so a change applies from the next turn on. It is
-// safe for concurrent use. The zero value is an installation without settings.
+// Directory finds agents. It caches nothing, so a change applies from the next turn on. It is safe for concurrent use.
+// The zero value is an installation without settings.
 type Directory struct {
 	Settings Settings
 }

@@ -13,8 +13,8 @@ var ErrNoMemory = errors.New("the agent has no memory (memory: none)")
 
 // The memories that an agent can have.
 const (
-	MemoryShared = "shared" // the default: all agents read and write one memory
-	MemoryOwn    = "own"    // no other agent reads or writes it
+	MemoryShared = "shared" // the default: one memory for all agents with this setting
+	MemoryOwn    = "own"    // no other agent reads or writes it; its name identifies it
 	MemoryNone   = "none"
 )
 
