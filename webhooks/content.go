@@ -30,7 +30,7 @@ var (
 	malformedPlaceholderRegexp = regexp.MustCompile(`\{\{|\{\s*(body|header|delivery|endpoint)\b`)
 )
 
-// checkPath returns an error for a path that can never resolve.
+// checkPath returns an error for a text that is not a path.
 func checkPath(path string) error {
 	if !pathRegexp.MatchString(path) {
 		return fmt.Errorf("%q is not a path; write body.field, body.list.0.field, header.name, delivery or endpoint", path)
@@ -47,7 +47,7 @@ func checkTemplate(text string, invalid *regexp.Regexp) error {
 	return nil
 }
 
-// parseBody decodes exactly one JSON value.
+// parseBody decodes valid JSON.
 func parseBody(raw []byte) (any, error) {
 	d := json.NewDecoder(bytes.NewReader(raw))
 	d.UseNumber()

@@ -66,7 +66,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 }
 
 // attempt makes one attempt: it opens the activity, sends the request, and records the result. It sends nothing if it
-// cannot open the activity.
+// cannot open the activity. If it cannot record the result, the message is due again when the lease ends.
 func (d *Dispatcher) attempt(ctx context.Context, msg message) {
 	ctx, cancel := context.WithTimeout(ctx, lease-5*time.Second)
 	defer cancel()
@@ -99,7 +99,7 @@ func (d *Dispatcher) attempt(ctx context.Context, msg message) {
 	if err != nil {
 		d.Logger.WarnContext(ctx, "outgoing webhook not settled; it will be resent", "target", msg.Target, "error", err)
 	}
-	d.Logger.InfoContext(ctx, "webhook sent", "target", msg.Target, "event", msg.Event, "attempt", msg.Attempt,
+	d.Logger.InfoContext(ctx, "webhook attempted", "target", msg.Target, "event", msg.Event, "attempt", msg.Attempt,
 		"http_status", result.status, "error", result.message)
 }
 

@@ -124,7 +124,7 @@ func (e Endpoint) Verifier(secrets []string) signature.Verifier {
 	}
 }
 
-// SecretHeaders are the headers that authenticate a delivery. They are not stored.
+// SecretHeaders are the headers that authenticate a delivery. Their values are not stored.
 func (e Endpoint) SecretHeaders() []string {
 	return []string{
 		"Authorization", "Proxy-Authorization", "Cookie", "X-Hub-Signature", "X-Hub-Signature-256", "Stripe-Signature",

@@ -14,8 +14,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// Resend gives a dead outgoing message one more attempt, now, under the same webhook-id. It returns false if the
-// message is not dead, and [ErrNotFound] for an unknown one. A disabled target receives it once it is enabled.
+// Resend makes a dead outgoing message due now, under the same webhook-id. A failure makes it dead again, unless a 410
+// had ended its schedule early. Resend returns false if the message is not dead, and [ErrNotFound] for an unknown one.
+// A disabled target receives the message once it is enabled.
 func Resend(ctx context.Context, tx pgx.Tx, id string) (bool, error) {
 	// The attempt number grows, so the late end of an old attempt does not affect the new attempt.
 	tag, err := tx.Exec(ctx, `

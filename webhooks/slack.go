@@ -13,7 +13,7 @@ import (
 // FormatSlack sends an event as a message of Slack, {"text": …}, with a link to its page.
 const FormatSlack = "slack"
 
-// maxSlackText bounds the text of a message. Slack cuts a text at 40,000 characters.
+// maxSlackText bounds the text before escaping, in bytes. Slack cuts a text at 40,000 characters.
 const maxSlackText = 3000
 
 // slackEscape escapes text of the event, so that the text cannot mention a user or hide a link.

@@ -100,7 +100,7 @@ func (d EndpointDefinition) checkScheme() fielderr.List {
 			"the last two where their header is set")
 	}
 	if d.Tolerance < 0 || d.Tolerance > maxTolerance {
-		problems.Add("tolerance", "must be at most %s", maxTolerance)
+		problems.Add("tolerance", "must be between 0 and %s", maxTolerance)
 	}
 	return problems
 }

@@ -1,13 +1,14 @@
 // Package webhooks owns the tables of incoming and outgoing webhooks, and sends the outgoing ones.
 //
 // An endpoint receives deliveries. Its [EndpointDefinition] declares the signature and the actions. A delivery's row
-// is written before the response. Its unique key (endpoint, delivery id) makes it handled once: [Insert]
-// distinguishes the first from repeats, also under concurrency. surfaces/webhook receives and acts.
+// is written before the response. By its unique key (endpoint, delivery id), [Insert] distinguishes the first from
+// repeats, also under concurrency, until retention deletes the row. surfaces/webhook receives and acts.
 //
-// A target receives the agent's events. Triggers write the outbox in the transaction of the event, so an event is
-// sent if and only if it was committed. Without a matching target they write nothing. Any number of [Dispatcher]s may
-// run: a claim moves the row's next time past the lease in the same statement, so one process makes each attempt.
-// After a crash, the message is sent again under the same webhook-id: delivery is at least once, never concurrent.
+// A target receives the agent's events. Triggers write the outbox in the transaction of the event, so the outbox has
+// the committed events only. Without a matching target they write nothing. Any number of [Dispatcher]s may run: a
+// claim moves the row's next time past the lease in the same statement, so one process makes each attempt. After a
+// crash, the message is sent again under the same webhook-id, so a target may receive it twice. A message without a
+// success is dead after its last attempt.
 //
 // Definitions hold references to secrets (${NAME}, file:/path). [Secrets] resolves them at use, so a changed file or a
 // restart rotates a secret. Headers with secrets are redacted before a delivery is stored.
