@@ -103,7 +103,7 @@ func (w *turn) requestApproval(ctx context.Context, c *call) error {
 	return err
 }
 
-// notifyApprovals reports each waiting approval once.
+// notifyApprovals reports the waiting approvals, at most once over all runs of the turn.
 func (w *turn) notifyApprovals(ctx context.Context, waiting []*call) error {
 	if w.OnApproval == nil {
 		return nil

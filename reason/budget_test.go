@@ -70,7 +70,7 @@ func TestLoopWithChangingArgumentsLeavesStall(t *testing.T) {
 	rows := named(w.rows(t, x), "reasoning")
 	require.Truef(t, len(rows) == 1 && rows[0].Status == "error" && rows[0].Class == "stall",
 		"the rows of the stall are %+v", rows)
-	assert.Contains(t, rows[0].Message, "called tools 7 times in a row and gave no answer", got.Text)
+	assert.Contains(t, rows[0].Message, "the model replied 7 times and gave no answer", got.Text)
 	assert.Truef(t, strings.Contains(string(rows[0].Input), `{"limit": 7}`),
 		"the evidence lacks the last attempt: %s", rows[0].Input)
 }

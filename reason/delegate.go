@@ -90,9 +90,10 @@ func (l *Loop) childTurn(ctx context.Context, e *executions.Engine, d delegateIn
 }
 
 // DelegateTool lets a turn delegate a task to a child execution in the same trace. The child may use the turn's skills
-// within scopes, or only the named skills, and a part of the remaining budget. Its usage counts for the turn. The child
-// handles approvals like the turn. The turn waits durably; a cancelled turn cancels the child. A failed child is a
-// result for the model. Delegations nest two deep.
+// within scopes, or only the named skills. A child that acts as another agent uses that agent's skills within scopes.
+// The child gets a part of the remaining budget, and its usage counts for the turn. It handles approvals like the turn.
+// The turn waits durably; a cancelled turn cancels the child. A failed child is a result for the model. Delegations
+// nest two deep.
 func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	return Tool{
 		Name: "delegate",
@@ -113,7 +114,7 @@ func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	}
 }
 
-// bindTools binds tools that act for a turn. In a sandbox, no tool acts.
+// bindTools binds the caller's tools to a turn. In a sandbox, the sandbox answers their calls.
 func (w *turn) bindTools() {
 	w.Tools = slices.Clone(w.Tools)
 	for i, t := range w.Tools {
@@ -194,7 +195,7 @@ func (w *turn) addUsage(o Outcome) {
 	w.outcome.CostUSD += o.CostUSD
 }
 
-// childSpec returns the spec of a child, which is never wider than the turn.
+// childSpec returns the spec of a child. Its scopes and its budget are within those of the turn.
 func (w *turn) childSpec(ctx context.Context, params delegateArgs, scopes []string) (executions.Spec, error) {
 	current, _ := executions.Current(ctx)
 	if w.depth >= maxDelegationDepth {

@@ -12,9 +12,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Invoke calls a skill as a durable step and passes its outcome to AfterCall. All surfaces and automations use Invoke.
-// Errors of the skill are *executions.StepError. A write to the memory is based on the revision in the arguments. The
-// error of a conflict has class builtins.ClassConflict, with the answer.
+// Invoke calls a skill as a durable step and passes its outcome to AfterCall. Calls outside a turn use it too, so each
+// call has an activity. Errors of the skill are *executions.StepError. A write to the memory is based on the revision
+// in the arguments. The error of a conflict has class builtins.ClassConflict, with the answer.
 func (l *Loop) Invoke(
 	ctx context.Context, step string, s skills.Skill, args json.RawMessage, call executions.Call,
 ) (json.RawMessage, error) {

@@ -36,8 +36,8 @@ type unknownSpend struct {
 	USD    float64 `json:"usd"`
 }
 
-// callInput is the input of a model call's activity: its new messages and the tools' names. The activities of a turn
-// have the whole transcript.
+// callInput is the input of a model call's activity: its new messages and the tools' names. So the activities of a turn
+// together have its transcript after the history, bounded per row.
 type callInput struct {
 	Messages []models.Message `json:"messages"`
 	Earlier  int              `json:"earlier_messages"`
@@ -117,7 +117,7 @@ const classUnavailable = "model_unavailable"
 // recorded answer.
 func (w *turn) usedTime() time.Duration { return w.elapsed + time.Since(w.measuredAt) }
 
-// callDurably makes one model call as a durable step; every model call uses it. The transaction of the intent reserves
+// callDurably makes one model call as a durable step; the loop makes no other. The transaction of the intent reserves
 // the worst case, and the transaction of the result settles the usage. A limit returns an *executions.StepError for
 // limitFromError.
 func (l *Loop) callDurably(ctx context.Context, c *modelCall) (*reply, error) {

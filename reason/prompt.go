@@ -27,7 +27,8 @@ import (
 //	history
 //	prompt: a preface (the time, and data of the runtime), then the prompt
 //
-// The system message has no time, so the turns of a conversation share it and the tools byte for byte.
+// The system message has no time. So the turns of a conversation share it and the tools byte for byte, until the
+// agent's document, a pinned entry or the offered skills change.
 
 // prepared is the record of a turn's first step.
 type prepared struct {
@@ -129,7 +130,7 @@ func actingAgent(ctx context.Context, all []agents.Agent, t *Turn) (agents.Agent
 	return agents.Acting(all, current.Agent), nil
 }
 
-// delegateAgents returns the enabled agents that an agent may delegate to.
+// delegateAgents returns the current agents that an agent may delegate to.
 func delegateAgents(all []agents.Agent, a agents.Agent) (list []delegateAgent) {
 	for _, other := range all {
 		if slices.Contains(a.Delegates, other.Name) {

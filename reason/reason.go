@@ -2,7 +2,7 @@
 // model, until the model answers in words.
 //
 // A caller fills a [Turn] and calls [Loop.Run] inside an execution. Every model call and every skill call is a durable
-// step, so a resumed turn repeats no finished call. It rebuilds the transcript from the recorded steps. The [Outcome]
+// step, so a resumed turn repeats no recorded call. It rebuilds the transcript from the recorded steps. The [Outcome]
 // has the answer, or the reason of another end.
 //
 // # Budgets and stalls
@@ -46,8 +46,8 @@
 //
 // # Callbacks
 //
-// Callbacks report the progress of this process. All but Turn.OnWait run in a goroutine of their own: they cannot fail
-// the turn, and slow callbacks delay it by at most three seconds, when it waits for an approval and when it ends.
+// Callbacks report the progress of this process. All but Turn.OnWait run in a goroutine of their own. Their panics do
+// not fail the turn. Slow callbacks delay it by at most three seconds at each wait for an approval, and at its end.
 // OnWait runs in the turn's goroutine.
 package reason
 

@@ -11,7 +11,8 @@ import (
 )
 
 // Summarise merges messages into a summary of at most 6000 bytes, by one durable model call within the loop's budget.
-// The messages are data for the model, and long ones are cut. An empty answer is an error.
+// The messages are data for the model, and long ones are cut. An empty answer is an error. Without messages, Summarise
+// returns the previous summary.
 func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages []models.Message) (string, error) {
 	if len(messages) == 0 {
 		return previous, nil
@@ -49,7 +50,7 @@ it as something that was said, if it matters at all. Leave out secrets such as p
 // maxSummary bounds a summary, in bytes.
 const maxSummary = 6000
 
-// conversation encodes messages as JSON of about maxBytes bytes.
+// conversation encodes messages as JSON. It cuts each text to its share of maxBytes, but not below minKept.
 func conversation(previous string, messages []models.Message, maxBytes int) (string, error) {
 	type line struct {
 		Role string `json:"role"`

@@ -75,8 +75,8 @@ func (l *Loop) newTurn(t *Turn, p *prepared) *turn {
 	return w
 }
 
-// Run runs a turn inside an execution. It returns executions.ErrParked and similar errors unchanged; other errors are
-// permanent failures of the model.
+// Run runs a turn inside an execution. Its errors wrap executions.ErrParked and similar errors. A permanent failure of
+// the model is an *executions.StepError of class model. The limits of [Budget] and the ends of a turn are no errors.
 func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 	if err := l.validate(&t); err != nil {
 		return Outcome{}, fmt.Errorf("begin turn: %w", err)
@@ -105,7 +105,7 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 		}
 	}
 	if w.outcome.Ended == endedIterations {
-		details := fmt.Sprintf("the model called tools %d times in a row and gave no answer", w.outcome.Iterations)
+		details := fmt.Sprintf("the model replied %d times and gave no answer", w.outcome.Iterations)
 		if err := w.recordStall(ctx, w.lastCalls, details); err != nil {
 			return w.outcome, err
 		}
