@@ -152,7 +152,8 @@ func (r *Registry) Runnable(s Skill) error {
 	return p.handler.ready(r)
 }
 
-// Check returns an [*InvalidParams] with the violations of the skill's schema, at most the first 100.
+// Check returns an [*InvalidParams] with the violations of the skill's schema, at most the first 100 and the number of
+// the others. For a skill that this registry cannot prepare, it returns a [*CallError].
 func (r *Registry) Check(s Skill, args json.RawMessage) error {
 	_, _, err := r.check(s, args)
 	return err
@@ -208,7 +209,7 @@ func (r *Registry) prepare(s Skill) (*prepared, error) {
 }
 
 // Invoke calls a skill and returns its result as JSON. It ignores whether the skill is enabled. The error is an
-// [*InvalidParams], a [*CallError], or the cause of ctx.
+// [*InvalidParams] or a [*CallError], or wraps the cause of ctx if ctx has ended.
 func (r *Registry) Invoke(ctx context.Context, c Call) (json.RawMessage, error) {
 	if trace.IDFrom(ctx).Surface() == trace.Eval { // the eval's sandbox answers instead of a handler
 		return nil, newCallError(ClassRefused, "a trial of an eval cannot call %s", c.Skill.Name)

@@ -1,8 +1,8 @@
 // Package skills owns the agent's skills: the table agent_skills, and the registry that validates and makes a call.
 //
 // A skill is a row: a name, a JSON Schema of its parameters, and a handler. A workspace file or the binary declares it
-// ([Definition]). A declaration never changes the skill's state (enabled, on trial). The revision grows when the
-// definition, handler, config, scope, trust, idempotence or timeout changes, and an approval holds for one revision.
+// ([Definition]). A declaration does not change the skill's state (enabled, on trial). The revision grows when any
+// declared value but the source changes, and an approval holds for one revision.
 // The revision does not cover what a call reaches: code of a builtin, environment variables, other programs.
 //
 // The registry guarantees for every handler:
@@ -14,8 +14,9 @@
 //     call returns that context's error.
 //   - A result is JSON that PostgreSQL can store (no NUL, no lone surrogates), of at most 256 KiB.
 //
-// sql: runs one query in a read-only transaction. The definition fixes its text, and arguments travel separately in the
-// extended protocol, which rejects a second statement. So no argument can change the query.
+// sql: runs one query in a read-only transaction or, with config.writes, one statement in a named database. The
+// definition fixes its text, and arguments travel separately in the extended protocol, which rejects a second
+// statement. So no argument can change the query.
 //
 // http: connects only to public addresses by default. It checks the address at the dial, after name resolution, so DNS
 // rebinding does not pass. A header names a secret as ${env:NAME}. The handler reads the secret at the call, and
@@ -24,7 +25,8 @@
 // mcp: calls a tool of another program, through package mcp ([RemoteCall]).
 //
 // flow: starts an execution of a flow with the arguments as its input. Calls with one idempotency key share the
-// execution, so the skill is idempotent. With wait the skill returns the outcome, or at its timeout a running status.
+// execution, so the skill is idempotent. With wait the skill returns the outcome, or before its timeout the present
+// status.
 package skills
 
 import (

@@ -142,9 +142,10 @@ func (h sqlHandler) openDatabase(ctx context.Context, r *Registry) (Database, er
 	return db, err
 }
 
-// readOnly runs the query in a read-only transaction and rolls the transaction back. The rollback undoes the side
-// effects that a read-only transaction permits: notifications, session settings, large objects. Advisory locks outlive
-// a transaction, so readOnly releases them inside it: behind a pooler, the session may then belong to another client.
+// readOnly runs the query in a read-only transaction and rolls the transaction back. The rollback undoes notifications
+// and session settings, which a read-only transaction permits. Advisory locks outlive a transaction, so readOnly
+// releases them inside it: behind a pooler, the session may then belong to another client. Functions that act outside
+// the transaction, such as pg_cancel_backend, are a matter of the role's rights.
 func (h sqlHandler) readOnly(
 	ctx context.Context, db Database, timeout time.Duration, query string, values []any,
 ) (result sqlResult, err error) {
