@@ -12,18 +12,18 @@
 //
 //   - Tools are pinned. The skill stores the hash of the tool's name, description, input schema and annotations. The
 //     client quarantines a tool with another hash: it disables the skill until an admin accepts the new version. Every
-//     call compares the pin with the list of its connection. The client lists again when the server announces a change
-//     and, over HTTP, every ten minutes.
+//     call compares the pin with the list of its connection. Over stdio, the client lists again when the server
+//     announces a change; over HTTP, on a connection older than ten minutes.
 //   - Annotations can only restrict. A tool that declares itself destructive needs approval. A tool that declares
 //     itself read-only gains nothing. Only the admin decides whether the client may repeat a call.
-//   - The client removes control and invisible characters from texts. It bounds schemas, results and messages. It
-//     redacts secrets that a server repeats.
+//   - The client removes control and invisible characters from descriptions and errors, but not from results. It bounds
+//     schemas, results and messages. It redacts secrets that a server repeats.
 //   - Private addresses need the operator's permission. A child process gets PATH, HOME, LANG and the declared
 //     variables.
 //
-// The client opens one connection per server, on first use, and again after a failure. It sends a call again only if
-// the server rejected the first because it did not know the session. A call to an unreachable server fails with class
-// unavailable.
+// For calls, the client opens one connection per server, on first use, and again after a failure. A sync uses a
+// connection of its own. The client sends a call again only if the server rejected the first because it did not know
+// the session. A call to an unreachable server fails with class unavailable.
 //
 // # Offered skills
 //

@@ -238,8 +238,11 @@ func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent 
 		next := old
 		next.State, next.Reason, next.Pin, next.Definition = Mounted, "", old.SeenPin, old.Seen
 		next.SeenPin, next.Seen = "", json.RawMessage(`{}`)
-		if problem, err := mountProblem(ctx, tx, r, next); err != nil || problem != "" {
-			return errors.Join(err, fmt.Errorf("it cannot be a skill: %s", problem))
+		switch problem, err := mountProblem(ctx, tx, r, next); {
+		case err != nil:
+			return err
+		case problem != "":
+			return fmt.Errorf("it cannot be a skill: %s", problem)
 		}
 		if accepted, err = writeState(ctx, tx, r, next); err != nil {
 			return err
