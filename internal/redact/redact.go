@@ -18,7 +18,8 @@
 //   - It never fails. A value that JSON cannot hold becomes an object with the reason.
 //   - The result of [JSON] is valid JSON of at most limit bytes that PostgreSQL accepts as jsonb: no NUL, no invalid
 //     UTF-8, no number beyond numeric. Other numbers keep all digits.
-//   - A cut states its size. Secrets are removed before cutting, so no cut leaves half a secret.
+//   - A cut states its size. Secrets are removed before cutting, so no cut to a limit leaves half a secret. A string of
+//     more than 1 MiB is cut there first, at a space if one is near.
 //   - Redaction is idempotent for one limit.
 //
 // It cannot recognize a secret that looks like ordinary text under an ordinary name, one with the shape of an id or a
@@ -50,9 +51,9 @@ const (
 	maxScan = 1 << 20
 )
 
-// JSON returns v as JSON of at most limit bytes, without secrets. It cuts long strings first. If that is not enough,
-// the result is {"_truncated": true, "_bytes": n, "_preview": "…"}, where n is the original size. A json.RawMessage
-// or []byte with valid JSON is read as JSON, else as text.
+// JSON returns v as JSON of at most limit bytes, without secrets. It cuts long strings and names first. If that is not
+// enough, the result is {"_truncated": true, "_bytes": n, "_preview": "…"}, where n is the uncut size. A
+// json.RawMessage or []byte with valid JSON is read as JSON, else as text.
 func JSON(v any, limit int) json.RawMessage {
 	limit = bounded(limit)
 	tree, err := decode(v)
