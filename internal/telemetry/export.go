@@ -78,7 +78,8 @@ func NewExporter(pool *pgxpool.Pool, s Settings, version string, m *Metrics, log
 	return e
 }
 
-// Run sends ended spans until ctx ends. Then, within seconds, it sends the spans that ended by that time.
+// Run sends ended spans until ctx ends. Then it tries for a few seconds to send the spans that ended by that time. It
+// returns nil.
 func (e *Exporter) Run(ctx context.Context) error {
 	if e == nil {
 		return nil
@@ -144,7 +145,7 @@ func withGrace(ctx context.Context) (context.Context, func()) {
 	return passCtx, func() { stop(); cancel() }
 }
 
-// flush sends all spans that have ended by now, if no other process has the right to send.
+// flush sends all spans that have ended by now, within ctx, if no other process has the right to send.
 func (e *Exporter) flush(ctx context.Context) {
 	e.mark, e.final = nil, true
 	end := ""

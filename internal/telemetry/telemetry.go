@@ -16,7 +16,8 @@
 //   - The next exporting process sends the spans of a killed process, including the rows that a takeover closed for it.
 //     It also sends runs of external workers, cancels, timeouts, and rows written in plain SQL.
 //   - The exporter sends a span again, with the same id, if the receiver's answer was lost, or if a process ended
-//     before it had stored its position. It drops spans if the receiver was unavailable for longer than [Backlog].
+//     before it had stored its position. It drops spans if the receiver refuses them for good, or was unavailable for
+//     longer than [Backlog].
 //
 // A row may become visible after rows with later ids, because its transaction commits later. So a pass waits for the
 // end of every transaction that was writing at its start (by pg_locks), for at most half a minute.
@@ -29,7 +30,8 @@
 //
 // # Metrics
 //
-// [Metrics] has counters and gauges. A process counts when it records the end of a row, so the counters of all
-// processes add up to the rows. A scrape reads the gauges from the database, at most once in a few seconds. Each
-// process has its own registry. Labels have values from short lists; a trace id is never a label.
+// [Metrics] has counters and gauges. A process counts after it has recorded the end of a row. So the counters of all
+// processes add up to these rows, and lack rows that plain SQL ended. A scrape reads the gauges from the database, at
+// most once in a few seconds. Each process has its own registry. The number of values of a label is bounded; a trace id
+// is never a label.
 package telemetry
