@@ -5,7 +5,8 @@
 // A [Transport] receives messages from its provider and passes them to its [Inbox]. The inbox commits them to
 // agent_channel_messages before the transport acknowledges them. A message has the provider's id, so it counts once.
 // From there it enters a thread as a chat message does: one thread for each conversation, with its lane, its order and
-// its limits. The messages of a conversation enter one after the other. No conversation waits for another.
+// its limits. The messages of a conversation enter one after the other. A message that cannot enter yet delays its own
+// conversation only.
 //
 // # Out
 //
@@ -21,9 +22,10 @@
 //
 // # People
 //
-// A sender is the provider's id, never a display name. An unknown sender gets a pairing code, which an admin confirms;
-// that makes a visitor only. A button decides an approval under these conditions. The press is signed, the first one,
-// and in time. Its sender is linked to a principal that may decide. The arguments have not changed.
+// A sender is the provider's id, never a display name. If pairing is required, an unknown sender gets a pairing code,
+// which an admin confirms; that makes a visitor only. A button decides an approval under these conditions. The provider
+// reports the press, it is the button's first, and it comes in time. Its sender is linked to a principal that may
+// decide. The arguments have not changed.
 package channels
 
 import (

@@ -164,8 +164,8 @@ func (w *worker) enter(ctx context.Context, e entry) {
 	w.wakeWatch()
 }
 
-// postpone records a failed attempt. The worker repeats it, up to maxEntries times, and then tells the sender; a
-// [LaterError] counts no attempt.
+// postpone records a failed attempt. The worker repeats it, up to maxEntries times, and then tells the sender of a
+// message, but not of a click. A [LaterError] counts no attempt.
 func (w *worker) postpone(ctx context.Context, e entry, cause error) {
 	pause := min(time.Second<<min(e.Attempts-1, 6), time.Minute)
 	uncounted := 0

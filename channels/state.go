@@ -75,7 +75,7 @@ func (s *stateWriter) set(ctx context.Context, cause error) {
 	}
 }
 
-// refused logs a request that is not from the provider, at most one a minute: anybody may send them.
+// refused logs a request that is not from the provider, at most one a minute in this process: anybody may send them.
 func (s *stateWriter) refused(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

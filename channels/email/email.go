@@ -6,7 +6,7 @@
 // A conversation is the address of a person and the root of a mail thread, such as bob@example.com#k5x. Answers carry
 // both in a signed token: in the reply address (support+TOKEN@example.com) and in the Message-ID. A reply with either
 // of them continues its conversation, if it comes from the same address: a forwarded mail gives nobody else access.
-// Without a token the first id of References names the root, so a second mail before the answer is in the same
+// Without a token the first id of References names the root, so a second mail that refers to the first is in the same
 // conversation. Any other mail begins a new one.
 //
 // # Senders
@@ -18,8 +18,9 @@
 //
 // # Loops
 //
-// Automatic replies, lists, bulk mail, mail without a return path and mail from the channel itself are stored and never
-// answered. A bounce marks the message as failed; its return path names the message and is signed.
+// Mail without a return path, mail from the channel itself, and mail whose headers mark it as an automatic reply, a
+// list or bulk mail are stored and not answered. A bounce marks the message as failed; its return path names the
+// message and is signed.
 //
 // # Approvals
 //

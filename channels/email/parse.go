@@ -18,8 +18,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels"
 )
 
-// Bounds of a mail. Parts beyond maxParts or maxDepth are dropped, and so is text beyond maxText, with a line that says
-// so; a larger header is an error. The inbox bounds the files.
+// Bounds of a mail. Parts beyond maxParts or maxDepth are dropped. Text beyond maxText is dropped, with a line that
+// says so. A larger header is an error. The inbox bounds the files.
 const (
 	maxHeader = 256 << 10
 	maxDepth  = 10
