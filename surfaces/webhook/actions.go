@@ -308,7 +308,7 @@ func systemPrompt(endpoint string) string {
 // classEnded is the class of a turn that used up a budget or stalled. A retry would cost the same again.
 const classEnded = "turn_ended"
 
-// isFinal reports whether a retry would repeat the error.
+// isFinal reports an error after which no attempt follows.
 func isFinal(err error) bool {
 	var failure *executions.StepError
 	return errors.As(err, &failure) && failure.Class == classEnded

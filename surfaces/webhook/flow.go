@@ -62,7 +62,7 @@ func (s *Surface) run(ctx context.Context, raw json.RawMessage) (executions.Resu
 	return s.runAttempts(ctx, p)
 }
 
-// readPlan selects the actions and resolves their keys. If a key cannot be resolved, no action runs.
+// readPlan selects the actions and resolves their keys, data and prompts. If one cannot be resolved, no action runs.
 func (s *Surface) readPlan(ctx context.Context, id string) (plan, error) {
 	d, err := webhooks.Get(ctx, s.Pool, id)
 	if err != nil {

@@ -3,20 +3,20 @@
 // The surface rejects a request for an unknown endpoint, without a signature or with an outdated timestamp before it
 // reads the body. Otherwise it reads the body within the endpoint's limit, and verifies the body before it parses it.
 // It stores the delivery and its execution in one transaction, and only then responds with 202 and the trace id. So an
-// acknowledged delivery is never lost, and the sender repeats any other delivery. A repeated delivery id returns 200
-// with the first trace id and changes nothing, even among fifty concurrent requests, because a unique key decides.
+// acknowledged delivery is in the database, and a sender can repeat any other. A repeated delivery id returns 200 with
+// the first trace id and starts nothing, even among fifty concurrent requests, because a unique key decides. Retention
+// ends this: after it has deleted the row, the id is new.
 //
 // The execution (flow "webhook", a wh_ trace, background queue) holds the lane webhook:{endpoint}:{delivery} and runs
 // the endpoint's actions: raise an event in the checkpoint's transaction, start a flow with the payload, trigger an
-// automation, or run a prompt on the payload, which is data and never instruction. A finished action never runs
-// again, neither after a crash nor in a later attempt. A failed action is retried after durable pauses. After the
-// last attempt the delivery is dead with its error, and can be replayed: a new execution and trace, at most one per
-// click.
+// automation, or run a prompt on the payload, which is data and never instruction. An execution does not run a finished
+// action again, neither after a crash nor in a later attempt. A failed action is retried after durable pauses. After
+// the last attempt the delivery is dead with its error. A replay is a new execution and trace, and runs all actions.
 //
 // Senders that check an address first get their challenge back, if the endpoint says so: Slack's from a signed body,
 // Meta's from a GET with the verify token. A challenge is not a delivery and starts nothing.
 //
-// An unverified request leaves only a log line and an activity, once a minute per endpoint.
+// An unverified request leaves only a log line and an activity, once a minute per endpoint and process.
 package webhook
 
 import (
@@ -62,7 +62,7 @@ type Surface struct {
 	Now func() time.Time
 	// Backoff returns the pause after a failed attempt; default 10 s, 1 min, 6 min, 36 min, then 2 h.
 	Backoff func(runAttempt int) time.Duration
-	// Received counts each request: accepted, repeated, conflict or refused. It must not block; may be nil.
+	// Received counts requests by result: accepted, repeated, conflict or refused. It must not block; may be nil.
 	Received func(endpoint, result string)
 
 	deliveryTx postgres.KeyedTx
