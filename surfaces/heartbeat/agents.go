@@ -37,9 +37,9 @@ func SpecOf(a agents.Agent) executions.Spec {
 	return s
 }
 
-// Sync makes the schedules match the enabled agents. A serving process calls it at start. A command that changes
-// agents calls it in the same transaction with server false, because its settings may differ: then existing schedules
-// keep their times, unless the agent's document declares them.
+// Sync makes the schedules match the agents with a heartbeat. A serving process calls it at start. A command that
+// changes agents calls it in the same transaction with server false, because its settings may differ: then existing
+// schedules keep their times, unless the agent's document declares them.
 func Sync(ctx context.Context, tx pgx.Tx, directory *agents.Directory, server bool) error {
 	// The lock prevents the removal of a schedule that a concurrent apply has not committed yet.
 	if err := workspace.Lock(ctx, tx); err != nil {

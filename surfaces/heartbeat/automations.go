@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// maxAutomations bounds the runs of one heartbeat; the rest stay due.
+// maxAutomations bounds the runs of one heartbeat; the rest stay due. Of the due schedules one runs in any case.
 const maxAutomations = 20
 
 // automationTask is an automation that is due, or a ready run of an automation.

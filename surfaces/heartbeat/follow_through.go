@@ -15,7 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// followThrough runs the calls approved since the last heartbeat.
+// followThrough runs approved calls, at most 20. The next heartbeat runs further ones.
 func (b *heartbeatRun) followThrough(ctx context.Context) (phaseResult, error) {
 	granted, err := executions.Step(ctx, "granted", func(ctx context.Context) ([]approvals.Approval, error) {
 		return approvals.Approved(ctx, b.Pool, 20)

@@ -5,19 +5,22 @@
 // has six phases, each a durable step with its own activity row:
 //
 //	self_heal       disable skills that keep failing
-//	follow_through  run calls approved since the last heartbeat
+//	follow_through  run approved calls, at most 20
 //	advance_plan    work on due objectives
 //	run_automations run scheduled automations, each claimed first
 //	reflect         review the last 7 days, if a model called a tool or a call failed since the last review
 //	save_memories   store the notes of all phases, drop expired memories
 //
 // A note carries the revision that its phase read. If the key has changed meanwhile, the note becomes a conflict for
-// an admin, and nothing is overwritten.
+// an admin. A note about a key that its phase has not read replaces the note of an earlier heartbeat, and no other
+// entry.
 //
 // A heartbeat resumes after a crash in another process. If its lane is busy, or an admin is at work (lane "operate"),
 // the heartbeat is recorded as skipped without an error. When an admin arrives, the heartbeat yields before its next
-// step and resumes when the lane is free. After YieldLimit it skips its remaining phases. If another heartbeat acquired
-// its lane meanwhile, it waits for that heartbeat. With nothing to do it calls no model.
+// step and resumes when the lane is free. After YieldLimit it only saves its notes and skips the other phases. If
+// another heartbeat acquired its lane meanwhile, it waits for that heartbeat. With nothing to do it calls no model.
+//
+// A prompt in the agent's document is a further phase, heartbeat_prompt, before reflect.
 //
 // This describes the default agent. Another agent with heartbeat: in its document has its own heartbeat, in the lane
 // "heartbeat:NAME" with its own schedule. That heartbeat works on the agent's objectives, runs the heartbeat's prompt,

@@ -174,8 +174,8 @@ func (b *heartbeatRun) memoryOwner(ctx context.Context, tx pgx.Tx, agent string)
 }
 
 // acceptableEntry returns the stored entry if a note about an unread key is no conflict: the entry has the same value,
-// or an earlier heartbeat wrote it last. Heartbeats run one after the other, so that is an older note of the agent
-// itself.
+// or another heartbeat wrote it last. That is an older note of the agent itself or, in a shared memory, one of another
+// agent.
 func acceptableEntry(err error, note memories.Note) *memories.Entry {
 	conflict, ok := errors.AsType[*memories.ConflictError](err)
 	if !ok || conflict.Theirs == nil || note.Revision != memories.Absent {
