@@ -127,7 +127,7 @@ type laneGuard struct {
 	headless bool
 }
 
-// guardLane returns a context that ends when the lane is lost and gates steps on it.
+// guardLane returns a context that ends when the lane is lost. For a headless run, each step first acquires the lane.
 func (o *Operate) guardLane(ctx context.Context, execution string, listener *listener) (context.Context, *laneGuard) {
 	ctx, cancel := context.WithCancelCause(trace.WithLane(ctx, Lane))
 	p := &laneGuard{log: o.log, keeper: o.Keeper, owner: execution + "#", cancel: cancel}

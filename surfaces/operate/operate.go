@@ -3,16 +3,17 @@
 //
 // An admin's message is a turn: one execution of the flow "operate" under its own op_ trace. It is inserted together
 // with the message and claimed by the process with the connection, so that it streams. The turns of a session form one
-// thread (channel operate, with the session's id), which is their history. A turn has every skill. A call that needs
-// approval parks the turn until an admin decides; a message never decides an approval.
+// thread (channel operate, with the session's id), which is their history. A turn may use the skills of all scopes that
+// its agent allows. A call that needs approval parks the turn until an admin decides; a message decides no approval.
 //
-// One admin works at a time: a session holds the lane "operate" during and between its turns, and heartbeats yield to
-// it. The session releases the lane when it is closed or idle. After a crash, the engine releases it with the
-// process's claims. Guarantees:
+// One admin works at a time: a session holds the lane "operate" during its turns, and heartbeats yield to it. The
+// sessions of the command line, and those with a session_id, hold the lane between their turns too, until they are
+// closed or idle. After a crash, the engine releases the lane with the process's claims. Guarantees:
 //
-//   - Turns never overlap. A turn runs under its session's lease, and a lost lease stops it. A turn continues
-//     headless in any process if its process died, or its admin left during an approval. Then its execution holds the
-//     lane, and waits durably while the lane is busy. The answer goes to the thread.
+//   - A turn takes its steps under the lane. A turn runs under its session's lease, and a lost lease stops it. A turn
+//     continues headless in any process if its process died, or its admin left during an approval. Then its execution
+//     holds the lane, and waits durably while the lane is busy. It releases the lane while it waits for an approval or
+//     a delegated task. The answer goes to the thread.
 //   - An admin who disconnects during a turn cancels it and its running step. During an approval the turn keeps
 //     waiting.
 //   - A session has one agent: the default agent, or the agent that the session named first (package agents).

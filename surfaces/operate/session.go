@@ -49,8 +49,8 @@ type Session struct {
 // ID returns the id of the session and its thread.
 func (s *Session) ID() string { return s.id }
 
-// Session returns the session with an id; empty creates one. keep makes it hold the lane between turns. It acquires
-// nothing yet. A malformed id is threads.ErrInvalid.
+// Session returns the session with an id; empty creates one. keep makes it hold the lane between turns. Session
+// acquires nothing yet. A malformed id is threads.ErrInvalid.
 func (o *Operate) Session(id string, keep bool) (*Session, error) {
 	if id == "" {
 		id = NewSessionID()

@@ -40,8 +40,8 @@ func (o *Operate) WatchHandler() http.Handler {
 	})
 }
 
-// Watch reports the active admins until ctx ends, read only: lane events when the holder changes, and the events of
-// their turns. Text arrives at the end of each model call. It begins with the running turn.
+// Watch reports the active admins until ctx ends or the process shuts down, read only: lane events when the holder
+// changes, and the events of their turns. Text arrives at the end of each model call. It begins with the running turn.
 func (o *Operate) Watch(ctx context.Context, emit func(Event)) error {
 	w := &watcher{
 		o: o, emit: emit, openTraces: map[string]bool{}, openTurns: map[string]bool{}, statuses: map[string]activity.Status{},
