@@ -1,7 +1,7 @@
 // Package models is a client for language models: any endpoint with OpenAI's chat completions or Responses API.
 //
-// [New] validates a [Config]. [Client.Complete] sends a [Request] and returns a whole [Response] or an error. It always
-// streams, so [Request.OnDelta] can show the text as it arrives.
+// [New] validates a [Config]. [Client.Complete] sends a [Request] and returns a whole [Response] or an error. It
+// streams unless the server rejects streams, so [Request.OnDelta] can show the text as it arrives.
 //
 // Guarantees:
 //
@@ -20,14 +20,15 @@
 //     an attempt that it received, unless it rejected the attempt or reported usage. The client notifies the caller
 //     before the next attempt ([Request.BeforeRetry]) or at the end ([Response.Unknown]). A rejected attempt has status
 //     4xx (except 408), 501, 503 or 529.
-//   - Errors are *[Error] or wrap the context's error. Errors and log lines do not contain the key.
+//   - Errors are *[Error], or wrap the context's error or that of [Request.BeforeRetry]. Errors and log lines do not
+//     contain a key of four characters or more.
 //
 // Servers differ. If a server rejects a feature (stream_options, max_tokens, a second system message, the protocol),
 // the client drops or replaces it, one feature per rejection. The client remembers the rejected features of a model.
 // [ModelInfo] declares features that a model mishandles without a rejection. A provider's opaque fields return
 // unchanged to their origin only ([Opaque]).
 //
-// A [Client] is safe for concurrent use and holds no goroutine between calls.
+// A [Client] is safe for concurrent use. Between calls it has no goroutines but those of the HTTP client's connections.
 package models
 
 import (

@@ -54,8 +54,8 @@ type attemptedRequest struct {
 	own API // the configured protocol
 }
 
-// next returns the dialect to try next, if the refusal shows a rejected feature. Every change removes a feature, so the
-// number of tries is small.
+// next returns the dialect to try next, if the refusal shows a rejected feature. Each change sets a bit, so the number
+// of tries is at most that of the bits.
 func (d dialect) next(refusal *Error, s attemptedRequest) (next dialect, changed bool) {
 	words := strings.ToLower(refusal.Code + " " + refusal.param + " " + refusal.Message)
 	words = strings.ReplaceAll(words, "invalid_request_error", "") // a generic type that isUnsupported would match

@@ -15,8 +15,9 @@ type Quote struct {
 }
 
 // Quote estimates a request's worst case without a tokenizer. It counts one token for two letters or blanks, one for
-// every other byte, eight for each message and tool, and 1500 for each image. Tokenizers rarely exceed that; ordinary
-// prompts use about half. A model without a price costs nothing. The same rule estimates missing usage.
+// every other byte, also of a run above 24 bytes, eight for each message and tool, and 1500 for each image. Opaque
+// fields count one token for four bytes. Tokenizers rarely exceed that; ordinary prompts use about half. A model
+// without a price costs nothing. The same rule estimates missing usage.
 func (c *Client) Quote(req Request) Quote {
 	req.Model = cmp.Or(req.Model, c.config.Model)
 	q := Quote{PromptTokens: mostTokensOf(req), AnswerTokens: req.MaxTokens}
@@ -57,7 +58,7 @@ func estimatePrompt(req Request) int {
 	return ceilDiv(all.bytes, bytesPerToken) + parts*tokensPerMessage + all.images*imageTokens
 }
 
-// mostTokensOf returns the largest size of a prompt.
+// mostTokensOf returns the upper estimate of a prompt's size, in tokens.
 func mostTokensOf(req Request) int {
 	all, parts := size(req)
 	return all.most() + parts*reservePerMessage
@@ -70,7 +71,7 @@ type extent struct {
 	images int
 }
 
-// most returns the upper bound in tokens.
+// most returns the upper estimate in tokens.
 func (e extent) most() int { return ceilDiv(e.halves, 2) + e.images*imageTokens }
 
 // add counts text. Letters in words and blanks are half a token each. Digits, signs, other scripts and non-words
