@@ -24,8 +24,9 @@
 // If a daily limit blocks a turn, the turn stores a sentence with the time to write again; its client gets
 // insufficient_quota.
 //
-// The transaction that stores a message waits at most one second for locks. After that the server refuses the message
-// with 503, thread_locked, and stores nothing. So a locked thread does not exhaust the connections of other visitors.
+// The transaction that stores a message waits at most one second for each lock. After that the server refuses the
+// message with 503, thread_locked, and stores nothing. So a locked thread does not exhaust the connections of other
+// visitors.
 //
 // # Messages to executions
 //
@@ -47,8 +48,8 @@
 // # Repeated requests
 //
 // A client that sends a request again gets the turn of the first request; see retry. POST /v1/responses starts the same
-// turns. It uses the thread of the conversation, else the thread of the previous response. That response must be the
-// last one of its thread (409).
+// turns. It uses the thread of the conversation, else that of the previous response, else that of X-Thread-Id. The
+// previous response must be the last one of its thread (409).
 //
 // # Agents and permissions
 //
@@ -56,8 +57,8 @@
 // agent. A thread has one agent; the server refuses another model with 409. The agent's greeting is the first message
 // of a new thread.
 //
-// Visitors use the skills of the scopes external and both. No request, message or answer changes that. A skill that
-// requires approval parks the turn.
+// Visitors use the skills of the scopes external and both, and document_read if the conversation has a long document.
+// No request, message or answer changes that. A skill that requires approval parks the turn.
 package chat
 
 import (

@@ -28,8 +28,8 @@ const deliveryNoteTimeout = 5 * time.Second
 
 // retry recognises a request that a client sends again. The message is then answered and paid for once.
 //
-// Equal requests have the same caller, thread, Idempotency-Key and body. Within 15 minutes, the second one gets the
-// turn of the first in two cases:
+// Equal requests have the same route, caller, thread, Idempotency-Key and body. Within 15 minutes, the second one gets
+// the turn of the first in two cases:
 //
 //   - Its retry count (attemptHeader) is above 0. The first request is unanswered, or was answered less than
 //     deliveredRetryWindow ago.
