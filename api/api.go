@@ -3,7 +3,7 @@
 // All routes form one table: the routes of this package (routes.go) and the endpoints of the surfaces (see Endpoint).
 // A row names method, path, access, query parameters, body and response. Routing, validation, limits and the OpenAPI
 // 3.1 document at /openapi.json follow from it. So every route except pages is documented, and a route of this
-// package accepts only documented input. Its handler parses the request, calls one function of the package that owns
+// package with credentials accepts only documented input. Its handler parses the request, calls the package that owns
 // the subject, and returns a value.
 //
 // Guarantees:
@@ -13,11 +13,11 @@
 //     "Authorization: Bearer". A chat key opens no admin route, and an admin credential no visitor route. Under /v1
 //     even a 404 requires credentials. A missing scope is a 403 that names the scope. Package internal/credentials
 //     throttles (429) and logs wrong credentials, including those of the login.
-//   - A browser login (login.go) is a session of a principal, in a cookie. Scripts cannot read the cookie and other
-//     sites cannot send it. The session ends after twelve hours, at logout, at its revocation, or when the admin token
-//     of the login changes.
-//   - The server rejects cross-origin requests of browsers, except at webhooks. With a login cookie it also rejects
-//     cross-origin reads.
+//   - A browser login (login.go) is a session of a principal, in a cookie. Scripts cannot read the cookie, and browsers
+//     do not send it from other sites. The session ends after twelve hours, at logout, at its revocation, when its
+//     principal is disabled, or when the admin token of the login changes.
+//   - The server rejects cross-origin writes of browsers, except at webhooks. With a login cookie it also rejects
+//     cross-origin reads, except links to pages.
 //   - Pages follow the same rules, but they are undocumented, and their errors are pages.
 //   - Admission limits each client before its request uses resources (admission.go, internal/admission). It limits
 //     concurrent requests by class, chat key, webhook endpoint and address, bytes of buffered bodies, and connections.
@@ -26,15 +26,16 @@
 //   - The server reads a body completely, within its size and time limits, before the route runs. It does not read the
 //     body of a request that Endpoint.Expect rejects. A deadline ends every ordinary request. A stream lasts as long as
 //     its client reads, and ends at shutdown with the cause executions.ErrDraining.
-//   - Every error is application/problem+json (RFC 9457, see internal/problem) or, for OpenAI clients, OpenAI's error
-//     object. Internal causes go to the log.
-//   - The server rejects unknown parameters, body fields and values by name. Otherwise a misspelt filter would list
-//     everything.
+//   - An error is application/problem+json (RFC 9457, see internal/problem) or, for OpenAI clients, OpenAI's error
+//     object. Endpoints that other protocols define, such as MCP and the hooks of channels, have those errors. Internal
+//     causes go to the log.
+//   - The routes of this package reject unknown parameters, body fields and values by name, because a misspelt filter
+//     would list everything. Public routes ignore unknown parameters.
 //   - A listing is {"items": […], "next_cursor": "…" or null}; most are newest first. A cursor names the last row of
 //     its page by a key that does not change, so new rows do not shift pages: a listing has each row that existed at
 //     the start, and was not deleted meanwhile, once. Conversations are the exception. Their key is the last message,
 //     so the later pages miss a conversation that gets a message during the listing.
-//   - A POST with an Idempotency-Key runs once; see idempotency.go.
+//   - A POST with an Idempotency-Key runs once, in the sense of idempotency.go.
 //   - Another client's transaction may lock a row, such as an event id, an idempotency key or a thread's lane. The
 //     server waits for a second, mostly without a connection. Then the response is 503 with Retry-After and names that
 //     transaction.

@@ -17,7 +17,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// A POST with the header Idempotency-Key runs once. The key belongs to the route and the caller, and lasts a day:
+// Of the POSTs with one Idempotency-Key, one runs at a time, and none after the server has stored a response. The key
+// belongs to the route and the caller, and lasts a day:
 //
 //   - a repeated request gets the stored response with Idempotent-Replayed: true;
 //   - a different request with the same key gets 422; a request during the first attempt gets 409;
@@ -41,7 +42,7 @@ const (
 	completeTimeout = 5 * time.Second
 )
 
-// withIdempotency runs next at most once for a key.
+// withIdempotency runs next unless another request holds the key or has completed it.
 func (s *server) withIdempotency(rt route, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		id, given, err := identify(r, rt)
