@@ -130,7 +130,7 @@ func readDuration(field string, raw json.RawMessage) (time.Duration, error) {
 		if err != nil || !(n > 0) || n > 1e4 {
 			return 0, wrong
 		}
-		return time.Duration(n * float64(24*time.Hour)), nil
+		return time.Duration(math.Ceil(n * float64(24*time.Hour))), nil
 	}
 	d, err := time.ParseDuration(text)
 	if err != nil || d <= 0 {
