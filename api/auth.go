@@ -27,6 +27,7 @@ type authenticator struct {
 	sessions *sessions
 }
 
+// newAuthenticator rejects an empty chat key and equal credentials.
 func newAuthenticator(o Options) (*authenticator, error) {
 	sessions, err := newSessions(o)
 	if err != nil {

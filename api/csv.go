@@ -111,6 +111,7 @@ func csvColumns(row reflect.Type) []string {
 	return names
 }
 
+// csvCells returns the columns of a row, as its JSON has them. A null or absent column is empty.
 func csvCells(row any, columns []string) ([]string, error) {
 	text, err := encode(row)
 	if err != nil {

@@ -63,6 +63,7 @@ const (
 	Admin                     // the admin token
 )
 
+// route validates the endpoint and returns its row of the table.
 func (e Endpoint) route() (route, error) {
 	name := e.Method + " " + e.Path
 	switch {

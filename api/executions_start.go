@@ -53,6 +53,7 @@ type executionStatus struct {
 // maxProgress bounds progress_seconds: 30 days.
 const maxProgress = 30 * 24 * 60 * 60
 
+// check validates the fields that need no database.
 func (b startRequest) check() error {
 	switch {
 	case b.Flow == "" || !isPrintableText(b.Flow):
@@ -64,7 +65,7 @@ func (b startRequest) check() error {
 	case b.CanInheritLock != nil && !b.WaitForCompletion:
 		return problem.BadBody("can_inherit_lock needs wait_for_completion: only a waiting parent lends its lanes")
 	case !slices.Contains([]string{"", "fail", "hand_on", "resume"}, b.OnLost):
-		return problem.BadBody("on_lost is %.60q; use fail or hand_on", b.OnLost)
+		return problem.BadBody("on_lost is %.60q; use fail, hand_on (external workers) or resume (flows)", b.OnLost)
 	case b.OnLost == "resume" && executions.IsExternal(b.Flow):
 		return problem.BadBody("on_lost is resume; external executions accept fail or hand_on")
 	case b.ProgressSeconds < 0 || b.ProgressSeconds > maxProgress:
@@ -110,6 +111,8 @@ var reservedFlows = map[string]string{
 	"skill_call":   "agent skills call calls a skill",
 }
 
+// startExecution starts an execution for the admin, or for a parent in the parent's trace. A thread that it opens stays
+// if the start then fails.
 func (s *server) startExecution(r request) (response, error) {
 	b := r.body.(startRequest)
 	if err := s.auth.checkChatKey(b.ChatKey); err != nil {

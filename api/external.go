@@ -363,6 +363,8 @@ func (r releaseRequest) check() error {
 	return err
 }
 
+// releaseLock ends a claim: the execution completes, fails or waits. It validates the awaited execution or thread
+// first.
 func (s *server) releaseLock(r request) (response, error) {
 	id, lockID, err := s.pathLock(r)
 	if err != nil {

@@ -261,6 +261,7 @@ func (s *server) listMemoryConflicts(r request) (response, error) {
 	return response{body: conflicts}, err
 }
 
+// decideMemoryConflict takes or rejects the value of a conflict. If-Match names the revision of the disputed entry.
 func (s *server) decideMemoryConflict(r request) (response, error) {
 	id, err := pathUUID(r, "a memory conflict")
 	if err != nil {

@@ -48,6 +48,8 @@ type messageResponse struct {
 	MessageID string `json:"message_id"`
 }
 
+// sendMessage stores a message of the admin, or of an execution whose lock the worker holds. The execution's message is
+// stored only while the lock holds.
 func (s *server) sendMessage(r request) (response, error) {
 	b := r.body.(messageRequest)
 	id, err := pathThread(r)

@@ -67,6 +67,7 @@ func (p *prober) run(ctx context.Context, probe func(context.Context) readiness)
 	return result.(readiness)
 }
 
+// probe runs all checks within probeLimit. One failed check makes the process unready.
 func (s *server) probe(ctx context.Context) readiness {
 	ctx, cancel := context.WithTimeout(ctx, probeLimit)
 	defer cancel()

@@ -104,6 +104,7 @@ func (s *server) getSkill(r request) (response, error) {
 	return response{body: rows[0], revision: one.StateRevision}, nil
 }
 
+// withHealth adds to each skill the health of its counted calls.
 func withHealth(ctx context.Context, db postgres.DB, list []skills.Skill) ([]skillRow, error) {
 	sums, err := activity.CountedHealth(ctx, db, activity.HealthFilter{})
 	if err != nil {
