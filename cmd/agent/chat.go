@@ -145,9 +145,8 @@ func (v *chatSession) send(ctx context.Context, text string) error {
 		}
 		v.infof("the answer waits for an approval")
 	})
-	v.files = nil
-	if reply.ThreadID != "" {
-		v.thread = reply.ThreadID
+	if reply.ThreadID != "" { // the message is stored
+		v.thread, v.files = reply.ThreadID, nil
 	}
 	if !v.json && reply.ThreadID != "" {
 		fmt.Fprintln(out)

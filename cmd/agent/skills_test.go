@@ -3,12 +3,15 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -217,6 +220,21 @@ func TestAgentCommands(t *testing.T) {
 	p.must("apply", "--prune", writeFolder(t, map[string]string{"a.yaml": sales}))
 	assert.Contains(t, p.run("agents", "show", "billing").err, "agent billing was removed; agent agents show billing "+
 		"--version 1 shows its last version")
+}
+
+// A message that could not be stored leaves its files to the next one.
+func TestChatKeepsFilesOfFailedMessage(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p, pool := newProgram(t, url), pgtest.Pool(t, url, postgres.Options{})
+	pgtest.Exec(t, pool, `create sequence tries`)
+	pgtest.Exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin
+		if new.role = 'user' and nextval('tries') = 1 then raise exception 'not now'; end if; return new; end $$`)
+	pgtest.Exec(t, pool, `create trigger refuse before insert on agent_messages for each row execute function refuse()`)
+	file := filepath.Join(t.TempDir(), "list.txt")
+	require.NoError(t, os.WriteFile(file, []byte("tea"), 0o600))
+	assert.Contains(t, p.onTerminal(t, "first\nsecond\n\x04", "chat", "--file", file), "not now")
+	pgtest.Equal(t, pool, 1, `select count(*) from agent_documents where thread_id is not null`)
 }
 
 // The greeting precedes the first prompt of a new conversation only.
