@@ -17,11 +17,11 @@ import (
 // cancelTimeout bounds how long a cancel waits for a step that has its execution locked.
 const cancelTimeout = time.Second
 
-// Cancel ends an execution and returns its status: cancelled, or its earlier terminal status. The claim is void at
-// once, so the run records nothing more. Cancel notifies the process that runs the execution, and that process stops
-// the current step.
+// Cancel ends an execution and returns its status: cancelled, or its earlier terminal status. It voids the claim, so
+// the run records nothing more. Cancel notifies the process that runs the execution, and that process stops the current
+// step.
 //
-// A step in a transaction (StepTx) locks the execution. Cancel notifies the step first and waits up to a second. If the
+// A step in a transaction (StepTx) locks the execution. Cancel notifies the step first and waits about a second. If the
 // step still runs then, the cancel remains requested until the step's transaction ends, and the returned status is not
 // terminal. CancelDetail names the open transactions.
 func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, error) {
@@ -71,7 +71,8 @@ func queueCancel(ctx context.Context, b *pgx.Batch, id, by, reason string, statu
 		func(row pgx.Row) error { return row.Scan(status) })
 }
 
-// reasonText returns a reason that the database accepts: its first 1000 characters, without control characters.
+// reasonText returns a reason that the database accepts: its first 1000 characters, without control characters except
+// line feeds and tabs.
 func reasonText(reason string) string {
 	runes := []rune(strings.Map(func(r rune) rune {
 		if unicode.IsControl(r) && r != '\n' && r != '\t' {
@@ -82,8 +83,8 @@ func reasonText(reason string) string {
 	return string(runes[:min(len(runes), 1000)])
 }
 
-// cancelUntilEnded calls tryCancel until the execution ends, for at most cancelTimeout. If another transaction locks
-// the execution, it requests the cancel and notifies the process that runs the execution.
+// cancelUntilEnded calls tryCancel until the execution ends, for about cancelTimeout. If another transaction locks the
+// execution, it requests the cancel and notifies the process that runs the execution.
 func cancelUntilEnded(
 	ctx context.Context, db postgres.DB, id, by, reason string, notify func(), tryCancel func() (Status, error),
 ) (Status, error) {

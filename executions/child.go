@@ -62,7 +62,7 @@ const MaxDepth = 32
 // ClassNesting is the error class of a child that would exceed MaxDepth.
 const ClassNesting = "nesting"
 
-// checkDepth fails if an execution has MaxDepth ancestors already.
+// checkDepth fails if a child of the execution would exceed MaxDepth.
 func checkDepth(ctx context.Context, tx pgx.Tx, id string) error {
 	var ancestors int
 	err := tx.QueryRow(ctx, `

@@ -37,7 +37,8 @@ type completionResult struct {
 }
 
 // complete writes the end of the execution and its deferred checkpoint. The same transaction releases the lanes, closes
-// the open activity rows and emits AGENT_COMPLETED. If the database rejects the result, the execution ends as failed.
+// the open activity rows and emits AGENT_COMPLETED (not for a trial of an eval). If the database rejects the result,
+// the execution ends as failed.
 func (r *run) complete(
 	ctx context.Context, last *deferredCheckpoint, status Status, result Result, failure error,
 ) error {
@@ -173,8 +174,8 @@ func (r *run) writeCompletion(
 	return done, err
 }
 
-// completeOne writes a single completion as a batch of one. If the batch skips the completion, completeOne writes it in
-// its own transaction.
+// completeOne writes a single completion as a batch of one. If the batch fails or skips the completion, completeOne
+// writes it in its own transaction.
 func (r *run) completeOne(ctx context.Context, c completion) (completionResult, error) {
 	results, err := r.e.completeBatch(ctx, []completion{c})
 	if err != nil || results[0].Skipped {

@@ -23,8 +23,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// Func is a durable function. Each claim calls it from the beginning. Its context ends when the process loses the claim
-// or a cancel ends the execution.
+// Func is a durable function. Each claim calls it from the beginning. Its context ends when the run stops: by a wait, a
+// cancel, a pause, a lost claim, or a shutdown that takes longer than StopTimeout.
 type Func func(ctx context.Context, input json.RawMessage) (Result, error)
 
 // Result is the result of a durable function: a summary for people and a value for programs.
@@ -33,12 +33,12 @@ type Result struct {
 	Value   any
 }
 
-// Options configure an Engine. Zero values are the defaults.
+// Options configure an Engine. Zero values are the defaults, except of Keeper.
 type Options struct {
 	Keeper   *lanes.Keeper      // required
 	Listener *postgres.Listener // replaces polling by notifications; may be nil
 	Logger   *slog.Logger
-	Workers  int // concurrent executions per queue; default 16
+	Workers  int // executions per queue that the engine runs at once, besides those of RunSync; default 16
 	// LeaseTTL is the lifetime of a worker's lease without renewal; default 30 s, in whole seconds, at most a day.
 	// The engine renews it three times per TTL.
 	LeaseTTL time.Duration
@@ -54,8 +54,8 @@ type Options struct {
 	Observer Observer // may be nil
 }
 
-// Engine runs the executions of one process. Register flows before Run. All methods may be called at any time
-// by any goroutine, also without Run.
+// Engine runs the executions of one process. Call Register, Fallback and Unforkable before Run, from one goroutine. All
+// other methods are safe for concurrent use, also without Run.
 type Engine struct {
 	pool    *pgxpool.Pool
 	opts    Options
@@ -324,7 +324,7 @@ type Observer interface {
 	// RunStarted and RunFinished report the start and the end of a run: one claim that this process works on.
 	RunStarted(x Execution)
 	RunFinished(x Execution)
-	// ClaimLost reports that another process took the claim.
+	// ClaimLost reports a run that stopped because it had lost its claim or a lane.
 	ClaimLost(x Execution)
 	// ExecutionEnded reports that the run wrote the end of its execution, or that a cancel ended it.
 	ExecutionEnded(x Execution, status Status)

@@ -25,8 +25,8 @@
 //
 // Safety: each claim has a number greater than all earlier claims, and every durable write has the number of its claim.
 // The database rejects a write under an old number (SQLSTATE LK001, ErrStale here). So a process that was paused past
-// its lease changes nothing when it continues. The activity log records the rejected writes. A claim lasts as long as
-// its worker's lease: by default 30 seconds, renewed every 10.
+// its lease changes nothing of the execution when it continues. The activity log records the rejected writes. A claim
+// lasts as long as its worker's lease: by default 30 seconds, renewed every 10.
 //
 // Only the row decides whether an execution is ready. A process that makes an execution ready polls the queue after its
 // commit. One statement claims as many executions as the process has free workers, within the limits (Admission). With

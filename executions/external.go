@@ -175,13 +175,15 @@ func describeEnd(x Execution) string {
 
 // LockRenewal is the result of one renewed lock.
 type LockRenewal struct {
-	LockID          string
-	ExecutionID     *string // nil for a deleted lock
-	TraceID         *string
-	Live            bool // whether the lock was renewed or CancelRequested is true; otherwise the lock is void
-	ExpiresAt       *time.Time
-	Status          *Status
-	CancelRequested bool // the execution was cancelled; reported once, because the cancel ended the lock
+	LockID      string
+	ExecutionID *string // nil for a deleted lock
+	TraceID     *string
+	Live        bool // whether the lock was renewed or CancelRequested is true; otherwise the lock is void
+	ExpiresAt   *time.Time
+	Status      *Status
+	// CancelRequested says that the worker must stop. A cancel ends the lock, so it is reported once. While another
+	// transaction delays the cancel, each renewal reports it.
+	CancelRequested bool
 }
 
 // RenewLocks renews locks, each by its own ttl, and returns the results in the same order. It neither waits for nor
@@ -264,7 +266,7 @@ func (e *Engine) rejectVoidLock(ctx context.Context, id, lockID, write, step str
 }
 
 // recordStale records a rejected write of an external worker in the activity log. The first writes under a lock get one
-// row each, and the last row counts all further writes. So a stale worker cannot fill the log.
+// row each, and the last row counts all further writes. So a stale worker cannot fill the activity log.
 func (e *Engine) recordStale(ctx context.Context, traceID, id, lockID, write, step string, output json.RawMessage) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()

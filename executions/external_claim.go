@@ -28,7 +28,7 @@ type ClaimParams struct {
 
 // ClaimRuns locks up to Max executions of the flows, as LockRun does, by priority and then by age. Without a ready
 // execution it waits for the first one. It returns no lock after Wait, after the end of ctx, and while the agent is
-// paused. Concurrent calls get different executions. Errors: ErrMalformed.
+// paused. Concurrent calls of different owners get different executions. Errors: ErrMalformed.
 func (e *Engine) ClaimRuns(ctx context.Context, p ClaimParams) ([]RunLock, error) {
 	if p.Wait <= 0 {
 		return e.tryClaimRuns(ctx, p)

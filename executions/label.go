@@ -16,8 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
-// Labels name the subject of an execution, such as order: A-1001. A listing finds an execution of any age by its
-// labels.
+// Labels name the subject of an execution, such as order: A-1001. A listing finds executions by a label; see
+// [Filter.Label].
 type Labels map[string]string
 
 // MaxLabels bounds the labels of an execution, and maxLabelValue the characters of a value.

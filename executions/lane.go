@@ -13,9 +13,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Hold is a lane that an execution holds. It belongs to the execution, not to the process: a wait keeps it, a new claim
-// takes it over with a new token, and the end of the execution releases it. When a run is released (shutdown, pause),
-// the execution keeps only the lane of a thread. Any other lane is free until the execution acquires it again.
+// Hold is a lane that an execution holds. It belongs to the execution, not to the process: a new claim takes it over
+// with a new token, and the end of the execution releases it. A wait keeps the lane of a thread, an automation or an
+// objective; any other lane expires after its TTL. When a run is released (shutdown, pause), the execution keeps only
+// the lane of a thread. Any other lane is free until the execution acquires it again.
 type Hold struct {
 	run   *run
 	lease *lanes.Lease
@@ -31,7 +32,7 @@ type Hold struct {
 // all protected work is done.
 //
 // An awaited child (Trigger with Wait) borrows a lane of its parent, or of a waiting ancestor. The lane returns when
-// the child releases it or ends. If a child calls Lane before its parent waits, Lane blocks for at most a minute.
+// the child releases it or ends. If a child calls Lane before its parent waits, Lane blocks for about a minute at most.
 func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error) {
 	deadline := time.Now().Add(lendTimeout)
 	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
@@ -162,8 +163,8 @@ func (h *Hold) Fence(ctx context.Context, tx postgres.DB) error {
 // leaseLost reports whether a lease was lost.
 func leaseLost(l *lanes.Lease) bool { return errors.Is(context.Cause(l.Context()), lanes.ErrLost) }
 
-// Release releases the lane before the execution ends. After a wait or a stop it does nothing, because the execution
-// keeps the lane and a deferred Release must not release it. Release retries transient errors like [RetryTransient].
+// Release releases the lane before the execution ends. After a wait or a stop it does nothing, because the lane belongs
+// to the execution and a deferred Release must not release it. Release retries transient errors like [RetryTransient].
 func (h *Hold) Release(ctx context.Context) error {
 	if h.lease == nil || h.run.stopCause() != nil {
 		return nil //nolint:nilerr // the hold belongs to the execution now

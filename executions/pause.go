@@ -85,9 +85,10 @@ func CurrentPause(ctx context.Context, db postgres.DB) (Pause, error) {
 	return p, nil
 }
 
-// PauseAll pauses autonomous work in all processes until ResumeAll, and records an activity. After PauseAll returns, no
-// claim for an unattended surface succeeds. Running executions stop before their next step: after a notification at
-// once, otherwise within SweepEvery. Of concurrent calls, one changes the state.
+// PauseAll pauses autonomous work in all processes until ResumeAll, and records an activity. After the commit, no claim
+// for an unattended surface begins. Claims of transactions that were open may still be committed. Executions stop
+// before their next step as soon as their process knows of the pause: by a notification, otherwise within SweepEvery.
+// Of concurrent calls, one changes the state.
 func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	change := PauseChange{Pause: Pause{Paused: true}}
 	b := &pgx.Batch{}
@@ -210,8 +211,8 @@ func (e *Engine) refreshPause(ctx context.Context) {
 	}
 }
 
-// checkPaused returns an error if a pause prevents the next step. The state that the process knows may be outdated, so
-// checkPaused reads the database.
+// checkPaused returns an error if a pause prevents the next step. The pause that the process knows may have ended, so
+// checkPaused reads the database. If that fails, it assumes the pause.
 func (r *run) checkPaused(ctx context.Context) error {
 	if r.replay != nil || Attended(trace.Surface(r.exec.Surface)) || !r.e.paused.Load() {
 		return nil

@@ -13,8 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// replayTimeout bounds how long a branch waits for other branches to reach earlier steps. It expires only if the code
-// differs from the record.
+// replayTimeout bounds how long a branch waits for other branches to reach earlier steps. Code that computes for longer
+// between two steps looks like changed code.
 const replayTimeout = 5 * time.Second
 
 // replayRecord is the record that a replayed run reads instead of the database. A step gets its checkpoint after the

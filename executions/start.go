@@ -42,20 +42,21 @@ type Spec struct {
 	Awaited bool
 	// Inherits lets the execution borrow the lanes of its waiting parent.
 	Inherits bool
-	// OnLost says what happens when the worker is lost: "resume" (default), "fail", or "hand_on" for executions of
-	// external workers.
+	// OnLost says what happens when the worker is lost: "resume" (default), "fail" (default of external workers), or
+	// "hand_on" for executions of external workers.
 	OnLost string
-	// MaxAttempts is the number of workers that may be lost without a checkpoint between them; default 5.
+	// MaxAttempts is the number of lost workers without a checkpoint between them that fails the execution; default 5.
 	MaxAttempts int
-	// ProgressSeconds ends an execution that records no checkpoint for that time; 0 means no limit.
+	// ProgressSeconds fails an execution that records no checkpoint for that time. With OnLost "hand_on" it only loses its
+	// worker. 0 means no limit.
 	ProgressSeconds int
 	Labels          Labels
 }
 
 // Start inserts a pending execution and wakes a worker, in one transaction of db. If db is a pool, Start uses the
-// engine's own pool. In a process that runs executions, Start needs one statement, and a free worker starts at once.
-// created is false if an execution has the dedupe key already; then Start returns that execution. WithLockTimeout
-// bounds the wait for an open transaction that holds the key.
+// engine's own pool. In a process that runs executions, most starts are one statement, which also claims the execution
+// for a free worker. created is false if an execution has the dedupe key already; then Start returns that execution.
+// WithLockTimeout bounds the wait for an open transaction that holds the key.
 func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (x Execution, created bool, err error) {
 	switch {
 	case !isPool(db):

@@ -117,7 +117,7 @@ func Do[T any](
 	}, fn)
 }
 
-// runStep runs every kind of step except StepTx.
+// runStep runs a Step, Phase or Call.
 func runStep[T any](
 	ctx context.Context, s stepSpec, fn func(ctx context.Context, effect *Effect) (T, error),
 ) (T, error) {
@@ -145,8 +145,8 @@ func runStep[T any](
 			name = cmp.Or(s.entry.Skill, name)
 		}
 		return recordResult(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
-			"the process died, or another branch waited, during the call of %s; nobody knows whether it took effect, and it "+
-				"is not safe to repeat", name)})
+			"the run was interrupted during the call of %s; nobody knows whether it took effect, and it is not safe to repeat",
+			name)})
 	}
 	if err := r.openActivity(ctx, s, effect); err != nil {
 		return zero, err

@@ -13,8 +13,9 @@ import (
 )
 
 // StepTx runs fn in one transaction with the fence and the checkpoint. So the database has the effect of fn exactly if
-// it has the checkpoint. After a broken connection, deadlock or serialization failure, StepTx calls fn again in a new
-// transaction. After a cancelled statement, it retries at most twice, as [RetryTransient] does.
+// it has the checkpoint of a result. If fn fails, StepTx rolls its transaction back and records the error in another
+// one. After a broken connection, deadlock or serialization failure, StepTx calls fn again in a new transaction. After
+// a cancelled statement, it retries at most twice, as [RetryTransient] does.
 func StepTx[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...Option,
 ) (T, error) {
@@ -221,7 +222,8 @@ func (r *run) reloadStep(ctx context.Context, tx postgres.DB, step string) error
 }
 
 // EndTx is a [StepTx] whose transaction also completes the execution with result(value). So effect, checkpoint and
-// completion are committed together or not at all. The flow must return next. The engine ignores its return values.
+// completion are committed together or not at all. After a success the flow must return, and the engine ignores its
+// return values.
 func EndTx[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), result func(value T) Result,
 ) (T, error) {

@@ -113,7 +113,8 @@ func queueSweep(b *pgx.Batch) {
 	b.Queue(`with ` + sweepLock + ` select lanekeeper.sweep_agent_waits() from sweep_lock where acquired`)
 }
 
-// sweepLimit bounds the rows of each part of a sweep. The next sweep continues.
+// sweepLimit bounds the completions that a sweep delivers, the ready executions that it counts, and the threads that it
+// flushes. The next sweep continues.
 const sweepLimit = 500
 
 // Sweep runs one sweep: it completes cancels, releases lost claims, fires due timers, ends waits for free lanes, sends

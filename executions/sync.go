@@ -17,7 +17,7 @@ import (
 // unless the database is unavailable for longer than a lease. If the process dies, another process resumes the
 // execution.
 //
-// The insert does not wait for the disk. The next commit of the run makes it durable: a checkpoint, a call's intent, an
+// The insert may not wait for the disk. The next commit of the run makes it durable: a checkpoint, a call's intent, an
 // acquired lane or the completion. The caller gets no result before that commit. If the server crashes before it, the
 // execution never existed and RunSync returns ErrNotFound. While the agent is paused and the surface is not attended,
 // RunSync inserts no execution and returns ErrPaused.
