@@ -13,10 +13,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Acquire makes one attempt to acquire lane for a new owner. It never waits. If another owner holds the lane, it
-// returns a *BusyError, which matches ErrBusy. For an invalid lane or TTL it returns ErrInvalid. Run renews the lease
-// until Release. The context of the lease derives from ctx. If ctx ends during the statement, Acquire may return a
-// lease with an ended Context, which the caller must release too.
+// Acquire makes one attempt to acquire lane for a new owner. It does not wait for a holder. If another owner holds the
+// lane, it returns a *BusyError, which matches ErrBusy. For an invalid lane or TTL it returns ErrInvalid. Run renews
+// the lease until Release. The context of the lease derives from ctx. If ctx ends during the statement, Acquire may
+// return a lease with an ended Context, which the caller must release too.
 func (k *Keeper) Acquire(ctx context.Context, lane string, opts ...Option) (*Lease, error) {
 	return k.AcquireAs(ctx, runOwner(ctx, settingsFor(lane, opts).process), lane, opts...)
 }

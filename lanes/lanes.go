@@ -9,20 +9,20 @@
 //
 //   - At most one owner holds a lane at any moment of the database's clock. The tokens of a lane increase in the order
 //     of its grants.
-//   - Acquire never waits. AcquireWait queues, and waiters are served in order. A release hands the lane to the first
-//     waiter in its own transaction, and notifies the waiter at the commit. The handed-over lease lasts at most 10
-//     seconds until [Keeper.Run] renews it, so the lease of a dead waiter expires soon. A waiter that gives up releases
-//     the lane.
+//   - Acquire does not wait for the holder. AcquireWait queues, and waiters are served in order. A release hands the
+//     lane to the first waiter in its own transaction, and notifies the waiter at the commit. The handed-over lease
+//     lasts at most 10 seconds until [Keeper.Run] renews it, so the lease of a dead waiter expires soon. A waiter that
+//     gives up releases the lane.
 //   - A lost lane cancels the context of its lease with cause [ErrLost], except the lane of a thread. That happens at
-//     the latest when the lease expires by the local monotonic clock, counted from before the statement. So the context
-//     ends no later than the database's lease, even without a connection.
+//     the latest when the lease expires by the local monotonic clock, counted from before the statement. So in a
+//     running process the context ends no later than the database's lease, even without a connection.
 //   - An open transaction of another client delays a renewal, an acquire, a release or a break for about a second at
 //     most. Then the error is a *BlockedError, which names the transaction.
 //   - A break notifies the holder. Without notifications the holder finds the break at its next renewal.
-//   - Only the holder can release a lane. The release of a nested hold never releases the outer one. A grant is durable
-//     when it returns, and a handover when it is notified. A release without a waiter becomes durable within a second,
-//     or with a later grant. If the server crashes before, the lane is held until its lease expires. An interrupted
-//     release continues in the background, see [Lease.Release].
+//   - Only the holder can release a lane; an admin can break it. The release of a nested hold never releases the outer
+//     one. A grant is durable when it returns, and a handover when it is notified. A release without a waiter becomes
+//     durable within a second, or with a later grant. If the server crashes before, the lane is held until its lease
+//     expires. An interrupted release continues in the background, see [Lease.Release].
 //   - An owner is one claim of one run. The type [Owner] has no constructor from a string, so two instances cannot
 //     share an owner by mistake.
 //

@@ -1,9 +1,9 @@
 // Package lanerun runs a command while it holds a lane, like flock(1) with a file. It implements `agent lanes run
 // LANE -- CMD…`, for jobs that do not use lanes themselves.
 //
-// The command never runs without the lane. If the lane is busy, the command does not run. If the lane is lost, the
-// command gets SIGTERM and then SIGKILL. Every exit releases the lane. If this process is killed, the lane is held
-// until its lease expires. The command may run until then, but on Linux it gets SIGTERM.
+// The command starts only with the lane. If the lane is busy, the command does not run. If the lane is lost, the
+// command gets SIGTERM, and SIGKILL ten seconds later. An exit of this process releases the lane. If the process is
+// killed, the lane is held until its lease expires. The command may run until then, but on Linux it gets SIGTERM.
 package lanerun
 
 import (
@@ -57,7 +57,8 @@ func (s Stdio) log() *slog.Logger {
 // For a busy lane, RunCommand logs the warning `already running, skipped` and returns exit code 75 without an error. It
 // retries a failed release for 30 seconds. Then it logs a warning and returns no error, because the command has run. An
 // error has exit code 1. Its causes are an invalid lane or command, an unavailable database, a lost lane
-// (lanes.ErrLost) and the end of ctx, which ends the command.
+// (lanes.ErrLost) and the end of ctx, which ends the command. If the loss is found after the command, the exit code is
+// the command's.
 func RunCommand(
 	ctx context.Context, keeper *lanes.Keeper, lane string, ttl time.Duration, argv []string, stdio Stdio,
 ) (int, error) {
@@ -90,7 +91,8 @@ func RunCommand(
 	return code, err
 }
 
-// runHeld runs the command under the lease. When it returns, the command has ended, with the processes of its group.
+// runHeld runs the command under the lease. When it returns, the command has ended. If it had to stop the command, it
+// has also killed the other processes of its group.
 func runHeld(lease *lanes.Lease, argv []string, stdio Stdio) (int, error) {
 	cmd := exec.Command(argv[0], argv[1:]...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = stdio.In, stdio.Out, stdio.Err
