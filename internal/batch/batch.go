@@ -1,15 +1,15 @@
 // Package batch lets concurrent writes share one statement and its commit.
 //
 // A [Batcher] collects the writes of one kind. The batchers of one [Scheduler] take turns. The scheduler sends one
-// batch at a time, or two while many writes are queued. If no batch is in flight, the caller sends its write itself at
-// once, so a single caller pays no latency. Later writes are queued. The scheduler sends the longest queue next, as a
-// whole. A small batch waits at most 1 ms for as many new writes as the previous batch had, so callers that write again
-// share a batch.
+// batch at a time, or two while many writes are queued. If nothing is in flight, queued or expected, the caller sends
+// its write itself at once, so a single caller pays no latency. Other writes are queued. The scheduler sends the
+// longest queue next, up to MaxSize writes of it, but first a queue that has waited for 4 ms. A small batch waits at
+// most 1 ms for as many new writes as the previous batch had, so callers that write again share a batch.
 //
 // Each caller gets the result of its own write after the commit. A caller repeats its write as a single write if the
 // batch skipped it, or if the batch failed and certainly changed nothing. So one rejected write does not fail the
-// others. A slow batch, for example one that waits for a lock, does not delay other batches. The scheduler sends up to
-// three batches of one batcher at once. After MaxWait in the queue, a caller makes a single write under its own
+// others. A slow batch, for example one that waits for a lock, delays other batches for some 10 ms. The scheduler sends
+// up to three batches of one batcher at once. After MaxWait in the queue, a caller makes a single write under its own
 // context. So writes of departed callers do not accumulate during an outage.
 package batch
 
@@ -81,7 +81,7 @@ type reply[Out any] struct {
 	inFlight *inFlight // a batch of one, which the caller sends and finishes; nil otherwise
 }
 
-// Do makes a write, in a batch or by single. It returns when the write is durable or has failed. When ctx ends first,
+// Do makes a write, in a batch or by single. It returns when the write is committed or has failed. When ctx ends first,
 // Do returns the cause of ctx, and the batch may still make the write.
 func (b *Batcher[In, Out]) Do(ctx context.Context, in In, single func() (Out, error)) (Out, error) {
 	w, own := b.enqueue(in)

@@ -50,8 +50,9 @@ func (r *refusals) observe(err error) {
 	}
 }
 
-// LastRefusal returns the last refusal of a write, by a full disk or a read-only server, and its time; nil for none.
-// pool comes from [Open] or [Reserve]. A pool and its reserved pools share the record.
+// LastRefusal returns the last refusal of a write and its time; nil for none. Its reasons are a full disk, a read-only
+// server and exhausted transaction ids. pool comes from [Open] or [Reserve]. A pool and its reserved pools share the
+// record.
 func LastRefusal(pool *pgxpool.Pool) (at time.Time, err error) {
 	g, ok := pool.Config().ConnConfig.Tracer.(guard)
 	if !ok || g.refused == nil {
