@@ -27,12 +27,12 @@ type FlowOption func(*executions.Spec)
 // Interactive starts executions in the queue for work that a person waits for. That queue has workers of its own.
 func Interactive() FlowOption { return func(s *executions.Spec) { s.Queue = executions.Interactive } }
 
-// MaxLostWorkers bounds how many processes may die in an execution without a recorded step between them; the default is
-// 5. Beyond the bound the execution fails.
+// MaxLostWorkers sets after how many lost processes, without a recorded step between them, an execution fails; the
+// default is 5.
 func MaxLostWorkers(n int) FlowOption { return func(s *executions.Spec) { s.MaxAttempts = n } }
 
-// ProgressTimeout ends an execution that records no step for d while it runs. Parts of a second are rounded up; 0 is no
-// limit.
+// ProgressTimeout fails an execution that records no step for d while it runs. Parts of a second are rounded up; 0 is
+// no limit.
 func ProgressTimeout(d time.Duration) FlowOption {
 	return func(s *executions.Spec) { s.ProgressSeconds = int(math.Ceil(d.Seconds())) }
 }
@@ -114,8 +114,8 @@ type StartOption func(*executions.Spec)
 func Key(key string) StartOption { return func(s *executions.Spec) { s.DedupeKey = key } }
 
 // Label names the subject of the execution, such as order and A-1001. Pages, the CLI and HTTP find the execution by the
-// value. An execution has at most 8 labels. A name has 1 to 32 of the characters a-z 0-9 _, a value 1 to 200 printable
-// ones.
+// value. An execution has at most 8 labels. A name begins with a letter and has 1 to 32 of the characters a-z 0-9 _. A
+// value has 1 to 200 printable characters.
 func Label(name, value string) StartOption {
 	return func(s *executions.Spec) {
 		if s.Labels == nil {
@@ -139,7 +139,7 @@ func (f Flow[In, Out]) Start(ctx context.Context, in In, opts ...StartOption) (H
 	return f.handle(x), err
 }
 
-// StartTx starts an execution in the caller's transaction: the execution exists exactly when tx commits.
+// StartTx starts an execution in the caller's transaction: the execution exists if tx commits.
 func (f Flow[In, Out]) StartTx(ctx context.Context, tx pgx.Tx, in In, opts ...StartOption) (Handle[Out], error) {
 	s, err := f.startSpec(ctx, in, opts)
 	if err != nil {

@@ -58,11 +58,13 @@
 //
 // # Guarantees
 //
-//   - An acknowledged [Flow.Start] is executed, even if any process dies. With a [Key] it is executed once.
+//   - An acknowledged [Flow.Start] is executed, even if any process dies. All starts with one [Key] share an execution.
 //   - A recorded step is never called again. A process that lost its lease, because it was paused or cut off, cannot
 //     record anything: the database refuses the write.
-//   - One execution runs in one process at a time. [WithLane] extends this to all executions that share a lane's name.
-//   - A shutdown ([Runtime.Run] returns) finishes running steps and hands the rest to other processes.
+//   - One process at a time may record steps of an execution. [WithLane] extends this to all executions that share a
+//     lane's name.
+//   - A shutdown ([Runtime.Run] returns) lets running steps finish within [WithShutdownTimeout], and hands the rest to
+//     other processes.
 //   - `agent pause` on the database also pauses these flows: they start and continue after `agent resume`.
 //
 // The commands `agent executions`, `agent trace` and `agent why`, the HTTP API and the Engine Room show and start these
@@ -117,12 +119,12 @@ type Option func(*executions.Options)
 // them are redacted.
 func WithLogger(log *slog.Logger) Option { return func(o *executions.Options) { o.Logger = log } }
 
-// WithWorkers bounds the executions that run at once in this process; the default is 16. Waiting executions do not
-// count.
+// WithWorkers bounds the executions that run at once in this process; the default is 16. Flows with [Interactive] have
+// as many workers of their own. Waiting executions do not count.
 func WithWorkers(n int) Option { return func(o *executions.Options) { o.Workers = n } }
 
-// WithLease sets how long a dead process keeps its executions; the default is 30 s. It is a whole number of seconds,
-// at most a day.
+// WithLease sets how long a dead process keeps its executions; the default is 30 s. It is rounded down to whole
+// seconds, at least 1 s and at most a day.
 func WithLease(d time.Duration) Option { return func(o *executions.Options) { o.LeaseTTL = d } }
 
 // WithShutdownTimeout bounds how long running steps may finish after the context of Run has ended; the default is
@@ -181,7 +183,7 @@ func (r *Runtime) Run(ctx context.Context) error {
 	return errors.Join(err, services.Wait())
 }
 
-// SendEvent delivers an event to the flow that waits for key in [WaitEvent]. Without such a flow, the event is kept for
+// SendEvent delivers an event to the flows that wait for key in [WaitEvent]. Without such a flow, the event is kept for
 // the first one. data must survive encoding/json. A second event with the same id counts once, and with another key is
 // refused; an empty id never deduplicates.
 func (r *Runtime) SendEvent(ctx context.Context, key string, data any, id string) error {

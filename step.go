@@ -90,9 +90,10 @@ func retry[T any](ctx context.Context, o stepOptions, fn func(ctx context.Contex
 	}
 }
 
-// StepTx runs fn in a transaction that also records the step: the effect is in the database exactly when the step is
-// recorded. StepTx may call fn again in a new transaction, after a broken connection, a deadlock or a serialization
-// failure. fn neither commits nor rolls back. Inside [WithLane] the transaction fails if the lane was lost.
+// StepTx runs fn in a transaction that also records the step, so the database has both or neither. If fn fails, its
+// transaction is rolled back, and StepTx records the error. StepTx may call fn again in a new transaction, after a
+// broken connection, a deadlock or a serialization failure. fn neither commits nor rolls back. Inside [WithLane] the
+// transaction fails if the lane was lost.
 func StepTx[T any](
 	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...StepOption,
 ) (T, error) {
@@ -149,9 +150,10 @@ type holdKey struct{}
 // WithLane runs fn while the execution holds a lane. No other execution, surface or program on the database holds the
 // lane meanwhile. WithLane queues for the lane until the timeout. Then it returns an error without recording it; return
 // that error from the flow. The lane outlives the process: the process that continues the execution takes the lane
-// over. A wait in fn keeps the lane for at most an hour. After that another owner may acquire the lane, and the flow
-// queues for it again before it continues. fn's context ends when the lane is lost; then no step starts. Hold one lane
-// at a time, or acquire several lanes in one order everywhere. A child of [Flow.Call] in fn borrows the lane.
+// over. A wait in fn keeps the lane until its lease ends, an hour at most. After that another owner may acquire the
+// lane, and the flow queues for it again before it continues. A wait keeps a lane whose name begins with thread:,
+// automation: or objective: until the wait ends. fn's context ends when the lane is lost; then no step starts. Hold one
+// lane at a time, or acquire several lanes in one order everywhere. A child of [Flow.Call] in fn borrows the lane.
 //
 // A flow in the queue keeps its worker. If fn waits for a child while such flows keep all workers, the child does not
 // run before their timeout.
