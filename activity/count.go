@@ -22,9 +22,9 @@ const (
 	noID = "00000000-0000-0000-0000-000000000000"
 )
 
-// Count counts ended rows of the log, about 20,000 at most, and reports whether more can be counted now. It writes
-// nothing when there is nothing to count or another process counts. A pass is one transaction, and blocks no writer
-// of the log.
+// Count counts ended rows of the log and reports whether more can be counted now. One call reads at most about 20,000
+// new rows and 20,000 that were open or late before. It writes nothing when there is nothing to count or another
+// process counts. A pass is one transaction, and blocks no writer of the log.
 func Count(ctx context.Context, db postgres.Beginner) (more bool, err error) {
 	_, more, err = CountPass(ctx, db, countLimit, countLag)
 	return more, err

@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Every query is bounded by an index, so reads stay fast on a table of any size: a trace by (trace_id, created_at),
-// a skill by (skill_name, id), everything else by the time-ordered id, which also excludes partitions.
+// Every query uses an index: a trace by (trace_id, created_at), a skill by (skill_name, id), everything else by the
+// time-ordered id, which also excludes partitions. A filter without an index reads its range of time.
 
 // customPlan makes the server plan each query for its own arguments. So one SQL text serves all filters: an unset
 // filter costs nothing, and a set filter chooses its index.

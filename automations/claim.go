@@ -11,8 +11,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
-// Claim claims one time of an automation's schedule. In one transaction it inserts the run and moves the automation
-// to its next time. Of concurrent callers, exactly one gets ok. ok is false if another caller has claimed this time, if
+// Claim claims one time of an automation's schedule. In one transaction it inserts the run and moves the automation to
+// its next time. Of concurrent callers, at most one gets ok. ok is false if another caller has claimed this time, if
 // the automation has no schedule or is disabled (and cannot try its skill), or if scheduledFor is in the future or is
 // not its next_run_at. executionID may be empty. [ErrNotFound] reports an unknown automation.
 func Claim(
@@ -45,7 +45,7 @@ func Claim(
 }
 
 // SkipOccurrence skips one time of an automation's schedule and stores the reason. It inserts a skipped run and moves
-// the automation to its next time. Of concurrent callers, exactly one gets ok, as with [Claim].
+// the automation to its next time. Of concurrent callers, at most one gets ok, as with [Claim].
 func SkipOccurrence(
 	ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, traceID, reason string,
 ) (run Run, ok bool, err error) {
@@ -130,9 +130,9 @@ func insertRun(
 	return collectRun(rows, err)
 }
 
-// ClaimRun claims a [Ready] run. Of concurrent callers, exactly one gets ok. attempt must equal the stored attempt; a
-// retry increments it. executionID and traceID are those of the new attempt and replace the stored ones. The run of
-// an event keeps the trace of the event, if that has one. A manual run needs no enabled automation.
+// ClaimRun claims a [Ready] run. Of concurrent callers, at most one gets ok. attempt must equal the stored attempt; a
+// retry increments it. executionID and traceID are those of the new attempt and replace the stored ones. The run of an
+// event keeps the trace of the event, if that has one. A manual run needs no enabled automation.
 func ClaimRun(
 	ctx context.Context, db postgres.DB, runID string, attempt int, executionID, traceID string,
 ) (Run, bool, error) {

@@ -190,7 +190,7 @@ func withSession(ctx context.Context, pool *pgxpool.Pool, fn func(conn *pgxpool.
 
 var indexBuild = regexp.MustCompile(`(?i)create\s+(?:unique\s+)?index\s+concurrently\s+if\s+not\s+exists\s+([a-z0-9_]+)`)
 
-// builds names the indexes that a file builds concurrently.
+// indexNames returns the indexes that a file builds concurrently.
 func (s step) indexNames() []string {
 	var names []string
 	for _, match := range indexBuild.FindAllStringSubmatch(s.sql, -1) {
@@ -221,7 +221,7 @@ func dropInvalidIndex(ctx context.Context, pool *pgxpool.Pool, index string) err
 	return err
 }
 
-// unfinished returns the quoted table of an incomplete index; empty if there is no such index.
+// invalidIndexTable returns the quoted table of an incomplete index; empty if there is no such index.
 func invalidIndexTable(ctx context.Context, pool *pgxpool.Pool, index string) (table string, err error) {
 	err = pool.QueryRow(ctx, `
 		select coalesce((select indrelid::regclass::text from pg_index where indexrelid = to_regclass($1) and not indisvalid),

@@ -59,8 +59,9 @@ func clientExists(ctx context.Context, pool *pgxpool.Pool) (there bool, err erro
 	return there, nil
 }
 
-// clientHasRights reports whether the role exists and has its rights, and no other role has them. After a restore
-// without privileges every role may call every function.
+// clientHasRights reports whether the role exists and has its rights, and not every role has those of admins. It checks
+// a function and a view of the contract, and a function for admins. After a restore without privileges every role may
+// call every function.
 func clientHasRights(ctx context.Context, pool *pgxpool.Pool) (admitted bool, err error) {
 	err = pool.QueryRow(ctx, `
 		select coalesce(has_function_privilege(r.oid, to_regprocedure('try_acquire_agent_lock(text, text, int)'), 'execute')

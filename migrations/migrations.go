@@ -1,11 +1,10 @@
 // Package migrations owns the schema: the text in schema/, the changes after it, and River's own migrations beside them
 // in the schema "river".
 //
-// schema/ has a file for each schemaFile, in reading order. A file opens with the promises of the schemaFile. Its
-// tables follow: they are the baseline, and are created once. Below the line "-- Code" are functions, views and
-// triggers. They and all comments are repeatable: each has one body in one place, and the code of a file is applied
-// again when it has changed. A change of a table is a numbered file of changes/. It is applied once and never edited
-// after its release.
+// schema/ has a file for each subject, in reading order. A file opens with the promises of its subject. Its tables
+// follow: they are the baseline, and are created once. Below the line "-- Code" are functions, views and triggers. They
+// and all comments are repeatable: each has one body in one place, and the code of a file is applied again when it has
+// changed. A change of a table is a numbered file of changes/. It is applied once and never edited after its release.
 //
 // Up brings a database to this binary's version. Any number of processes may call it at once: one migrates, the others
 // wait and find nothing to do. The lock is a transaction-level advisory lock, held by a connection that does nothing
@@ -175,8 +174,9 @@ func tryLock(ctx context.Context, pool *pgxpool.Pool) (lock pgx.Tx, mine bool, e
 	return lock, mine, err
 }
 
-// Check returns nil if the database has exactly this binary's schema, and ErrOutdated if it lacks migrations. For
-// another version's schema it returns ErrOld, ErrNewer or ErrChanged. It writes nothing.
+// Check returns nil if this binary's migrations and code were applied to the database, and ErrOutdated if it lacks
+// some. For another version's schema it returns ErrOld, ErrNewer or ErrChanged. It does not compare the objects
+// themselves, nor River's schema. It writes nothing.
 func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	r, err := embedded()
 	if err != nil {

@@ -12,8 +12,8 @@
 //     executions and all rows of their traces (activity, checkpoints, requests, events that they may consume). It also
 //     keeps threads with a running execution or a queued message, pending approvals and unfinished deliveries. A pass
 //     never deletes memory (package memory deletes expired entries and old decided conflicts).
-//   - A pass blocks no other session. A batch is one transaction of a fraction of a second, which skips locked rows. A
-//     pass detaches a partition concurrently, and no lock request queues behind the detachment.
+//   - A pass delays other sessions for a fraction of a second at most. A batch is one transaction of that length, which
+//     skips locked rows. A pass detaches a partition concurrently, and no lock request queues behind the detachment.
 //   - A kill may end a pass anywhere, and any number of passes may run at once. A batch is atomic. One pass at a time
 //     works on a kind, and the next pass continues there.
 //

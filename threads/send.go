@@ -57,8 +57,9 @@ type SendResult struct {
 }
 
 // Send sends a message for the execution of ctx. It is a step named send, so crashes do not repeat the message. If the
-// execution holds, borrows or acquires the lane, the message is sent and the lane renewed for ten minutes. Otherwise it
-// is queued, which is no error. The thread must exist (see [Ensure]): ErrNotFound.
+// execution holds, borrows or acquires the lane, the message is sent and the lane renewed for the idle time of the
+// thread (ten minutes by default). Otherwise it is queued, which is no error. The thread must exist (see [Ensure]):
+// ErrNotFound.
 func Send(ctx context.Context, o Outgoing) (SendResult, error) {
 	id, claim, err := executions.Claim(ctx)
 	if err != nil {

@@ -8,8 +8,9 @@
 // choose the ids of their threads; [Open] generates all others.
 //
 // agent_thread_access lists the other participants that may read and write. [Grant] gives access to a key, a flow or an
-// endpoint. [Invite] creates a join token, which a visitor uses in [Join]. An execution may write to threads of admins,
-// of its flow, where it or an ancestor started, and where it has a grant. The database rejects all other writes.
+// endpoint. [Invite] creates a join token, which a visitor uses in [Join]. An execution may write to threads of admins
+// and channels, of its flow, where it or an ancestor started, and where it has a grant. The database rejects all other
+// writes.
 //
 // # Messages and turns
 //

@@ -53,8 +53,8 @@ create table agent_lock_waiters (
 create index agent_lock_waiters_queue on agent_lock_waiters (lane, ticket);
 comment on index agent_lock_waiters_queue is 'Finds the first waiter of a lane.';
 comment on table agent_lock_waiters is
-  'The queue of each lane. A waiter renews its row. A waiter that stops loses its place after seconds; until then '
-  'nobody overtakes it.';
+  'The queue of each lane. A waiter renews its row. A waiter that stops loses its place after its patience, at most a '
+  'minute; until then no other waiter overtakes it.';
 comment on column agent_lock_waiters.lane is 'The lane that the owner waits for.';
 comment on column agent_lock_waiters.owner is 'The waiter, by the name under which it would hold the lane.';
 comment on column agent_lock_waiters.ticket is 'The order of the queue: the lowest ticket is served first.';
@@ -110,7 +110,7 @@ create table agent_workers (
 create index agent_workers_expiry on agent_workers (expires_at);
 comment on index agent_workers_expiry is 'Finds workers whose lease has ended.';
 comment on table agent_workers is
-  'Processes that run executions, and locks of workers outside. Each row is a lease on all claims that name it.';
+  'Processes that run executions, and locks of workers outside. Each row is a lease on the claims that name it.';
 comment on column agent_workers.kind is 'process: a process of this program. outside: a lock on one execution.';
 comment on column agent_workers.ttl_seconds is 'The length of the lease after a renewal.';
 comment on column agent_workers.started_at is 'When the worker registered.';

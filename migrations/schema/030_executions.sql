@@ -3,9 +3,9 @@
 -- An execution is inserted `pending` and ready (claimed_by is null). A worker claims it: one update writes the worker's
 -- id and a larger claim. The claim is the execution's fencing token. The database refuses a checkpoint, an end, an
 -- activity or a wait under an older claim with SQLSTATE LK001. An end (completed, failed, timeout, cancelled) releases
--- the lanes, closes the activity rows left open and emits AGENT_COMPLETED, in one transaction. The trigger
--- agent_executions_moves refuses other transitions with SQLSTATE LK002. The next sweep takes the claims of a worker
--- whose lease has ended.
+-- the lanes, closes the activity rows left open and emits AGENT_COMPLETED, in one transaction. A trial of an eval emits
+-- no event. The trigger agent_executions_moves refuses other transitions with SQLSTATE LK002. The next sweep takes the
+-- claims of a worker whose lease has ended.
 
 create table agent_executions (
   id uuid default lanekeeper.agent_uuid7() primary key, trace_id text not null, surface agent_surface not null,
@@ -132,7 +132,7 @@ create table agent_claims_lost (
   at timestamptz not null default clock_timestamp(),
   primary key (execution_id, claim)
 );
-comment on table agent_claims_lost is 'Claims that ended without a wait or an end of the run.';
+comment on table agent_claims_lost is 'Claims that a run lost or handed back. The loss may have failed the run.';
 comment on column agent_claims_lost.claim is 'The claim that ended.';
 comment on column agent_claims_lost.worker is 'The worker that held the claim.';
 comment on column agent_claims_lost.worker_name is 'The name of the worker.';
@@ -873,7 +873,7 @@ select x.id, x.claimed_by from agent_executions x
    and not exists (select from agent_checkpoints c where c.execution_id = x.id
                     and c.created_at > clock_timestamp() - make_interval(secs => x.progress_seconds));
 comment on view lanekeeper.agent_stalled_executions is
-  'Claimed executions that have recorded nothing for progress_seconds, though their workers live.';
+  'Claimed executions that have recorded nothing for progress_seconds, whether or not their workers live.';
 
 create or replace function lanekeeper.lose_agent_claims(p_worker uuid, p_id uuid default null) returns int
 language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off
@@ -1167,9 +1167,9 @@ begin
   return 'cancelled';
 end $$;
 comment on function cancel_agent_execution is
-  'Cancel an execution now, and return its status then (null: unknown id). Its claim is void at once, so a step in '
-  'flight cannot be recorded. If another transaction has locked the row, such as a StepTx, the cancel completes when '
-  'that transaction ends. The call waits for a moment at most: another locked row raises 55P03.';
+  'Cancel an execution and return its status then (null: unknown id). Its claim is void, so a step in flight cannot be '
+  'recorded. But if another transaction has locked the row, such as a StepTx, the cancel completes when that '
+  'transaction ends. The call waits for a moment at most: another locked row raises 55P03.';
 
 -- The sweep: timeouts and free lanes. No running code notices them.
 
@@ -1627,5 +1627,5 @@ begin
                       and a.owner in (select f.flow from flows f)));
 end $$;
 comment on function lanekeeper.agent_flow_may_join is
-  'Whether a flow, or an execution of it, may speak in a thread. One reason suffices. An admin or the flow began the '
-  'thread. The execution or its ancestor was started in the thread. The thread was opened to the flow.';
+  'Whether a flow, or an execution of it, may speak in a thread. One reason suffices. An admin, a channel or the flow '
+  'began the thread. The execution or its ancestor was started in the thread. The thread was opened to the flow.';

@@ -1,8 +1,9 @@
 -- Steps: the recorded results of an execution, which it does not compute again.
 --
--- Each finished step is a checkpoint (agent_checkpoints). It is durable before the step's caller sees its result. The
--- next claim of the run reads the results and does not repeat the steps. A step is recorded once: the database refuses
--- another result. A fork begins with the steps of another execution.
+-- Each finished step is a checkpoint (agent_checkpoints). It is durable before the next step, wait or end of the run.
+-- The next claim of the run reads the results and does not repeat the steps. A step is recorded once. A loop replaces
+-- the checkpoints of its iterations by one snapshot, and renews the snapshot. A fork begins with the steps of another
+-- execution.
 
 create table agent_checkpoints (
   execution_id uuid not null, step text not null, claim bigint not null,
@@ -13,7 +14,7 @@ create table agent_checkpoints (
 );
 alter index agent_checkpoints_pkey set (deduplicate_items=off);
 comment on table agent_checkpoints is
-  'One row for each finished step. A process that continues the run reads the rows instead of repeating the steps.';
+  'Recorded results of steps. A process that continues the run reads the rows instead of repeating the steps.';
 comment on column agent_checkpoints.step is 'The name of the step, unique in its execution.';
 comment on column agent_checkpoints.claim is 'The claim that recorded the step.';
 comment on column agent_checkpoints.fingerprint is

@@ -3,7 +3,7 @@
 -- One row for each action. The table is partitioned by its time-ordered id: a range of time is a range of ids, and
 -- retention drops a partition. An action in flight is also listed in agent_activity_open, so that its end is a HOT
 -- update. The log is counted by hour and day, so figures stay cheap however large it is. agent_prompts has the exact
--- prompt of every model call, in parts that are stored once.
+-- prompts of model calls, in parts that are stored once.
 
 create table agent_activity (
   id uuid default lanekeeper.agent_uuid7() primary key, trace_id text not null check (trace_id <> ''),
@@ -552,8 +552,8 @@ exception when others then
 end $$;
 comment on function lanekeeper.record_agent_prompt is
   'Record the prompt of a model call, with the parts that may be new, in the transaction that opens the call. p_amend: '
-  'in the transaction that ends the call, record the sent options and messages; null messages stay. The function never '
-  'fails its transaction: problem says why nothing was recorded, missing counts the absent parts.';
+  'in the transaction that ends the call, record the sent options and messages; null messages stay. An error other '
+  'than a cancel does not fail the transaction: problem says why nothing was recorded, missing counts absent parts.';
 
 create or replace function lanekeeper.agent_activity_written() returns trigger
 language plpgsql security definer set search_path from current as $$
