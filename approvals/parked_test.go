@@ -129,6 +129,8 @@ func TestRejectionEndsWait(t *testing.T) {
 	x := enginetest.Await(p.t, p.pool, id, executions.Completed)
 	assert.Truef(t, x.ResultSummary == "rejected by admin: not today" && p.acted.Load() == 0,
 		"ended with %q, %d calls", x.ResultSummary, p.acted.Load())
+	_, err = p.pool.Exec(t.Context(), `update agent_approvals set status = 'approved' where id = $1`, approval)
+	assert.Truef(t, approvals.IsUsed(err), "a rejected approval became approved: %v", err)
 }
 
 // A decision resumes the waiting execution at once, also a decision by plain SQL. No sweep runs in this test.

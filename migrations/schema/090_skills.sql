@@ -316,7 +316,9 @@ declare
   a record;
 begin
   if tg_table_name = 'agent_approvals' then
-    raise exception 'the call of an approval cannot be changed; a call with other arguments needs its own approval'
+    raise exception '%', case when old.status = new.status
+        then 'the call of an approval cannot be changed; a call with other arguments needs its own approval'
+        else format('an approval that is %s stays %1$s; the call needs its own approval', old.status) end
       using errcode = 'LK003', detail = format('approval %s', old.id);
   end if;
   why_ := case tg_op when 'DELETE' then format('the skill %s was removed', old.name)
@@ -348,8 +350,8 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_approvals_check is
-  'Refuse a change of the call of an approval (LK003). Expire the open approvals of earlier revisions of a skill, and '
-  'resume the executions that wait for them.';
+  'Refuse a change of the call or of the final status of an approval (LK003). Expire the open approvals of earlier '
+  'revisions of a skill, and resume the executions that wait for them.';
 
 create or replace trigger agent_approvals_fixed
   before update of trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash
@@ -363,6 +365,10 @@ create or replace trigger agent_approvals_fixed
 
 create or replace trigger agent_approvals_eyes before update of four_eyes on agent_approvals for each row
   when (old.four_eyes is distinct from new.four_eyes) execute function lanekeeper.agent_approvals_check();
+
+create or replace trigger agent_approvals_final before update of status on agent_approvals for each row
+  when (old.status in ('rejected', 'expired', 'consumed') and old.status <> new.status)
+  execute function lanekeeper.agent_approvals_check();
 
 create or replace trigger agent_skills_revise before update on agent_skills for each row
   when ((old.revision, old.description, old.source, old.enabled, old.disabled_by, old.disabled_reason)
