@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -86,6 +87,17 @@ func TestOwnersAreUnique(t *testing.T) {
 		assert.ErrorIs(t, err, lanes.ErrInvalid, name, "owner waits", "want ErrInvalid")
 	}
 	assert.Equal(t, execution+"#7", lanes.ClaimOwner(execution, 7).String())
+}
+
+func TestReleaseIsLoggedUnderTraceOfAcquisition(t *testing.T) {
+	t.Parallel()
+	log := new(logs)
+	k := lanes.NewKeeper(pgtest.DB(t), lanes.Options{Logger: slog.New(logging.Handler(slog.NewTextHandler(log, nil)))})
+	id := trace.New(trace.Operate)
+	lease, err := k.Acquire(trace.With(t.Context(), trace.Span{TraceID: id}), "operate")
+	mustAcquired(t, lease, err)
+	require.NoError(t, lease.Release(t.Context()))
+	log.want(t, 1, `msg="lane released"`, "trace_id="+string(id))
 }
 
 func TestTTLDependsOnLaneName(t *testing.T) {

@@ -38,16 +38,16 @@ func (k *Keeper) releaseLease(ctx context.Context, l *Lease) (lossErr, err error
 		r.continueInBackground(ctx)
 		return nil, err
 	}
-	return k.finishRelease(ctx, h, released), nil
+	return k.finishRelease(h, released), nil
 }
 
 // finishRelease ends a hold after the response to its release.
-func (k *Keeper) finishRelease(ctx context.Context, h *hold, result releaseResult) (lossErr error) {
+func (k *Keeper) finishRelease(h *hold, result releaseResult) (lossErr error) {
 	k.mu.Lock()
 	if result.released {
 		k.remove(h)
 		k.mu.Unlock()
-		k.logReleased(ctx, releaseRequest{h.lane, h.owner, h.token}, cmp.Or(result.successor, h.lender))
+		k.logReleased(h.logCtx, releaseRequest{h.lane, h.owner, h.token}, cmp.Or(result.successor, h.lender))
 		return nil
 	}
 	if h.state == releasing {
@@ -91,7 +91,7 @@ func (r *releaseLoop) try(ctx context.Context) (result releaseResult, err error)
 		r.uncertain = r.uncertain || !postgres.Unchanged(err)
 		if !r.warned {
 			r.warned = true
-			r.keeper.log.WarnContext(ctx, "lane not released yet, trying again", "lane", h.lane, "owner",
+			r.keeper.log.WarnContext(h.logCtx, "lane not released yet, trying again", "lane", h.lane, "owner",
 				h.owner.name, "error", err)
 		}
 		if !sleep.For(ctx, pause) {
@@ -134,7 +134,7 @@ func (r *releaseLoop) tryOnce(ctx context.Context) (done bool) {
 		return poolClosed(err)
 	}
 	result.released = result.released || r.uncertain
-	_ = k.finishRelease(ctx, h, result) // no caller waits for the result
+	_ = k.finishRelease(h, result) // no caller waits for the result
 	return true
 }
 
