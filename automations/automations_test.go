@@ -464,7 +464,7 @@ func execution(t *testing.T, pool *pgxpool.Pool, status string) (id string) {
 	return id
 }
 
-func abandoned(t *testing.T, pool *pgxpool.Pool) []automations.Run {
+func abandoned(t *testing.T, pool *pgxpool.Pool) []automations.AbandonedRun {
 	t.Helper()
 	runs, err := automations.Abandoned(t.Context(), pool)
 	require.NoError(t, err)

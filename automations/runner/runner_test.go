@@ -254,33 +254,41 @@ func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
 
 func TestARunWhoseUnsafeCallHasAnUnknownResultIsNotRetried(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t)
-	d := skills.Definition{Name: "act", Handler: "builtin:look"}
-	_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
-	require.NoError(t, err)
-	began, wake := make(chan struct{}), make(chan struct{})
-	w.look = func(_ context.Context, n int) error {
-		if n == 1 {
-			close(began)
-			<-wake
-		}
-		return nil
+	for name, interrupt := range map[string]string{
+		"crash":  `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`,
+		"cancel": `select cancel_agent_execution(id, 'admin', 'why') from agent_executions`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			d := skills.Definition{Name: "act", Handler: "builtin:look"}
+			_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
+			require.NoError(t, err)
+			began, wake := make(chan struct{}), make(chan struct{})
+			w.look = func(_ context.Context, n int) error {
+				if n == 1 {
+					close(began)
+					<-wake
+				}
+				return nil
+			}
+			w.put(t, automations.Definition{Name: "a", Event: "E", Skill: "act", MaxAttempts: 3})
+			w.raise(t, "E", "k", `{}`)
+			first, engine, _ := w.idle(t)
+			n, err := first.Dispatch(t.Context())
+			require.True(t, n == 1 && err == nil, n, err)
+			id := pgtest.Value[string](t, w.pool, `select execution_id::text from agent_automation_runs`)
+			var group sync.WaitGroup
+			group.Go(func() { assert.NoError(t, engine.ClaimAndRun(context.WithoutCancel(t.Context()), id)) })
+			<-began
+			pgtest.Exec(t, w.pool, interrupt)
+			w.process(t)
+			w.until(t, "dead 1")
+			close(wake)
+			group.Wait()
+			assert.Equal(t, 1, w.count())
+		})
 	}
-	w.put(t, automations.Definition{Name: "a", Event: "E", Skill: "act", MaxAttempts: 3})
-	w.raise(t, "E", "k", `{}`)
-	first, engine, _ := w.idle(t)
-	n, err := first.Dispatch(t.Context())
-	require.True(t, n == 1 && err == nil, n, err)
-	id := pgtest.Value[string](t, w.pool, `select execution_id::text from agent_automation_runs`)
-	var group sync.WaitGroup
-	group.Go(func() { assert.NoError(t, engine.ClaimAndRun(context.WithoutCancel(t.Context()), id)) })
-	<-began
-	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
-	w.process(t)
-	w.until(t, "dead 1")
-	close(wake)
-	group.Wait()
-	assert.Equal(t, 1, w.count())
 }
 
 func TestARunWhoseExecutionWasCancelledIsTriedAgain(t *testing.T) {

@@ -92,7 +92,8 @@ func decide(
 	return meant, err
 }
 
-// SettleAbandoned fails the claimed runs whose execution has ended. They are retried like others.
+// SettleAbandoned fails the claimed runs whose execution has ended. They are retried like others, except after a call
+// that must not be repeated.
 func SettleAbandoned(ctx context.Context, db postgres.DB, log *slog.Logger) error {
 	abandoned, err := automations.Abandoned(ctx, db)
 	if err != nil {
@@ -103,7 +104,7 @@ func SettleAbandoned(ctx context.Context, db postgres.DB, log *slog.Logger) erro
 		if r.ExecutionID == nil {
 			why = "its outcome was not reported within a day"
 		}
-		settled, ok, err := automations.Finish(ctx, db, r.ID, r.Attempt, automations.Result{Error: why})
+		settled, ok, err := automations.Finish(ctx, db, r.ID, r.Attempt, automations.Result{Error: why, Unsafe: r.Unsafe})
 		if err != nil {
 			return err
 		}
