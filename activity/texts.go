@@ -3,6 +3,7 @@ package activity
 import (
 	"context"
 	"encoding/json"
+	"slices"
 
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -48,12 +49,17 @@ func HiddenJSON(value json.RawMessage) json.RawMessage {
 	return value
 }
 
-// HasTexts reports whether input and output of an activity are texts of a conversation: those of a model call and of
-// a delegated task. Kinds that this package does not know count as such.
+// textSkills are the builtin skills whose arguments and results are a task in words, memory entries, or documents.
+var textSkills = []string{
+	"delegate", "document_read", "memory_forget", "memory_search", "memory_write", "recall", "save_memory",
+}
+
+// HasTexts reports whether reading input and output of an activity needs the scope threads:read: those of a model call,
+// a delegated task, and a call that reads or writes memory or documents. So do kinds that this package does not know.
 func HasTexts(kind Kind, skill string) bool {
 	switch kind {
 	case KindCall, KindPhase, KindNote:
-		return skill == "delegate"
+		return slices.Contains(textSkills, skill)
 	case KindModel:
 	}
 	return true

@@ -40,7 +40,9 @@ func newConversations(t *testing.T) *conversations {
 	const key = "visitors-key-of-this-test"
 	c := &conversations{
 		operateTest: newOperateTest(t, modeltest.Text(spoken+" answer"),
-			modeltest.ToolCall("look", `{}`), modeltest.ToolCall("delegate", `{"task": "`+spoken+` task"}`),
+			modeltest.ToolCall("look", `{}`),
+			modeltest.ToolCall("memory_write", `{"category": "c", "key": "k", "value": "`+spoken+`"}`),
+			modeltest.ToolCall("delegate", `{"task": "`+spoken+` task"}`),
 			modeltest.Text(spoken+" result"), modeltest.Text(spoken+" end")),
 		secrets: map[principals.Role]string{},
 	}
