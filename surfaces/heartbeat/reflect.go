@@ -39,7 +39,7 @@ func (b *heartbeatRun) reflect(ctx context.Context) (phaseResult, error) {
 
 // performance sums up the last 7 days.
 type performance struct {
-	News   int64         `json:"news"` // calls since the last reflection, including this heartbeat
+	News   int64         `json:"news"` // since the last reflection, including this heartbeat
 	Skills []skillRecord `json:"skills"`
 	Tokens int64         `json:"tokens"`
 	Cost   float64       `json:"cost_usd"`
@@ -75,8 +75,8 @@ func (b *heartbeatRun) reflectionPrompt(record performance) string {
 	return p.String()
 }
 
-// readPerformance reads the performance. News counts the model's tool calls and the failed calls since the last review.
-// Successful automations without a model cause no review.
+// readPerformance reads the performance. News counts the model's tool calls, the failed calls and the healed skills
+// since the last review. Successful automations without a model cause no review.
 func readPerformance(ctx context.Context, db postgres.DB) (performance, error) {
 	var p performance
 	err := db.QueryRow(ctx, `
@@ -86,8 +86,9 @@ func readPerformance(ctx context.Context, db postgres.DB) (performance, error) {
 		           where a.skill_name = 'reflect' and a.kind = 'phase' and a.status = 'success'
 		           order by a.id desc limit 1) r)
 		select (select count(*) from (select 1 from agent_activity a, last
-		         where a.id > last.id and a.kind = 'call' and a.purpose <> 'reflect'
-		           and (a.cause_id is not null or a.status in ('error', 'unknown')) limit 1000) n),
+		         where a.id > last.id and (a.kind = 'note' and a.skill_name = 'heal_skill'
+		             or a.kind = 'call' and a.purpose <> 'reflect'
+		               and (a.cause_id is not null or a.status in ('error', 'unknown'))) limit 1000) n),
 		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0), coalesce(sum(a.cost_usd), 0)::float8
 		  from agent_activity a
 		 where a.skill_name = 'model_call'

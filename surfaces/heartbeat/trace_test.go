@@ -124,6 +124,22 @@ func TestHealReportReachesModelAndLedger(t *testing.T) {
 		strings.Contains(healed.Reason, "503"), "evidence is %s (%v)", output, err)
 }
 
+func TestHealingIsNewsForReflection(t *testing.T) {
+	t.Parallel()
+	w := newTestHeartbeat(t)
+	w.addFailingSkill(t, "fetch_prices")
+	w.setReplies(map[string][]modeltest.Reply{"Reflect": {modeltest.Text("ok")}})
+	w.surface.Heal.Failures = 4
+	w.runCompleted(t) // its reflection covers the failures
+	w.surface.Heal.Failures = 3
+	x, _ := w.runCompleted(t)
+	prompts := w.prompts()
+	assert.Truef(t, len(prompts) == 2 && strings.Contains(prompts[1], "fetch_prices is now disabled"),
+		"no prompt has the healing report: %s in %q", w.traceLines(t, x.TraceID), prompts)
+	w.runCompleted(t)
+	assert.Equal(t, 2, len(w.model.Requests()))
+}
+
 func TestIdleHeartbeatCallsNoModel(t *testing.T) {
 	t.Parallel()
 	idle := []string{
