@@ -253,7 +253,10 @@ func TestUnreadableEventDataIsRejected(t *testing.T) {
 	key := pgtest.Value[string](t, pool, `select id::text from agent_requests`)
 	for event, refused := range map[string][]string{
 		"MESSAGE_RECEIVED": {`"hola"`, `[1]`, `3`}, "DOCUMENT_UPLOADED": {`["cv"]`}, "SIGNATURE_COMPLETED": {`"https://x"`},
-		"TEST_COMPLETED": {`85`, `{"score": "good"}`, `{"testScore": [1]}`, `{"test_score": "1e999"}`, `{"score": true}`},
+		"TEST_COMPLETED": {
+			`85`, `{"score": "good"}`, `{"testScore": [1]}`, `{"test_score": "1e999"}`, `{"score": true}`,
+			`{"score": 1e400}`, `{"score": {}}`,
+		},
 	} {
 		for _, data := range refused {
 			_, err := engine.Deliver(t.Context(), pool, event, key, json.RawMessage(data), "")

@@ -372,9 +372,7 @@ begin
     raise exception 'the data of % is an object such as %, not %', p_event, case kind
         when 'response' then '{"content": "…"}' when 'document' then '{"document": "…", "url": "…"}'
         when 'signature' then '{"url": "…"}' else '{"score": 85}' end, left(p_data::text, 60) using errcode = '22023';
-  elsif jsonb_typeof(score) not in ('number', 'null')
-        and (jsonb_typeof(score) <> 'string'
-             or score #>> '{}' !~ '^[-+]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]{1,2})?$') then
+  elsif score #>> '{}' !~ '^[-+]?([0-9]{1,200}([.][0-9]*)?|[.][0-9]+)([eE][-+]?[0-9]{1,2})?$' then  -- a float64
     raise exception 'the score of % is a number, not %', p_event, left(score::text, 60) using errcode = '22023';
   end if;
   return kind;
