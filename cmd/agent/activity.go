@@ -208,7 +208,7 @@ func writeAudit(w io.Writer, rows []activity.AuditEntry) {
 			return []string{
 				formatTime(r.At), r.Actor, string(r.Kind), r.Act, truncate(r.Object, 90), truncate(cmp.Or(r.Reason, r.Origin), 60),
 				truncate(r.OnBehalfOf, 40), string(r.Status),
-				truncate(r.Error, 40), human.Money(r.CostUSD), r.TraceID,
+				truncate(r.Error, 40), human.Cost(r.CostUSD, r.Tokens), r.TraceID,
 			}
 		})
 }

@@ -577,3 +577,17 @@ func TestTracePrompts(t *testing.T) {
 	p.mustJSON(&page, "trace", id, "--prompts")
 	assert.Truef(t, page.TraceID == id && len(page.Calls) == 2 && len(page.Parts) == 2, "--json: %+v", page)
 }
+
+func TestAuditOfUnpricedCalls(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	p := newProgram(t, db.Config().ConnString())
+	pgtest.Exec(t, db, `
+		insert into agent_activity (trace_id, surface, skill_name, kind, model, token_usage, cost_usd)
+		values ('op_01J8052XG1XHJAZ95GX5TCNBAZ', 'operate', 'model_call', 'model', 'free', '{"total_tokens": 9}', 0),
+		       ('op_01J8052XG1XHJAZ95GX5TCNBAZ', 'operate', 'model_call', 'model', 'paid', '{"total_tokens": 9}', 0.25),
+		       ('op_01J8052XG1XHJAZ95GX5TCNBAZ', 'operate', 'look', 'call', '', '{}', 0)`)
+	text := p.must("activity", "audit")
+	assert.Contains(t, text, "no price", "$0.25")
+	assert.Truef(t, !strings.Contains(text, "$0.00"), "a call without a price is free: %s", text)
+}
