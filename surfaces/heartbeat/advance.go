@@ -46,7 +46,7 @@ func (b *heartbeatRun) advancePlan(ctx context.Context) (phaseResult, error) {
 		}
 		failures = append(failures, err)
 	}
-	return result, errors.Join(failures...)
+	return result, joinErrors(failures)
 }
 
 // itemResult is the result of one objective or automation.

@@ -154,7 +154,20 @@ func (h *Heartbeat) run(ctx context.Context, raw json.RawMessage) (executions.Re
 	if err := b.reportToChannels(ctx, failures); err != nil {
 		return executions.Result{}, err
 	}
-	return executions.Result{Summary: b.summary(), Value: summary}, errors.Join(failures...)
+	return executions.Result{Summary: b.summary(), Value: summary}, joinErrors(failures)
+}
+
+// joinErrors joins errors to one line, in their order; nil without any.
+func joinErrors(errs []error) (joined error) {
+	for _, err := range errs {
+		switch {
+		case joined == nil:
+			joined = err
+		case err != nil:
+			joined = fmt.Errorf("%w; %w", joined, err)
+		}
+	}
+	return joined
 }
 
 // reportToChannels sends the summaries and failures, if any, to the channels of the agent.

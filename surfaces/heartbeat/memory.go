@@ -114,7 +114,7 @@ func (b *heartbeatRun) saveMemories(ctx context.Context) (phaseResult, error) {
 	if expired > 0 {
 		result.Summary += fmt.Sprintf(", %d expired ones dropped", expired)
 	}
-	return result, errors.Join(failures...)
+	return result, joinErrors(failures)
 }
 
 // errArguments is the error for arguments that the schema accepts and the tool rejects.

@@ -201,7 +201,7 @@ func TestPhasesWithoutModel(t *testing.T) {
 	w.model.Handle(func(int, request) modeltest.Reply { return modeltest.Status(503, 0) })
 	x, got := w.run(t)
 	require.Truef(t, x.Status == executions.Failed && strings.Contains(postgres.Deref(x.ErrorMessage), "advance_plan: ") &&
-		strings.Contains(postgres.Deref(x.ErrorMessage), "reflect: "), "the heartbeat is %s: %s", x.Status,
+		strings.Contains(postgres.Deref(x.ErrorMessage), "; reflect: "), "the heartbeat is %s: %s", x.Status,
 		postgres.Deref(x.ErrorMessage))
 	want := []string{
 		"self_heal success", "follow_through skipped", "advance_plan error", "run_automations success", "reflect error",
