@@ -13,6 +13,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/iotest"
 	"time"
 
 	openai "github.com/sashabaranov/go-openai"
@@ -40,10 +41,16 @@ func site(t *testing.T, p *process) string {
 // siteBehind is site with a network that changes the responses of the API.
 func siteBehind(t *testing.T, p *process, network func(*http.Response) error) string {
 	t.Helper()
+	return siteThrough(t, p, http.DefaultTransport, network)
+}
+
+// siteThrough is siteBehind with the transport between the network and the API.
+func siteThrough(t *testing.T, p *process, transport http.RoundTripper, network func(*http.Response) error) string {
+	t.Helper()
 	target, err := url.Parse(p.url)
 	require.NoError(t, err)
 	proxy := httputil.NewSingleHostReverseProxy(target)
-	proxy.ModifyResponse = network
+	proxy.Transport, proxy.ModifyResponse = transport, network
 	proxy.ErrorHandler = func(http.ResponseWriter, *http.Request, error) { panic(http.ErrAbortHandler) }
 	mux := http.NewServeMux()
 	mux.Handle("GET /chat", p.chat.PageHandler())
@@ -324,6 +331,47 @@ func TestThePageLeavesASilentRequest(t *testing.T) {
 	page.Shows("The connection broke.")
 	page.Click(".interrupted button")
 	page.Until("the answer is complete", shown+` === "You First | nora One." && document.querySelector("#stop").hidden`)
+	assert.Equal(t, 1, len(w.model.Requests()))
+	noProblems(t, page)
+}
+
+// detached keeps a request open after its client has gone, like a proxy that does not abort it.
+type detached struct{}
+
+func (detached) RoundTrip(r *http.Request) (*http.Response, error) {
+	return http.DefaultTransport.RoundTrip(r.WithContext(context.WithoutCancel(r.Context())))
+}
+
+// For the server the first connection is still open, so it refuses the repeated message. The refusal names the answer.
+func TestThePageAttachesToTheAnswerOfItsFirstRequest(t *testing.T) {
+	t.Parallel()
+	release := make(chan struct{})
+	w := newWorld(t, held("One is ", "done.", release))
+	p := w.process(t)
+	var sent atomic.Int64
+	var refused atomic.Bool
+	page := browser.Open(t, browser.Look{})
+	page.Go(siteThrough(t, p, detached{}, func(r *http.Response) error {
+		switch {
+		case r.Request.Method == http.MethodPost && sent.Add(1) == 1:
+			body := r.Body
+			t.Cleanup(func() { body.Close() })
+			r.Body = io.NopCloser(io.MultiReader(io.LimitReader(body, 5), iotest.ErrReader(io.ErrUnexpectedEOF)))
+		case r.StatusCode == http.StatusConflict:
+			refused.Store(true)
+		}
+		return nil
+	}) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	page.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING")
+	page.Expect("409")
+	submit(page, "First")
+	page.Until("the page offers another attempt", `document.querySelector(".interrupted button")`)
+	page.Click(".interrupted button")
+	page.Until("the answer has started", shown+`.includes("nora One is")`)
+	close(release)
+	page.Until("the answer is complete", shown+` === "You First | nora One is done." && document.querySelector("#stop").hidden`)
+	assert.True(t, refused.Load(), "the server did not refuse the repeated message")
 	assert.Equal(t, 1, len(w.model.Requests()))
 	noProblems(t, page)
 }
