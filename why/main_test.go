@@ -16,10 +16,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -305,6 +307,35 @@ func TestUnknownTraceIsReported(t *testing.T) {
 	} {
 		assert.Equal(t, 0, value[int64](w, sql), sql)
 	}
+}
+
+func TestAShutdownIsExplained(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	engine := enginetest.New(t, w.pool, func(o *executions.Options) { o.StopTimeout = time.Millisecond })
+	held := make(chan struct{})
+	enginetest.Register(t, engine, "order", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		if _, err := executions.Lane(ctx, "orders"); err != nil {
+			return executions.Result{}, err
+		}
+		close(held)
+		<-ctx.Done()
+		return executions.Result{}, context.Cause(ctx)
+	})
+	r := w.newScenario(1).start(executions.Spec{Flow: "order", Surface: trace.Flow}, nil, cause{})
+	stop := enginetest.Run(t, engine.Run)
+	testkit.Receive(t, held)
+	stop()
+	answer, err := why.Of(t.Context(), w.pool, r.trace)
+	require.NoError(t, err)
+	var texts strings.Builder
+	for _, reason := range answer.Reasons {
+		if reason.Kind == "held" || reason.Kind == "lost" {
+			texts.WriteString(reason.What + "\n")
+		}
+	}
+	assert.Contains(t, texts.String(), "order held lane orders for ", ", until its process handed the execution back\n",
+		" under claim 1, which handed it back: it shut down, was paused or lacks the flow; it is ready to continue\n")
 }
 
 // Tokens of a model without a price cost an unknown amount, not nothing.
