@@ -493,6 +493,20 @@ func TestLoginStoresTokenPerServer(t *testing.T) {
 	p.mustFail(2, "there is no token", "--server", base, "skills", "ls")
 }
 
+func TestLoginIgnoresTheCaseOfAHost(t *testing.T) {
+	t.Parallel()
+	remote, _ := newProgram(t, pgtest.URL(t)).remote()
+	lower := strings.Replace(strings.TrimPrefix(remote.environ[0], "AGENT_SERVER="), "127.0.0.1", "localhost", 1)
+	upper := strings.Replace(lower, "localhost", "LocalHost", 1)
+	p := newProgramWithoutDatabase(t, "HOME="+t.TempDir())
+	for login, use := range map[string]string{upper: lower, lower: upper} {
+		got := p.runWith(t.Context(), strings.NewReader(strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")), "login", login)
+		assert.Equal(t, "logged in to "+lower+"; use it with --server or AGENT_SERVER\n", got.out, got.err)
+		assert.Contains(t, p.must("--server", use, "skills", "ls"), "memory_search")
+		assert.Contains(t, p.must("logout", use), "removed 1 token")
+	}
+}
+
 // blockedPager is a pager that nobody reads for longer than silenceLimit.
 type blockedPager struct{ io.Writer }
 
