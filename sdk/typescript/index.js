@@ -57,6 +57,9 @@ class Connection {
     if (data && Buffer.byteLength(data) > maxBody) {
       throw new RequestError(413, `the body is larger than ${maxBody} bytes`);
     }
+    const fields = new Headers({ // throws for a text that no header has
+      authorization: `Bearer ${this.token}`, "content-type": "application/json", ...headers,
+    });
     for (let wait = 100; ; wait = Math.min(wait * 2, 5000)) {
       signal?.throwIfAborted();
       let failure;
@@ -67,7 +70,7 @@ class Connection {
       try {
         const answer = await fetch(this.url + path, {
           method,
-          headers: { authorization: `Bearer ${this.token}`, "content-type": "application/json", ...headers },
+          headers: fields,
           body: data,
           signal: attempt.signal,
         });
@@ -227,6 +230,24 @@ class Run {
   }
 }
 
+/** The text of an error. Its own methods may fail, and the server does not store NUL. */
+function errorText(error) {
+  let text = "unknown error";
+  try {
+    text = String(error?.message || error || text);
+  } catch {}
+  return text.slice(0, 10_000).replaceAll("\0", "\ufffd");
+}
+
+/**
+ * A flow may leave promises behind that reject when its run stops. Without this listener, the cancel of an execution
+ * could end the process with all others. Another rejection ends it, unless the program has a listener of its own.
+ */
+function onRejection(reason) {
+  if ([reason, reason?.cause].some((error) => error instanceof LostError || error instanceof Suspended)) return;
+  if (process.listenerCount("unhandledRejection") === 1) throw reason;
+}
+
 /** A line for people. */
 function summaryOf(value) {
   const text = typeof value === "string" ? value : JSON.stringify(value) ?? "";
@@ -318,12 +339,12 @@ export class Worker {
       const { value, summary } = result instanceof Result ? result : { value: result, summary: summaryOf(result) };
       body = { status: "completed", result: value ?? null, result_summary: summary };
     } catch (error) {
-      body = { status: "failed", error_message: String(error?.message || error || "unknown error") };
+      body = { status: "failed", error_message: errorText(error) };
     }
     try {
       if (!run.stopped) {
         await run.end(body).catch((error) => { // the server cannot store this end; without one the flow would run again
-          if (!(error instanceof RequestError)) throw error;
+          if (run.stopped) throw error;
           body = { status: "failed", error_message: `the end of the flow was refused: ${error.message}` };
           return run.end(body);
         });

@@ -43,6 +43,47 @@ worker.flow("external:careless", async (input, run) => {
   return "done";
 });
 
+// Ends that are hard to record.
+worker.flow("external:odd", (input) => {
+  switch (input.end) {
+    case "error without text": throw { get message() { throw new Error("no text"); } };
+    case "error of nothing": throw undefined;
+    case "error with NUL": throw new Error("a\0b");
+    case "huge error": throw new Error("x".repeat(3 << 20));
+    case "stopped": throw new LostError("it was lost");
+    case "value": return new Result(1n, "a number");
+    case "summary": return new Result(1, {});
+    case "key": return worker.client.start("external:scenario", {}, { key: "\u2713" });
+  }
+});
+
+worker.flow("external:json", async (input, run) => {
+  const read = async () => JSON.stringify([
+    await run.step("date", () => new Date(0)), await run.step("number", () => Number.NaN),
+    await run.step("nothing", () => {}),
+  ].map((value) => [typeof value, value]));
+  const first = await run.step("first", read);
+  await run.sleep("1s");
+  return `${first === await read()} ${first}`;
+});
+
+// Several waits at once.
+worker.flow("external:waits", async (input, run) => {
+  const got = await Promise.all([run.waitForEvent(`${input.key} 1`), run.waitForEvent(`${input.key} 2`)]);
+  return got.join(", ");
+});
+
+// A promise that rejects while the flow waits for another.
+worker.flow("external:parallel", async (input, run) => {
+  const abort = (signal) => new Promise((_, reject) => signal.addEventListener("abort", () => reject(signal.reason)));
+  const charge = async () => run.step("charge", ({ signal }) => abort(signal));
+  const charged = charge();
+  await run.step("ship", ({ signal }) => { effect("ship"); return abort(signal); });
+  return charged;
+});
+
+worker.flow("external:again", async () => { await worker.start(); });
+
 worker.flow("external:huge", () => "x".repeat(12 << 20));
 worker.flow("external:no-json", (input, run) => run.step("no json", () => 1n));
 worker.flow("external:exit", () => { throw "it gives up"; });
@@ -63,4 +104,4 @@ worker.flow("external:client", (input, run) => run.step("client", async ({ key }
 
 const stop = new AbortController();
 process.on("SIGTERM", () => stop.abort());
-await worker.start({ concurrency: 8, signal: stop.signal });
+await worker.start({ concurrency: Number(process.env.CONCURRENCY ?? 8), signal: stop.signal });

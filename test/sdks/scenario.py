@@ -7,7 +7,7 @@ import sys
 from threading import Event
 
 sys.path.insert(0, os.environ["SDK"])
-from lanekeeper import Client, FlowError, RequestError, Result, WaitTimeout, Worker
+from lanekeeper import Client, FlowError, LostError, RequestError, Result, WaitTimeout, Worker
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 worker = Worker(owner=os.environ.get("OWNER"), ttl_seconds=int(os.environ.get("TTL_SECONDS", "30")))
@@ -56,6 +56,38 @@ def careless(input, run):
     return "done"
 
 
+class NoText(Exception):
+    def __str__(self):
+        raise SystemExit("no text")
+
+
+# Ends that are hard to record.
+@worker.flow("external:odd")
+def odd(input, run):
+    match input["end"]:
+        case "error without text":
+            raise NoText
+        case "error of nothing":
+            raise BaseException
+        case "error with NUL":
+            raise ValueError("a\0b")
+        case "huge error":
+            raise ValueError("x" * (3 << 20))
+        case "stopped":
+            raise LostError("it was lost")
+        case "value":
+            return Result(b"1", "a number")
+        case "summary":
+            return Result(1, b"1")
+        case "key":
+            return worker.client.start("external:scenario", key="\u2713")
+
+
+@worker.flow("external:again")
+def again(input, run):
+    worker.run()
+
+
 @worker.flow("external:huge")
 def huge(input, run):
     return "x" * (12 << 20)
@@ -100,4 +132,4 @@ def everything(input, run):
 
 stop = Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
-worker.run(concurrency=8, stop=stop)
+worker.run(concurrency=int(os.environ.get("CONCURRENCY", "8")), stop=stop)

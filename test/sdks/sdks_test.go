@@ -90,16 +90,16 @@ func newTestEnv(t *testing.T, l language) *testEnv {
 }
 
 // worker starts a worker that connects to the server at base.
-func (w *testEnv) worker(owner, base string, ttl int) *proctest.Process {
+func (w *testEnv) worker(owner, base string, ttl int, environ ...string) *proctest.Process {
 	w.Helper()
 	sdk, err := filepath.Abs("../../sdk/python")
 	require.NoError(w, err)
 	if packed {
 		sdk = installed(w.T, "python")
 	}
-	return proctest.Start(w, waitTimeout, w.TempDir(), proctest.Environ("AGENT_URL="+base, "AGENT_TOKEN="+token,
-		"OWNER="+owner, "EFFECTS="+w.effects, "SDK="+sdk, fmt.Sprint("TTL_SECONDS=", ttl), "PYTHONDONTWRITEBYTECODE=1"),
-		w.command...)
+	return proctest.Start(w, waitTimeout, w.TempDir(), proctest.Environ(append(environ, "AGENT_URL="+base,
+		"AGENT_TOKEN="+token, "OWNER="+owner, "EFFECTS="+w.effects, "SDK="+sdk, fmt.Sprint("TTL_SECONDS=", ttl),
+		"PYTHONDONTWRITEBYTECODE=1")...), w.command...)
 }
 
 // call sends a request as the admin.
@@ -263,6 +263,39 @@ func TestRejectedEndFailsFlow(t *testing.T) {
 			!strings.Contains(text, "serialize") {
 			w.Errorf("the step without JSON ended the flow %s: %q", status, text)
 		}
+	})
+}
+
+// Each of these ends once ended the worker, or made it run the flow again and again.
+func TestOddEndFailsFlow(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		w.worker("first", w.base, 30)
+		for end, want := range map[string][2]string{
+			"error without text": {"unknown error", "NoText"}, "error of nothing": {"unknown error", "BaseException"},
+			"error with NUL": {"a\ufffdb", "a\ufffdb"}, "huge error": {strings.Repeat("x", 1000), strings.Repeat("x", 1000)},
+			"stopped": {"it was lost", "it was lost"},
+			"key":     {"ByteString", "latin-1"}, "value": {"serialize", "serializable"},
+			"summary": {"result_summary must be a string", "serializable"},
+		} {
+			text := map[string]string{"typescript": want[0], "python": want[1]}[w.name]
+			status, got := w.waitEnded(w.start("external:odd", fmt.Sprintf(`{"end":%q}`, end)))
+			assert.Truef(w, status == "failed" && strings.Contains(got, text), "%s: %s: %.200q", end, status, got)
+		}
+	})
+}
+
+// Python reads neither an integer of 4,301 digits nor values that are nested more than about 1,000 levels deep.
+func TestUnreadableInputFailsItsFlowOnly(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		deep := w.start("external:exit", fmt.Sprintf(`{"deep":%s%s}`, strings.Repeat("[", 3000), strings.Repeat("]", 3000)))
+		digits := w.start("external:exit", `{"digits":`+strings.Repeat("1", 5000)+`}`)
+		good := w.start("external:scenario", `{"steps":1,"pause_ms":0}`)
+		w.worker("first", w.base, 30)
+		w.checkEnd(good, "completed", "the sum is 1")
+		w.checkEnd(digits, "failed", "it gives up")
+		w.checkEnd(deep, "failed", map[string]string{
+			"typescript": "it gives up", "python": "the input or a record of the execution is nested too deeply for Python",
+		}[w.name])
 	})
 }
 

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Callable
 from threading import Event
 from typing import Any, Literal
 from urllib.parse import quote
@@ -44,6 +45,24 @@ class Stopped(Exception):
     """The caller's stop event was set while the server was away."""
 
 
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """urllib would send the token to another host, and a POST as a GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _int(text: str) -> float:
+    try:
+        return int(text)
+    except ValueError:  # more digits than Python converts
+        return float(text)
+
+
+def read_json(text: str | bytes) -> Any:
+    return json.loads(text, parse_int=_int)
+
+
 class Connection:
     """Sends requests. Each of them may be sent twice, so it is repeated while the server is away."""
 
@@ -67,6 +86,7 @@ class Connection:
         stop: Event | None = None,
         attempts: int | None = None,
         deadline: float | None = None,
+        read: Callable[[bytes], Any] = read_json,
     ) -> Any:
         """Returns the JSON of a response. stop ends the repetition with Stopped, attempts with the last error, and
         deadline, of time.monotonic, with TimeoutError."""
@@ -86,7 +106,7 @@ class Connection:
             try:
                 with self._opener.open(request, timeout=left) as response:
                     text = response.read()
-                    return json.loads(text) if text else None
+                    return read(text) if text else None
             except urllib.error.HTTPError as error:
                 if error.code < 500 and error.code != 429:
                     raise _problem(error) from None

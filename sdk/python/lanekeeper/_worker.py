@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import time
 import uuid
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from threading import Condition, Event, Lock, Thread
 from typing import Any
 
-from ._client import Client, Connection, RequestError, Stopped
+from ._client import Client, Connection, RequestError, Stopped, read_json
 
 log = logging.getLogger("lanekeeper")
 
@@ -135,6 +136,40 @@ class Run:
         self._call("POST", f"/lock/{self.lock_id}", body)
 
 
+def _error_text(error: BaseException) -> str:
+    """The text of an error. Its own method may fail, and the server stores neither NUL nor surrogates."""
+    try:
+        text = str(error) or type(error).__name__
+    except BaseException:
+        text = type(error).__name__
+    return text[:10_000].replace("\0", "\ufffd").encode(errors="replace").decode()
+
+
+_TOO_DEEP = f"nested too deeply {uuid.uuid4()}"
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]')
+
+
+def _read_locks(text: bytes) -> Any:
+    """Reads locks. Those with values that are nested more deeply than Python reads are marked as unreadable."""
+    try:
+        return read_json(text)
+    except RecursionError:
+        kept, depth, start, whole = [], 0, 0, text.decode()
+        for token in _TOKEN.finditer(whole):
+            if token[0] in "[{":
+                depth += 1
+                if depth == 500:
+                    kept.append(f'{whole[start:token.start()]}"{_TOO_DEEP}"')
+            elif token[0] in "]}":
+                if depth == 500:
+                    start = token.end()
+                depth -= 1
+        answer = read_json("".join([*kept, whole[start:]]))
+        for lock in answer["locks"]:
+            lock["unreadable"] = _TOO_DEEP in json.dumps(lock)
+        return answer
+
+
 def _summary(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 200 else text[:199] + "…"
@@ -203,14 +238,14 @@ class Worker:
             "lock_ids": known,
         }
         try:
-            locks = self._connection.call("POST", "/v1/locks", body, seconds=20, stop=stop)["locks"]
+            locks = self._connection.call("POST", "/v1/locks", body, seconds=20, stop=stop, read=_read_locks)["locks"]
         except Stopped:
             return
         for lock in locks:
             run = Run(self._connection, lock)
             with self._changed:
                 self._runs[run.lock_id] = run
-            Thread(target=self._execute, args=(run, lock["execution"]), daemon=True).start()
+            Thread(target=self._execute, args=(run, lock), daemon=True).start()
 
     def _drain(self, grace_seconds: float) -> None:
         deadline = time.monotonic() + grace_seconds
@@ -244,14 +279,13 @@ class Worker:
 
     def _execute(self, run: Run, execution: dict[str, Any]) -> None:
         try:
-            body = self._call_flow(run, execution)
             if run.stopped is None:
                 try:
                     run.end(body)
-                except RequestError as error:  # the server cannot store this end; without one the flow would run again
+                except Exception as error:  # the server cannot store this end; without one the flow would run again
                     body = {"status": "failed", "error_message": f"the end of the flow was refused: {error}"}
                     run.end(body)
-        except (Suspended, LostError):
+        except LostError:
             pass
         except Exception as error:
             log.error("execution %s: its end was refused: %s", run.id, error)
@@ -267,15 +301,18 @@ class Worker:
         else:
             log.info("execution %s: %s", run.id, body["status"])
 
-    def _call_flow(self, run: Run, execution: dict[str, Any]) -> dict[str, Any]:
+    def _call_flow(self, run: Run, lock: dict[str, Any]) -> dict[str, Any]:
+        """Returns the end of the flow. It does not count once the run has stopped."""
         try:
+            if lock.get("unreadable"):
+                raise RecursionError("the input or a record of the execution is nested too deeply for Python")
+            execution = lock["execution"]
             result = self._flows[execution["flow"]](execution["input"], run)
             if not isinstance(result, Result):
                 result = Result(result, _summary(result))
-            json.dumps(result.value, allow_nan=False)
-            return {"status": "completed", "result": result.value, "result_summary": result.summary}
-        except (Suspended, LostError):
-            raise
+            body = {"status": "completed", "result": result.value, "result_summary": result.summary}
+            json.dumps(body, allow_nan=False)
+            return body
         except BaseException as error:  # also SystemExit: a run without an end would come again and again
             log.debug("execution %s failed", run.id, exc_info=True)
-            return {"status": "failed", "error_message": str(error) or type(error).__name__}
+            return {"status": "failed", "error_message": _error_text(error)}
