@@ -258,6 +258,7 @@ export class Worker {
   #connection;
   #flows = new Map();
   #runs = new Map();
+  #running = false;
   #owner;
   #ttl;
   #log;
@@ -279,6 +280,12 @@ export class Worker {
 
   async start({ concurrency = 4, signal, graceSeconds = 20 } = {}) {
     if (this.#flows.size === 0) throw new TypeError("register a flow before start");
+    if (!(concurrency >= 1 && concurrency <= 1000)) {
+      throw new RangeError(`concurrency ${concurrency}: use 1 to 1000, and more workers for more`);
+    }
+    if (this.#running) throw new Error("this worker runs already");
+    this.#running = true;
+    process.off("unhandledRejection", onRejection).on("unhandledRejection", onRejection);
     const heart = new Thread(new URL("./beat.js", import.meta.url), {
       workerData: { url: this.#connection.url, token: this.#connection.token, every: (this.#ttl * 1000) / 3 },
     });
@@ -299,10 +306,11 @@ export class Worker {
         }
         if (running.size >= concurrency) await untilFree(running, signal);
       }
+    } finally {
       await Promise.race([Promise.all(running), pause(graceSeconds * 1000, undefined, { ref: false })]);
       for (const run of this.#runs.values()) run.stop(new LostError("the worker stops; another continues the run"));
-    } finally {
       await heart.terminate();
+      this.#running = false;
     }
   }
 
@@ -312,8 +320,8 @@ export class Worker {
     try {
       const { locks } = await this.#connection.call("POST", "/v1/locks", {
         body: {
-          flows: [...this.#flows.keys()], owner: this.#owner, ttl_seconds: this.#ttl, max, wait_seconds: 20,
-          lock_ids: [...this.#runs.keys()],
+          flows: [...this.#flows.keys()], owner: this.#owner, ttl_seconds: this.#ttl, max: Math.min(max, 100),
+          wait_seconds: 20, lock_ids: [...this.#runs.keys()],
         },
         signal, seconds: 35,
       });

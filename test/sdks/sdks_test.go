@@ -299,6 +299,44 @@ func TestUnreadableInputFailsItsFlowOnly(t *testing.T) {
 	})
 }
 
+// One request claims at most 100 executions.
+func TestWorkerRunsManyFlows(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		const n = 101
+		pgtest.Exec(w, w.db, `select start_agent_execution('external:scenario', '{"steps":1,"pause_ms":3600000}')
+			from generate_series(1, $1::int)`, n)
+		w.worker("first", w.base, 60, "CONCURRENCY=1000")
+		w.waitEffects("add 1", n)
+		w.checkEnd(w.start("external:again", `{}`), "failed", "this worker runs already")
+		w.worker("second", w.base, 60, "CONCURRENCY=1001").AwaitOutput("concurrency 1001: use 1 to 1000")
+	})
+}
+
+// onlyTypeScript runs a test for the SDK whose flows are asynchronous.
+func onlyTypeScript(t *testing.T, test func(w *testEnv)) {
+	t.Helper()
+	t.Parallel()
+	for _, l := range languages(t) {
+		if l.name == "typescript" {
+			test(newTestEnv(t, l))
+		}
+	}
+}
+
+// A cancel rejects all promises of a flow. Nothing handles one of them yet.
+func TestCancelEndsNoOtherFlow(t *testing.T) {
+	onlyTypeScript(t, func(w *testEnv) {
+		worker := w.worker("first", w.base, 3)
+		id := w.start("external:parallel", `{}`)
+		w.waitEffects("ship", 1)
+		w.call("POST", "/v1/executions/"+id+"/cancel", `{"reason":"not needed"}`, nil)
+		pgtest.Until(w, w.db, "cancelled", `select status::text from agent_executions where id = $1::uuid`, id)
+		w.checkEnd(w.start("external:scenario", `{"steps":2,"pause_ms":3000}`), "completed", "the sum is 3")
+		assert.Equal(w, 1, w.countEffects("add 1"), "effects")
+		worker.Stop()
+	})
+}
+
 func TestUnreachableServerIsNamed(t *testing.T) {
 	eachSDK(t, func(w *testEnv) {
 		w.worker("first", "http://127.0.0.1:1", 30).AwaitOutput("the request to http://127.0.0.1:1 failed and is tried again: ")

@@ -188,6 +188,7 @@ class Worker:
         self._flows: dict[str, Handler] = {}
         self._runs: dict[str, Run] = {}
         self._changed = Condition()
+        self._running = Lock()
 
     def flow(self, name: str) -> Callable[[Handler], Handler]:
         """Registers the function of a flow, external or external:NAME. It is a decorator."""
@@ -201,13 +202,17 @@ class Worker:
         return register
 
     def run(self, *, concurrency: int = 4, stop: Event | None = None, grace_seconds: float = 20) -> None:
-        """Claims and runs executions until stop is set or the program is interrupted.
+        """Claims and runs up to concurrency executions, at most 1,000, until stop is set or the program is interrupted.
 
         Then running flows have grace_seconds to end. Those that do not are continued by another worker when their lock
         expires.
         """
         if not self._flows:
             raise ValueError("register a flow before run")
+        if not 1 <= concurrency <= 1000:
+            raise ValueError(f"concurrency {concurrency}: use 1 to 1000, and more workers for more")
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError("this worker runs already")
         stop = stop or Event()
         over = Event()
         heart = Thread(target=self._beat, args=(over,), name="lanekeeper heartbeat", daemon=True)
@@ -221,6 +226,7 @@ class Worker:
             self._drain(grace_seconds)
             over.set()
             heart.join()
+            self._running.release()
 
     def _claim(self, concurrency: int, stop: Event) -> None:
         """Claims what there is room for, or waits for one; without room it waits for an end."""
@@ -233,7 +239,7 @@ class Worker:
             "flows": list(self._flows),
             "owner": self._owner,
             "ttl_seconds": self._ttl,
-            "max": concurrency - len(known),
+            "max": min(concurrency - len(known), 100),
             "wait_seconds": 5,
             "lock_ids": known,
         }
