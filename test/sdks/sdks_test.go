@@ -312,6 +312,27 @@ func TestWorkerRunsManyFlows(t *testing.T) {
 	})
 }
 
+// The server, or the way to it, forgets one beat. The next one comes before the locks end.
+func TestLocksSurviveLostHeartbeat(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		target, err := url.Parse(w.base)
+		require.NoError(w, err)
+		var beats atomic.Int64
+		proxy := httputil.NewSingleHostReverseProxy(target)
+		base := testkit.Serve(w, http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+			if r.Method == http.MethodPut && beats.Add(1) == 1 {
+				_, _ = io.Copy(io.Discard, r.Body) // afterwards the context reports a closed connection
+				<-r.Context().Done()
+				return
+			}
+			proxy.ServeHTTP(rw, r)
+		}))
+		w.worker("first", base, 9)
+		w.checkEnd(w.start("external:scenario", `{"steps":1,"pause_ms":11000}`), "completed", "the sum is 1")
+		assert.Equal(w, 1, w.countEffects("add 1"), "effects: the lock was lost")
+	})
+}
+
 // onlyTypeScript runs a test for the SDK whose flows are asynchronous.
 func onlyTypeScript(t *testing.T, test func(w *testEnv)) {
 	t.Helper()
