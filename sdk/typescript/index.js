@@ -73,10 +73,16 @@ class Connection {
           headers: fields,
           body: data,
           signal: attempt.signal,
+          redirect: "manual", // fetch would send a POST as a GET, and the token not at all
         });
         const text = await answer.text();
         if (answer.ok) return text ? JSON.parse(text) : undefined;
-        if (answer.status < 500 && answer.status !== 429) throw problem(answer.status, text);
+        if (answer.status < 400) {
+          const place = answer.headers.get("location");
+          throw new RequestError(answer.status,
+            `the server redirects to ${place}: pass its address as url, or set AGENT_URL`);
+        }
+        if (answer.status < 500 && answer.status !== 408 && answer.status !== 429) throw problem(answer.status, text);
         failure = `status ${answer.status}`;
       } catch (error) {
         if (error instanceof RequestError) throw error;

@@ -312,6 +312,13 @@ func TestWorkerRunsManyFlows(t *testing.T) {
 	})
 }
 
+func TestRedirectIsNamed(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		base := testkit.Serve(w, http.RedirectHandler(w.base, http.StatusFound))
+		w.worker("first", base, 30).AwaitOutput("302: the server redirects to " + w.base)
+	})
+}
+
 // The server, or the way to it, forgets one beat. The next one comes before the locks end.
 func TestLocksSurviveLostHeartbeat(t *testing.T) {
 	eachSDK(t, func(w *testEnv) {

@@ -73,7 +73,7 @@ class Connection:
         self.token = token or os.environ.get("AGENT_TOKEN") or os.environ.get("AGENT_ADMIN_TOKEN")
         if not self.token:
             raise ValueError("a token is missing: pass token, or set AGENT_TOKEN")
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects())
 
     def call(
         self,
@@ -108,7 +108,7 @@ class Connection:
                     text = response.read()
                     return read(text) if text else None
             except urllib.error.HTTPError as error:
-                if error.code < 500 and error.code != 429:
+                if error.code < 500 and error.code not in (408, 429):
                     raise _problem(error) from None
                 failure: Exception = error
             except (OSError, http.client.HTTPException, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -130,6 +130,9 @@ class Connection:
 
 
 def _problem(error: urllib.error.HTTPError) -> RequestError:
+    if error.code < 400:
+        place = error.headers["Location"]
+        return RequestError(error.code, f"the server redirects to {place}: pass its address as url, or set AGENT_URL")
     try:
         text = error.read().decode("utf-8", "replace")
     except (OSError, http.client.HTTPException):  # it was cut off
