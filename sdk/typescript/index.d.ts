@@ -1,9 +1,11 @@
 /** Where the server is, and who calls. */
 export interface ConnectionOptions {
   /** The server's address; default `AGENT_URL`, else http://127.0.0.1:8080. */
-  url?: string;
+  url?: string | URL;
   /** A token of the server; default `AGENT_TOKEN`, else `AGENT_ADMIN_TOKEN`. */
   token?: string;
+  /** Receives a line when the server does not answer, and for each event of a worker; default `console.error`. */
+  log?: (line: string) => void;
 }
 
 export interface StartOptions {
@@ -49,11 +51,15 @@ export interface Run {
   readonly traceId: string;
   /** Aborts when the execution is cancelled or the lock is lost. */
   readonly signal: AbortSignal;
-  /** Calls `work` once and records its result, which is JSON. Later runs of the flow get the record. */
+  /**
+   * Calls `work` once, records its result as JSON, and resolves to that record, as in later runs of the flow: a Date is
+   * text.
+   */
   step<T>(name: string, work: (step: StepContext) => Promise<T> | T): Promise<T>;
   /**
    * Suspends the flow until an event with `key` comes. The promise does not resolve in this run: the flow starts again,
-   * and goes on here. Rejects with a TimeoutError after `timeout` (7 days by default, 30 at most).
+   * and goes on here. Waits that a flow begins at once come one after the other. Rejects with a TimeoutError after
+   * `timeout` (7 days by default, 30 at most).
    */
   waitForEvent<T = unknown>(key: string, options?: { timeout?: Duration }): Promise<T>;
   /** Suspends the flow for a time, at most 30 days. */
@@ -74,8 +80,6 @@ export interface WorkerOptions extends ConnectionOptions {
   owner?: string;
   /** How long the server waits for a dead worker; default 30. Locks are renewed three times as often. */
   ttlSeconds?: number;
-  /** Receives one line for each event of the worker; default `console.error`. */
-  log?: (line: string) => void;
 }
 
 /** Runs flows. */
@@ -86,8 +90,8 @@ export class Worker {
   /** Registers the function of a flow, `external` or `external:NAME`. */
   flow<In = unknown, Out = unknown>(name: string, handler: Handler<In, Out>): void;
   /**
-   * Claims and runs executions until `signal` aborts. Then running flows have `graceSeconds` (default 20) to end; those
-   * that do not are continued by another worker when their lock expires.
+   * Claims and runs up to `concurrency` executions (default 4, at most 1,000) until `signal` aborts. Then running flows
+   * have `graceSeconds` (default 20) to end; those that do not are continued by another worker when their lock expires.
    */
   start(options?: { concurrency?: number; signal?: AbortSignal; graceSeconds?: number }): Promise<void>;
 }

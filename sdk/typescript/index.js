@@ -41,9 +41,9 @@ class Suspended extends Error {}
 
 /** A connection to the server. Every request may be sent twice, so it is repeated while the server is away. */
 class Connection {
-  constructor({ url, token, log = () => {} } = {}) {
+  constructor({ url, token, log = console.error } = {}) {
     this.log = log;
-    this.url = (url ?? environment.AGENT_URL ?? "http://127.0.0.1:8080").replace(/\/+$/, "");
+    this.url = String(url ?? environment.AGENT_URL ?? "http://127.0.0.1:8080").replace(/\/+$/, "");
     if (!/^https?:\/\//i.test(this.url)) {
       throw new TypeError(`the URL ${this.url} does not begin with http:// or https://: pass url, or set AGENT_URL`);
     }
@@ -114,10 +114,10 @@ export class Client {
     this.#connection = options instanceof Connection ? options : new Connection(options);
   }
 
-  async start(flow, input = {}, { key = randomUUID(), onLost, progressSeconds, threadId } = {}) {
+  async start(flow, input = {}, { key, onLost, progressSeconds, threadId } = {}) {
     const external = flow === "external" || flow.startsWith("external:");
     const started = await this.#connection.call("POST", "/v1/executions", {
-      headers: { "idempotency-key": key },
+      headers: { "idempotency-key": key ?? randomUUID() },
       body: {
         flow, input, on_lost: onLost ?? (external ? "hand_on" : undefined), progress_seconds: progressSeconds,
         thread_id: threadId,
@@ -126,8 +126,10 @@ export class Client {
     return { id: started.id, traceId: started.trace_id };
   }
 
-  async sendEvent(key, data = {}, { id = randomUUID() } = {}) {
-    await this.#connection.call("POST", "/v1/events", { body: { event: "EVENT_COMPLETED", key, data, id } });
+  async sendEvent(key, data = {}, { id } = {}) {
+    await this.#connection.call("POST", "/v1/events", {
+      body: { event: "EVENT_COMPLETED", key, data, id: id ?? randomUUID() },
+    });
   }
 
   async result(id, { signal } = {}) {
@@ -158,6 +160,7 @@ class Run {
   #recorded;
   #counts = new Map();
   #waits = 0;
+  #waiting = Promise.resolve();
   #abort = new AbortController();
   /** @type {Error | undefined} */
   #stopped;
@@ -203,7 +206,8 @@ class Run {
     this.#counts.set(name, count);
     const step = count === 1 ? name : `${name} #${count}`;
     if (Object.hasOwn(this.#recorded, step)) return this.#recorded[step];
-    const output = (await work({ key: `${this.id} ${step}`, signal: this.signal })) ?? null;
+    // Later runs get the record, so this one gets it too: for example, a Date becomes text.
+    const output = JSON.parse(JSON.stringify(await work({ key: `${this.id} ${step}`, signal: this.signal })) ?? "null");
     this.#checkOwn();
     await this.#call("POST", "/checkpoints", { body: { lock_id: this.#lockId, step, output }, signal: this.signal });
     this.#recorded[step] = output;
@@ -220,14 +224,23 @@ class Run {
     await this.#wait("delay", undefined, duration);
   }
 
+  /** Waits in the order of the calls: the server numbers the waits of a run, and the flow may begin several at once. */
   async #wait(kind, key, timeout) {
-    this.#checkOwn();
-    const outcome = this.#recorded[`wait ${kind} ${++this.#waits}`];
-    if (outcome !== undefined) return outcome;
-    await this.#call("POST", `/lock/${this.#lockId}`, {
-      body: { status: "waiting", waiting_for: kind, waiting_key: key, timeout: timeoutText(timeout) },
-    });
-    throw this.stop(new Suspended("the flow waits, and goes on in a later run"));
+    const step = `wait ${kind} ${++this.#waits}`, earlier = this.#waiting;
+    let done;
+    this.#waiting = new Promise((resolve) => { done = resolve; });
+    try {
+      await earlier;
+      this.#checkOwn();
+      const outcome = this.#recorded[step];
+      if (outcome !== undefined) return outcome;
+      await this.#call("POST", `/lock/${this.#lockId}`, {
+        body: { status: "waiting", waiting_for: kind, waiting_key: key, timeout: timeoutText(timeout) },
+      });
+      throw this.stop(new Suspended("the flow waits, and goes on in a later run"));
+    } finally {
+      done();
+    }
   }
 
   /** Ends the execution. */

@@ -3,6 +3,7 @@
 package sdks
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -14,6 +15,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -351,6 +353,14 @@ func onlyTypeScript(t *testing.T, test func(w *testEnv)) {
 	}
 }
 
+func TestStepReturnsItsRecord(t *testing.T) {
+	onlyTypeScript(t, func(w *testEnv) {
+		w.worker("first", w.base, 30)
+		w.checkEnd(w.start("external:json", `{}`), "completed",
+			`true [["string","1970-01-01T00:00:00.000Z"],["object",null],["object",null]]`)
+	})
+}
+
 // A cancel rejects all promises of a flow. Nothing handles one of them yet.
 func TestCancelEndsNoOtherFlow(t *testing.T) {
 	onlyTypeScript(t, func(w *testEnv) {
@@ -362,6 +372,38 @@ func TestCancelEndsNoOtherFlow(t *testing.T) {
 		w.checkEnd(w.start("external:scenario", `{"steps":2,"pause_ms":3000}`), "completed", "the sum is 3")
 		assert.Equal(w, 1, w.countEffects("add 1"), "effects")
 		worker.Stop()
+	})
+}
+
+// The server numbers waits in the order of their requests. The first request arrives late.
+func TestWaitsAtOnceGetTheirOwnEvents(t *testing.T) {
+	onlyTypeScript(t, func(w *testEnv) {
+		target, err := url.Parse(w.base)
+		require.NoError(w, err)
+		proxy := httputil.NewSingleHostReverseProxy(target)
+		second := make(chan struct{})
+		seen := sync.OnceFunc(func() { close(second) })
+		base := testkit.Serve(w, http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+			body, _ := io.ReadAll(r.Body)
+			r.Body = io.NopCloser(bytes.NewReader(body))
+			if bytes.Contains(body, []byte(`"waiting_key":"order 1"`)) {
+				select {
+				case <-second:
+				case <-time.After(time.Second):
+				}
+			}
+			proxy.ServeHTTP(rw, r)
+			if bytes.Contains(body, []byte(`"waiting_key":"order 2"`)) {
+				seen()
+			}
+		}))
+		w.worker("first", base, 30)
+		id := w.start("external:waits", `{"key":"order"}`)
+		for n := 2; n > 0; n-- {
+			event := fmt.Sprintf(`{"event":"EVENT_COMPLETED","key":"order %d","data":"event %d"}`, n, n)
+			w.call("POST", "/v1/events", event, nil)
+		}
+		w.checkEnd(id, "completed", "event 1, event 2")
 	})
 }
 
