@@ -46,9 +46,6 @@ type laneFilter struct {
 }
 
 func (room *Room) openLanes(ctx context.Context, req *pageRequest) (string, error) {
-	if _, ok := req.Subject.(laneFilter); ok {
-		return "Lanes", nil // found for the same address
-	}
 	filter := laneFilter{Lane: req.Query.Get("lane"), After: req.Query.Get("after")}
 	for _, name := range []string{filter.Lane, filter.After} {
 		if len(name) > maxLane || !utf8.ValidString(name) || strings.ContainsFunc(name, unicode.IsControl) {

@@ -25,6 +25,16 @@ func TestListHeldLanes(t *testing.T) {
 	wantError(t, server.URL+"/lanes?before=x", 400, "no place in this list")
 }
 
+// A lane appears on an open page whose filter it matches.
+func TestLiveLanesFindNewLanes(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	page := openStream(t, server.URL+"/live/lanes?lane=webhook", "")
+	page.waitFor("No owner holds webhook")
+	insert(t, pool, `select try_acquire_agent_lock('webhook:github:7', 'someone', 600)::text`)
+	page.waitFor("held by someone")
+}
+
 // insertClaimedRun inserts a claimed execution. The lease of its worker has some seconds left.
 func insertClaimedRun(t *testing.T, pool *pgxpool.Pool, flow string, lease int) string {
 	t.Helper()
