@@ -51,8 +51,17 @@ type executionRow struct {
 	Failed                             bool // About is an error, not a result
 	CreatedAt, UpdatedAt               time.Time
 	CompletedAt                        *time.Time
-	CostUSD                            float64 // cost of its first 500 model calls and other actions
+	Costs                              []float64 // the cost and the number of its first maxCosted + 1 actions
 }
+
+// maxCosted bounds the actions whose cost a listing sums up exactly.
+const maxCosted = 500
+
+// CostUSD is the cost of its first actions.
+func (x executionRow) CostUSD() float64 { return x.Costs[0] }
+
+// CostsMore reports whether CostUSD is a lower bound.
+func (x executionRow) CostsMore() bool { return x.Costs[1] > maxCosted }
 
 // executionRowColumns are the columns of executionRow, of agent_executions e. They cut long values. The test for
 // children follows the index order, so the planner cannot choose a table scan.
@@ -65,8 +74,8 @@ const executionRowColumns = ` e.id::text, e.trace_id, e.surface, e.flow, e.statu
 	left(coalesce(e.error_message, e.result_summary), 600) as about,
 	octet_length(coalesce(e.error_message, e.result_summary)) as about_bytes, e.error_message is not null as failed,
 	e.created_at, e.updated_at, e.completed_at,
-	(select coalesce(sum(m.cost_usd), 0)::float8 from (select a.cost_usd from agent_activity a
-	   where a.execution_id = e.id and a.id >= e.id order by a.id limit 500) m) as cost_usd `
+	(select array[coalesce(sum(m.cost_usd), 0)::float8, count(*)] from (select a.cost_usd from agent_activity a
+	   where a.execution_id = e.id and a.id >= e.id order by a.id limit 501) m) as costs `
 
 // Took is its duration in milliseconds.
 func (x executionRow) Took() int64 {

@@ -312,6 +312,18 @@ func TestExecutionShowsParentChildrenAndForks(t *testing.T) {
 	assert.Equal(t, maxTree+2, strings.Count(body, `id="relative-`))
 }
 
+// A list sums up 501 actions of an execution. Of more than 500, the cost is a lower bound.
+func TestListedCostOfManyActionsIsLowerBound(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	for _, n := range []int{500, 501} {
+		id := rows.Execution(t, pool, "completed", "flow", "greet")
+		rows.Quiet(t, pool, `insert into agent_activity (trace_id, execution_id, skill_name, status, cost_usd)
+			select 'fl_1', $1, 'row', 'success', 0.01 from generate_series(1, $2::int)`, id, n)
+	}
+	wantTexts(t, server.URL+"/executions", `data-label="Cost">$5.00<`, `data-label="Cost">≥ $5.01<`)
+}
+
 // A fork begins with claim 1, of the copied steps, so its first worker has claim 2.
 func TestForkIsClaimedOnce(t *testing.T) {
 	t.Parallel()
