@@ -50,6 +50,24 @@ func TestTextsInThreadsNeedThreadsRead(t *testing.T) {
 	assert.Contains(t, getAs(t, room, "/executions/"+id, principals.Viewer, principals.All), activity.HiddenText)
 }
 
+// A webhook about the end of a chat has the answer.
+func TestPayloadsOfChatsNeedThreadsRead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	rows.Quiet(t, pool, `insert into agent_webhook_targets (name, url, secrets, events)
+		values ('crm', 'https://x.example', '{x}', '{*}')`)
+	id := insert(t, pool, `insert into agent_webhook_outbox (target_id, event, payload, trace_id)
+		select t.id, 'execution.completed', $1::jsonb, 'ch_1' from agent_webhook_targets t returning id::text`,
+		`{"data": {"flow": "chat", "result_summary": "We are sorry to hear that"}}`)
+	for role, reads := range map[principals.Role]bool{principals.Viewer: false, principals.Approver: true} {
+		body := getAs(t, room, "/outgoing/"+id, role, principals.All)
+		assert.Equal(t, reads, strings.Contains(body, "We are sorry to hear that"), role)
+		assert.Contains(t, body, "&#34;flow&#34;: &#34;chat&#34;")
+	}
+}
+
 // A token reads on the overview and in a search only what its scopes let it open.
 func TestScopesBoundOverviewAndSearch(t *testing.T) {
 	t.Parallel()

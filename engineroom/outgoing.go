@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -106,9 +107,12 @@ type messageDetail struct {
 
 func (room *Room) messageFacts(ctx context.Context, req *pageRequest) (any, error) {
 	m, err := postgres.Row[messageDetail](ctx, room.Read, "read message", `
-		select `+messageColumns+`, left(o.payload::text, 40000) as payload
+		select `+messageColumns+`, left(case when @hide and o.payload #> '{data,result_summary}' is not null
+		         then jsonb_set(o.payload, '{data,result_summary}', to_jsonb(@note::text)) else o.payload end::text, 40000)
+		         as payload
 		  from agent_webhook_outbox o join agent_webhook_targets t on t.id = o.target_id
-		 where o.id = @id`, postgres.Strict{"id": req.Subject})
+		 where o.id = @id`,
+		postgres.Strict{"id": req.Subject, "hide": activity.HidesTexts(ctx), "note": activity.HiddenText})
 	if err != nil {
 		return nil, err
 	}
