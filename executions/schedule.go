@@ -90,6 +90,22 @@ func RemoveSchedules(ctx context.Context, db postgres.DB, flow string, keep []st
 	return nil
 }
 
+// NextRuns returns the next time of each flow that has a schedule.
+func NextRuns(ctx context.Context, db postgres.DB) (map[string]time.Time, error) {
+	rows, err := db.Query(ctx, `select flow, min(next_run_at) from agent_schedules group by flow`)
+	next, flow, at := map[string]time.Time{}, "", time.Time{}
+	if err == nil {
+		_, err = pgx.ForEachRow(rows, []any{&flow, &at}, func() error {
+			next[flow] = at
+			return nil
+		})
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read the next times of schedules: %w", err)
+	}
+	return next, nil
+}
+
 // next returns the first run time after the database's present time.
 func (s Schedule) next(ctx context.Context, db postgres.DB) (time.Time, error) {
 	zone, err := schedule.Location(s.Timezone)

@@ -8,6 +8,7 @@ import (
 	"io"
 	"slices"
 	"strconv"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -22,11 +23,12 @@ func (c *cli) flowsCommand() *cobra.Command {
 }
 
 type listedFlow struct {
-	Name        string `json:"name"`
-	Kind        string `json:"kind"` // data, or go
-	Version     *int   `json:"version"`
-	Description string `json:"description"`
-	Source      string `json:"source"`
+	Name        string     `json:"name"`
+	Kind        string     `json:"kind"` // data, or go
+	Version     *int       `json:"version"`
+	Description string     `json:"description"`
+	Source      string     `json:"source"`
+	NextRun     *time.Time `json:"next_run_at"` // by a schedule of a Go flow
 }
 
 // maxFlows bounds the flows of the workspace in a list.
@@ -36,7 +38,7 @@ func (c *cli) flowsListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls", Short: "List the startable flows", Args: positionalArgs(0, 0, "no arguments"),
 		Long: `List the flows that agent executions start accepts: workspace flows (agent apply), at most 500, and Go flows
-of this program and of running servers.`,
+of this program and of running servers. NEXT is the next time of a Go flow's schedules (Flow.SetSchedules).`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			all, err := flows.List(cmd.Context(), s.Pool, flows.Filter{Limit: maxFlows})
 			if err != nil {
@@ -46,22 +48,33 @@ of this program and of running servers.`,
 			if err != nil {
 				return err
 			}
+			next, err := executions.NextRuns(cmd.Context(), s.Pool)
+			if err != nil {
+				return err
+			}
 			listed := []listedFlow{}
 			for _, f := range all {
-				listed = append(listed, listedFlow{f.Name, "data", new(f.Version), f.Definition.Description, f.Source})
+				listed = append(listed, listedFlow{
+					Name: f.Name, Kind: "data", Version: new(f.Version), Description: f.Definition.Description, Source: f.Source,
+				})
 			}
 			for _, name := range names {
-				if reservedFlows[executions.ReservedName(name)] == "" {
-					listed = append(listed, listedFlow{Name: name, Kind: "go"})
+				if reservedFlows[executions.ReservedName(name)] != "" {
+					continue
 				}
+				f := listedFlow{Name: name, Kind: "go"}
+				if at, scheduled := next[name]; scheduled {
+					f.NextRun = &at
+				}
+				listed = append(listed, f)
 			}
 			return printRows(c, listed, "", "no flows; `agent apply DIR` creates some",
-				[]string{"FLOW", "KIND", "VERSION", "SOURCE", "ABOUT"}, func(f listedFlow) []string {
+				[]string{"FLOW", "KIND", "VERSION", "NEXT", "SOURCE", "ABOUT"}, func(f listedFlow) []string {
 					version := ""
 					if f.Version != nil {
 						version = strconv.Itoa(*f.Version)
 					}
-					return []string{f.Name, f.Kind, version, f.Source, truncate(f.Description, 60)}
+					return []string{f.Name, f.Kind, version, optionalTime(f.NextRun), f.Source, truncate(f.Description, 60)}
 				})
 		}),
 	}

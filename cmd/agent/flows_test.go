@@ -37,6 +37,23 @@ func TestListFlowsAndRequests(t *testing.T) {
 	assert.Truef(t, err == nil && schema["$schema"] != nil, "schema: %v", err)
 }
 
+// TestListShowsNextRun lists a Go flow of another process with two schedules.
+func TestListShowsNextRun(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p := newProgram(t, url)
+	pgtest.Exec(t, connect(t, url), `
+		insert into agent_workers (name, go_flows, expires_at)
+		values ('shop', '{report, refund}', clock_timestamp() + interval '1 hour')`)
+	pgtest.Exec(t, connect(t, url), `
+		insert into agent_schedules (name, flow, surface, cron, timezone, input, next_run_at)
+		values ('report/yearly', 'report', 'flow', '0 9 1 1 *', 'UTC', '{}', '2041-01-01 09:00Z'),
+		       ('report/daily', 'report', 'flow', '0 9 * * *', 'UTC', '{}', '2040-05-06 09:00Z')`)
+	listed := p.must("flows", "ls")
+	assert.Contains(t, listed, "refund", "2040-05-06 09:00")
+	assert.Equal(t, 1, strings.Count(listed, "20")) // one time, of report
+}
+
 // A flow lists its versions; an unknown one is an error with advice.
 func TestShowFlowVersions(t *testing.T) {
 	t.Parallel()
