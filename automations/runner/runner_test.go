@@ -291,6 +291,28 @@ func TestARunWhoseUnsafeCallHasAnUnknownResultIsNotRetried(t *testing.T) {
 	}
 }
 
+// A call that timed out may have taken effect, so only a call that is safe to repeat is made again.
+func TestARunWhoseUnsafeCallTimedOutIsNotRetried(t *testing.T) {
+	t.Parallel()
+	for want, idempotent := range map[string]bool{"dead 1": false, "error 1": true} {
+		t.Run(want, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			d := skills.Definition{Name: "act", Handler: "builtin:look", Timeout: "10ms", Idempotent: idempotent}
+			_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
+			require.NoError(t, err)
+			w.look = func(ctx context.Context, _ int) error {
+				<-ctx.Done()
+				return ctx.Err()
+			}
+			w.put(t, automations.Definition{Name: "a", Event: "E", Skill: "act", MaxAttempts: 3})
+			w.raise(t, "E", "k", `{}`)
+			w.process(t)
+			w.until(t, want)
+		})
+	}
+}
+
 func TestARunWhoseExecutionWasCancelledIsTriedAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
