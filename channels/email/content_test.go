@@ -31,6 +31,8 @@ func TestQuotedHistoryIsCutAndAnswersBetweenStay(t *testing.T) {
 		"no quotation": {"I bought this:\na lamp", "I bought this:\na lamp"},
 		"outlook":      {"Thanks!\n\n________________\nFrom: Shop <support@shop.example>\nSent: Monday\nSoon.", "Thanks!"},
 		"original":     {"Ok\n-----Original Message-----\nFrom: support@shop.example\nSoon.", "Ok"},
+		"cut history":  {"Thanks!\n> Soon." + longerNote, "Thanks!"},
+		"cut text":     {"Thanks!" + longerNote, "Thanks!" + longerNote},
 		"forwarded":    {"Help.\n\nFrom: Eve <eve@x.example>\nSubject: y", "Help.\n\nFrom: Eve <eve@x.example>\nSubject: y"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -137,6 +139,58 @@ func TestHostileMailIsReadWithinBounds(t *testing.T) {
 	}
 	_, err := read([]byte(strings.Repeat("X-A: "+strings.Repeat("x", 900)+"\r\n", 400) + "\r\n"))
 	assert.Error(t, err, "a header of 360 kB is read")
+}
+
+func TestTextOfSeveralPartsIsJoinedAndMarkedWhenCut(t *testing.T) {
+	t.Parallel()
+	const plain, html = "Content-Type: text/plain\r\n\r\n", "Content-Type: text/html\r\n\r\n"
+	file := "Content-Type: image/png\r\nContent-Disposition: attachment; filename=a.png\r\n\r\nimage"
+	full := strings.Repeat("x", maxText)
+	for name, test := range map[string]struct {
+		parts []string
+		want  string
+	}{
+		"two texts":   {[]string{plain + "One", file, plain + "two"}, "One\ntwo"},
+		"two pages":   {[]string{html + "One", file, html + "two"}, "One two"},
+		"line breaks": {[]string{plain + "a\r\n" + strings.Repeat("x", 70_000)}, "a\n" + full[3:] + longerNote},
+		"letters":     {[]string{plain + strings.Repeat("€", 30_000)}, strings.Repeat("€", maxText/3) + longerNote},
+		"full":        {[]string{plain + full}, full},
+		"second text": {[]string{plain + full, plain + "y"}, full + longerNote},
+		"large page":  {[]string{html + "a<!--" + strings.Repeat("x", maxSource) + "-->b"}, "a" + longerNote},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			m, err := read(parts("", test.parts...))
+			require.NoError(t, err)
+			assert.NoDiff(t, test.want, m.text)
+		})
+	}
+}
+
+func TestAddressesAreReadBesideANameInAnotherCharset(t *testing.T) {
+	t.Parallel()
+	const to = "support+token@shop.example"
+	for _, charset := range []string{"windows-1252", "klingon"} {
+		name := "=?" + charset + "?Q?Caf=E9?="
+		m, err := read(fmt.Appendf(nil,
+			"From: %s <Bob@home.example>\r\nTo: %s <%s>, eve@x.example\r\n\r\nHi", name, name, to))
+		require.NoError(t, err)
+		assert.NoDiff(t, []string{to, "eve@x.example"}, m.recipients)
+		assert.Equal(t, bob, m.from)
+		assert.Equal(t, map[string]string{"windows-1252": "Café", "klingon": "Caf"}[charset], m.name)
+	}
+}
+
+func TestAnyFailedRecipientOfADeliveryStatusIsAFailure(t *testing.T) {
+	t.Parallel()
+	const failed, delivered = "Action: failed\r\nStatus: 5.1.1\r\n", "Action: delivered\r\nStatus: 2.0.0\r\n"
+	for status, want := range map[string]string{
+		failed + "\r\n" + delivered: "the mail came back: 5.1.1",
+		delivered + "\r\n" + failed: "the mail came back: 5.1.1",
+		delivered:                   "",
+	} {
+		assert.Equal(t, want, failure("Reporting-MTA: dns; home.example\r\n\r\n"+status))
+	}
 }
 
 func TestNamesAreOneLineWithoutDirections(t *testing.T) {

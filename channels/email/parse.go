@@ -21,22 +21,36 @@ import (
 // Bounds of a mail. Parts beyond maxParts or maxDepth are dropped. Text beyond maxText is dropped, with a line that
 // says so. A larger header is an error. The inbox bounds the files.
 const (
-	maxHeader = 256 << 10
-	maxDepth  = 10
-	maxParts  = 100
-	maxIDs    = 50      // of References
-	maxText   = 60_000  // bytes of the text
-	maxSource = 1 << 20 // bytes of HTML that become text
+	maxHeader    = 256 << 10
+	maxDepth     = 10
+	maxParts     = 100
+	maxIDs       = 50      // Message-IDs of a header
+	maxAddresses = 100     // of a header
+	maxText      = 60_000  // bytes of the text
+	maxSource    = 1 << 20 // bytes of HTML that become text
 )
+
+// longerNote ends a text of which a part was dropped.
+const longerNote = "\n[The mail is longer.]"
 
 // errUnreadable reports a mail that no attempt can read.
 var errUnreadable = errors.New("the mail cannot be read")
 
+// addressParser keeps the bytes of a name whose charset is unknown. An error would drop all addresses of the header.
+var addressParser = mail.AddressParser{WordDecoder: &mime.WordDecoder{
+	CharsetReader: func(name string, encoded io.Reader) (io.Reader, error) {
+		if decoded, err := charset.Reader(name, encoded); err == nil {
+			return decoded, nil
+		}
+		return encoded, nil
+	},
+}}
+
 // received is a parsed mail.
 type received struct {
-	from       string // in lower case; "" for none, or for several
+	from       string // in lower case; "" unless From holds one valid address
 	name       string
-	recipients []string // in To, Cc and the headers that servers add
+	recipients []string // in lower case, of To, Cc and the headers that servers add
 	id         string
 	references []string // from the first message of the thread to the parent
 	subject    string
@@ -51,9 +65,9 @@ type received struct {
 
 // read parses a mail.
 func read(raw []byte) (received, error) {
-	entity, err := message.ReadWithOptions(bytes.NewReader(raw), &message.ReadOptions{MaxHeaderBytes: maxHeader})
-	if entity == nil || err != nil && !decodable(err) {
-		return received{}, fmt.Errorf("%w: %w", errUnreadable, err)
+	entity, err := entityOf(raw)
+	if err != nil {
+		return received{}, err
 	}
 	h := &entity.Header
 	m := received{
@@ -68,10 +82,19 @@ func read(raw []byte) (received, error) {
 	}
 	m.references = append(ids(h.Get("References")), ids(h.Get("In-Reply-To"))...)
 	m.automatic = automatic(h, m.returnPath)
-	w := walker{}
-	w.walk(entity, "", 0)
-	m.text, m.files, m.report, m.failure = w.body(), w.files, w.report, w.failure
+	c := content{}
+	walk(entity, c.add)
+	m.text, m.files, m.report, m.failure = c.body(), c.files, c.report, c.failure
 	return m, nil
+}
+
+// entityOf parses the header of a mail. A body in an unknown charset or encoding is read undecoded.
+func entityOf(raw []byte) (*message.Entity, error) {
+	entity, err := message.ReadWithOptions(bytes.NewReader(raw), &message.ReadOptions{MaxHeaderBytes: maxHeader})
+	if entity == nil || err != nil && !decodable(err) {
+		return nil, fmt.Errorf("%w: %w", errUnreadable, err)
+	}
+	return entity, nil
 }
 
 func (m *received) readFrom(h *message.Header) {
@@ -79,8 +102,7 @@ func (m *received) readFrom(h *message.Header) {
 	if len(values) != 1 {
 		return
 	}
-	parser := mail.AddressParser{WordDecoder: &mime.WordDecoder{CharsetReader: charset.Reader}}
-	list, err := parser.ParseList(values[0])
+	list, err := addressParser.ParseList(values[0])
 	if err != nil || len(list) != 1 || !plainAddress(list[0].Address) {
 		return
 	}
@@ -97,7 +119,8 @@ func text(h *message.Header, name string) string {
 	return value
 }
 
-// line returns foreign text as one line of at most n bytes, without control characters, such as bidirectional marks.
+// line returns foreign text as one line of at most n bytes. It drops control characters, and format characters such as
+// bidirectional marks, except for the joiners of emoji and Persian.
 func line(s string, n int) string {
 	s = strings.Map(func(r rune) rune {
 		switch {
@@ -146,14 +169,14 @@ func firstID(value string) string {
 }
 
 func addresses(value string) (all []string) {
-	list, err := mail.ParseAddressList(value)
+	list, err := addressParser.ParseList(value)
 	if err != nil {
 		list = nil
 		if bare := strings.Trim(strings.TrimSpace(value), "<>"); plainAddress(bare) {
 			list = []*mail.Address{{Address: bare}}
 		}
 	}
-	for _, a := range list[:min(len(list), maxParts)] {
+	for _, a := range list[:min(len(list), maxAddresses)] {
 		all = append(all, strings.ToLower(a.Address))
 	}
 	return all
@@ -184,80 +207,92 @@ func automatic(h *message.Header, returnPath string) string {
 	return ""
 }
 
-// walker reads the parts of a mail within bounds.
-type walker struct {
-	parts   int
-	plain   strings.Builder
-	html    strings.Builder
-	files   []channels.File
-	report  bool
-	failure string
-	wanted  string // path of the part to read into found; "" for none
-	limit   int64
-	found   []byte
-}
-
-func (w *walker) walk(e *message.Entity, path string, depth int) {
-	if w.parts++; w.parts > maxParts || depth > maxDepth {
-		return
-	}
-	kind, _, err := e.Header.ContentType()
-	if err != nil {
-		kind = "text/plain"
-	}
-	parts := e.MultipartReader()
-	if parts == nil {
-		w.part(e, cmp.Or(path, "0"), kind)
-		return
-	}
-	for i := 1; w.parts <= maxParts; i++ {
-		part, err := parts.NextPart()
-		if part == nil || err != nil && !decodable(err) {
+// walk visits the parts of a mail that contain no other parts, within maxParts and maxDepth. The path of a part counts
+// from 1 at each level, such as 2.1; that of a mail without parts is 0.
+func walk(root *message.Entity, visit func(part *message.Entity, path, kind string)) {
+	count := 0
+	var descend func(e *message.Entity, path string, depth int)
+	descend = func(e *message.Entity, path string, depth int) {
+		if count++; count > maxParts || depth > maxDepth {
 			return
 		}
-		w.walk(part, strings.TrimPrefix(fmt.Sprintf("%s.%d", path, i), "."), depth+1)
+		kind, _, err := e.Header.ContentType()
+		if err != nil {
+			kind = "text/plain"
+		}
+		parts := e.MultipartReader()
+		if parts == nil {
+			visit(e, cmp.Or(path, "0"), kind)
+			return
+		}
+		for i := 1; count <= maxParts; i++ {
+			part, err := parts.NextPart()
+			if part == nil || err != nil && !decodable(err) {
+				return
+			}
+			descend(part, strings.TrimPrefix(fmt.Sprintf("%s.%d", path, i), "."), depth+1)
+		}
 	}
+	descend(root, "", 0)
 }
 
-// part adds the text of a part, or lists it as a file. A part with a broken encoding ends at the error.
-func (w *walker) part(e *message.Entity, path, kind string) {
+// content collects the texts and files of a mail.
+type content struct {
+	plain, html partText
+	files       []channels.File
+	report      bool
+	failure     string
+}
+
+// add reads a part as text, as a delivery status, or as a file. The content of a broken encoding ends at the error.
+func (c *content) add(e *message.Entity, path, kind string) {
 	disposition, params, _ := e.Header.ContentDisposition()
 	name := fileName(&e.Header, params)
 	inline := disposition != "attachment" && name == ""
 	switch {
-	case w.wanted != "":
-		if path == w.wanted {
-			w.found, _ = io.ReadAll(io.LimitReader(e.Body, w.limit))
-		}
 	case kind == "message/delivery-status":
 		status, _ := io.ReadAll(io.LimitReader(e.Body, maxText))
-		w.report, w.failure = true, cmp.Or(w.failure, failure(string(status)))
+		c.report, c.failure = true, cmp.Or(c.failure, failure(string(status)))
 	case inline && kind == "text/plain":
-		add(&w.plain, e.Body, maxText+1)
+		c.plain.add(e.Body, maxText)
 	case inline && kind == "text/html":
-		add(&w.html, e.Body, maxSource)
+		c.html.add(e.Body, maxSource)
 	default:
 		size, _ := io.Copy(io.Discard, e.Body)
 		name = cmp.Or(name, "part-"+path)
-		w.files = append(w.files, channels.File{ID: path, Name: name, Type: line(kind, 100), Size: size})
+		c.files = append(c.files, channels.File{ID: path, Name: name, Type: line(kind, 100), Size: size})
 	}
-}
-
-func add(to *strings.Builder, from io.Reader, limit int64) {
-	raw, _ := io.ReadAll(io.LimitReader(from, limit-int64(to.Len())))
-	to.WriteString(strings.ToValidUTF8(string(raw), "\ufffd"))
 }
 
 // body returns the plain text, or the text of the HTML if there is none.
-func (w *walker) body() string {
-	body := strings.TrimSpace(strings.ReplaceAll(w.plain.String(), "\r\n", "\n"))
+func (c *content) body() string {
+	body, longer := strings.TrimSpace(strings.ReplaceAll(c.plain.String(), "\r\n", "\n")), c.plain.longer
 	if body == "" {
-		body = plainText(w.html.String())
+		body, longer = plainText(c.html.String()), c.html.longer
 	}
-	if len(body) > maxText {
-		body = cut(body, maxText) + "\n[The mail is longer.]"
+	if longer || len(body) > maxText {
+		body = strings.TrimSpace(cut(body, maxText) + longerNote)
 	}
 	return body
+}
+
+// partText joins the texts of parts, each on lines of its own.
+type partText struct {
+	strings.Builder
+	longer bool // add dropped text
+}
+
+// add appends the text of a part, up to limit bytes of all parts.
+func (t *partText) add(from io.Reader, limit int) {
+	separator := ""
+	if t.Len() > 0 {
+		separator = "\n"
+	}
+	room := max(limit-t.Len()-len(separator), 0)
+	raw, _ := io.ReadAll(io.LimitReader(from, int64(room)+1))
+	text := strings.ToValidUTF8(string(raw), "\ufffd")
+	t.longer = t.longer || len(raw) > room || len(text) > room
+	t.WriteString(separator + cut(text, room))
 }
 
 func fileName(h *message.Header, disposition map[string]string) string {
@@ -274,34 +309,41 @@ func fileName(h *message.Header, disposition map[string]string) string {
 	return name[strings.LastIndexAny(name, `/\`)+1:]
 }
 
-// failure returns the reason of a delivery status with a failed delivery; "" for any other status.
+// failure returns the reason of the first failed delivery in a delivery status; "" if none failed.
 func failure(status string) string {
-	fields := map[string]string{}
-	unfolded := strings.NewReplacer("\r\n ", " ", "\r\n\t", " ", "\n ", " ", "\n\t", " ").Replace(status)
-	for l := range strings.SplitSeq(unfolded, "\n") {
-		if key, value, ok := strings.Cut(l, ":"); ok {
-			fields[strings.ToLower(strings.TrimSpace(key))] = strings.TrimSpace(value)
+	unfolded := strings.NewReplacer("\n ", " ", "\n\t", " ").Replace(strings.ReplaceAll(status, "\r\n", "\n"))
+	for recipient := range strings.SplitSeq(unfolded, "\n\n") { // the first has the fields of the message
+		fields := map[string]string{}
+		for l := range strings.SplitSeq(recipient, "\n") {
+			if key, value, ok := strings.Cut(l, ":"); ok {
+				fields[strings.ToLower(strings.TrimSpace(key))] = strings.TrimSpace(value)
+			}
+		}
+		if strings.EqualFold(fields["action"], "failed") {
+			reason := cmp.Or(fields["diagnostic-code"], fields["status"], "it was not delivered")
+			return line("the mail came back: "+reason, 500)
 		}
 	}
-	if !strings.EqualFold(fields["action"], "failed") {
-		return ""
-	}
-	return line("the mail came back: "+cmp.Or(fields["diagnostic-code"], fields["status"], "it was not delivered"), 500)
+	return ""
 }
 
 // Extract implements [channels.Extractor].
 func (t *transport) Extract(raw []byte, f channels.File, limit int64) ([]byte, error) {
-	entity, err := message.ReadWithOptions(bytes.NewReader(raw), &message.ReadOptions{MaxHeaderBytes: maxHeader})
-	if entity == nil || err != nil && !decodable(err) {
-		return nil, fmt.Errorf("%w: %w", errUnreadable, err)
+	entity, err := entityOf(raw)
+	if err != nil {
+		return nil, err
 	}
 	if f.Size > limit {
 		return nil, fmt.Errorf("the file has %d bytes, of %d that are read", f.Size, limit)
 	}
-	w := walker{wanted: f.ID, limit: limit}
-	w.walk(entity, "", 0)
-	if w.found == nil {
+	var found []byte
+	walk(entity, func(part *message.Entity, path, _ string) {
+		if path == f.ID {
+			found, _ = io.ReadAll(io.LimitReader(part.Body, limit))
+		}
+	})
+	if found == nil {
 		return nil, fmt.Errorf("the mail has no part %s", f.ID)
 	}
-	return w.found, nil
+	return found, nil
 }

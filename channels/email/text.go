@@ -113,7 +113,7 @@ func (r *renderer) write(words string) {
 // withoutQuote cuts the quoted history at the end of a reply, and the line that introduces it. It keeps a quotation
 // with an answer below it, and a mail without other text.
 func withoutQuote(text, own string) string {
-	lines := strings.Split(text, "\n")
+	lines := strings.Split(strings.TrimSuffix(text, longerNote), "\n")
 	end := len(lines)
 	for end > 0 && (strings.HasPrefix(strings.TrimSpace(lines[end-1]), ">") || strings.TrimSpace(lines[end-1]) == "") {
 		end--
@@ -127,7 +127,7 @@ func withoutQuote(text, own string) string {
 	} else {
 		end = beforeHeader(lines, own)
 	}
-	if left := strings.TrimSpace(strings.Join(lines[:end], "\n")); left != "" {
+	if left := strings.TrimSpace(strings.Join(lines[:end], "\n")); left != "" && end < len(lines) {
 		return left
 	}
 	return text
