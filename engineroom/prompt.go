@@ -10,17 +10,17 @@ import (
 	"github.com/lanekeeper/lanekeeper/prompts"
 )
 
-// maxPromptText bounds the characters of all texts of a prompt on the page.
+// maxPromptText bounds the characters of all texts of a prompt on the page: contents, reasoning, arguments of calls,
+// and definitions of tools. It does not count names and the notes of cut texts.
 const maxPromptText = 600_000
 
-// promptView is the prompt of a model call: its messages in their order, the tools, and the answer.
+// promptView is the prompt of a model call: its messages in their order, the answer, and the tools.
 type promptView struct {
-	prompts.Call
-
-	List   []promptPart // messages
-	Tools  *promptPart
-	Names  []promptTool
-	Answer *promptPart
+	Call     prompts.Call
+	Messages []promptPart
+	Answer   *promptPart
+	Tools    *promptPart  // without Text if ToolList has the definitions
+	ToolList []promptTool // empty if the definitions are no list of tools
 }
 
 // promptPart is a message of a prompt, or the definitions of the tools.
@@ -38,50 +38,70 @@ type promptPart struct {
 // promptTool is a tool or a call of one, with its definition or arguments as JSON.
 type promptTool struct{ Name, About, Text string }
 
-// promptOf reads the prompt of a model call; nil if it was not recorded. All texts of its messages and of the answer
-// together have at most maxPromptText characters.
-func (room *Room) promptOf(ctx context.Context, id, row, answer string) (*promptView, error) {
-	page, err := prompts.Of(ctx, room.Read, id, prompts.Filter{ActivityID: row})
+// textBudget is the number of characters that a prompt may still show.
+type textBudget int
+
+// cut returns at most limit characters of a text, and at most the rest of the budget. It subtracts them.
+func (b *textBudget) cut(limit int, text string) string {
+	limit = min(limit, int(*b))
+	*b -= textBudget(min(limit, utf8.RuneCountInString(text)))
+	return cut(limit, text)
+}
+
+// promptOf reads the prompt of a model call; nil if it was not recorded.
+func (room *Room) promptOf(ctx context.Context, id string, row *spanRow) (*promptView, error) {
+	page, err := prompts.Of(ctx, room.Read, id, prompts.Filter{ActivityID: row.ID})
 	if err != nil || len(page.Calls) == 0 {
 		return nil, err
 	}
 	p := &promptView{Call: page.Calls[0]}
-	remaining := maxPromptText
-	read := func(digest string) promptPart {
-		part, found := page.Parts[digest]
-		shown := promptPart{
-			Digest: digest, Role: cut(40, part.Role), Found: found, Bytes: int64(part.Bytes), Truncated: part.Truncated,
-		}
-		if found {
-			shown.fill(part.Body, &remaining)
-		}
-		return shown
-	}
-	shared := p.SharedParts
+	shared := p.Call.SharedParts
 	if p.Call.Tools != nil {
-		tools := read(*p.Call.Tools)
-		p.Tools, p.Names = &tools, toolsOf(page.Parts[*p.Call.Tools].Body)
 		shared--
 	}
-	for i, digest := range p.Messages {
-		part := read(digest)
-		part.Shared = i < shared
-		p.List = append(p.List, part)
+	budget := textBudget(maxPromptText)
+	for i, digest := range p.Call.Messages {
+		m := partOf(page, digest)
+		m.fill(page.Parts[digest].Body, &budget)
+		m.Shared = i < shared
+		p.Messages = append(p.Messages, m)
 	}
-	if answer != "" {
-		p.Answer = &promptPart{Role: "assistant", Found: true, Bytes: int64(len(answer))}
-		p.Answer.fill(json.RawMessage(answer), &remaining)
+	p.Answer = answerOf(row, &budget)
+	if p.Call.Tools != nil {
+		tools, body := partOf(page, *p.Call.Tools), page.Parts[*p.Call.Tools].Body
+		if p.ToolList = toolsOf(body, &budget); p.ToolList == nil {
+			tools.fill(body, &budget)
+		}
+		p.Tools = &tools
 	}
 	return p, nil
 }
 
-// fill splits a message into its fields. Any other value becomes the text. The text has at most as many characters as
-// remaining, from which fill subtracts them.
-func (part *promptPart) fill(body json.RawMessage, remaining *int) {
+// partOf returns a part without its texts.
+func partOf(page prompts.Page, digest string) promptPart {
+	part, found := page.Parts[digest]
+	return promptPart{
+		Digest: digest, Role: cut(40, part.Role), Found: found, Bytes: int64(part.Bytes), Truncated: part.Truncated,
+	}
+}
+
+// answerOf returns the answer of a model call; nil if there is none. The row has the beginning of a long answer.
+func answerOf(row *spanRow, budget *textBudget) *promptPart {
+	if row.Output == "" {
+		return nil
+	}
+	answer := &promptPart{Role: "assistant", Found: true, Bytes: row.OutputBytes}
+	answer.fill(json.RawMessage(row.Output), budget)
+	answer.TextCut = answer.TextCut || row.OutputCut
+	return answer
+}
+
+// fill splits a message into its fields. Any other value becomes the text.
+func (part *promptPart) fill(body json.RawMessage, budget *textBudget) {
 	var m models.Message
 	whole := ""
 	if json.Unmarshal(body, &m) == nil && (m.Role != "" || m.Content != "" || len(m.ToolCalls) > 0) {
-		whole, part.Name, part.Reasoning = m.Content, cut(80, m.Name), cut(maxSpanText, m.Reasoning)
+		whole, part.Name, part.Reasoning = m.Content, cut(80, m.Name), budget.cut(maxSpanText, m.Reasoning)
 		for _, p := range m.Parts {
 			if p.Image != nil {
 				part.Images++
@@ -89,22 +109,23 @@ func (part *promptPart) fill(body json.RawMessage, remaining *int) {
 				whole = strings.TrimPrefix(whole+"\n"+p.Text, "\n")
 			}
 		}
-		for _, c := range m.ToolCalls {
-			part.Calls = append(part.Calls, promptTool{Name: cut(80, c.Name), Text: cut(maxSpanText, formatJSON(c.Arguments))})
-		}
 		if m.Refusal != "" {
-			whole += "\n" + m.Refusal
+			whole = strings.TrimPrefix(whole+"\n"+m.Refusal, "\n")
 		}
 	} else {
 		whole, part.JSON = formatJSON(string(body)), true
 	}
-	part.Text = cut(min(*remaining, maxSpanText), whole)
+	part.Text = budget.cut(maxSpanText, whole)
 	part.TextCut = part.Text != whole
-	*remaining = max(*remaining-utf8.RuneCountInString(part.Text), 0)
+	for _, c := range m.ToolCalls {
+		part.Calls = append(part.Calls, promptTool{
+			Name: cut(80, c.Name), Text: budget.cut(maxSpanText, formatJSON(c.Arguments)),
+		})
+	}
 }
 
-// toolsOf names the tools of a request.
-func toolsOf(body json.RawMessage) (list []promptTool) {
+// toolsOf lists the tools of a request; nil if the definitions are no list of tools.
+func toolsOf(body json.RawMessage, budget *textBudget) (list []promptTool) {
 	var tools []struct {
 		Name, Description string
 		Function          struct{ Name, Description string }
@@ -119,10 +140,10 @@ func toolsOf(body json.RawMessage) (list []promptTool) {
 			name, about = t.Name, t.Description
 		}
 		if name == "" {
-			return nil // no list of tools
+			return nil
 		}
 		list = append(list, promptTool{
-			Name: cut(80, name), About: cut(120, about), Text: cut(4000, formatJSON(string(each[i]))),
+			Name: cut(80, name), About: cut(120, about), Text: budget.cut(4000, formatJSON(string(each[i]))),
 		})
 	}
 	return list

@@ -61,7 +61,7 @@ func (room *Room) tracePanel(ctx context.Context, req *pageRequest) (any, error)
 	case p.Tab == "why":
 		err = room.panelWhy(ctx, p)
 	case p.Tab == "prompt":
-		p.Prompt, err = room.promptOf(ctx, p.ID, p.Span, p.Row.Output)
+		p.Prompt, err = room.promptOf(ctx, p.ID, p.Row)
 	case p.Tab == "cost":
 		err = room.panelCosts(ctx, p)
 	case p.Tab == "raw":
