@@ -102,3 +102,51 @@ func TestListOutgoingMessages(t *testing.T) {
 	wantError(t, server.URL+"/outgoing?status=sent", 400, "it can be dead, pending")
 	wantError(t, server.URL+"/outgoing/x", 404, "there is no outgoing delivery")
 }
+
+func TestOutgoingMessagesOfSeveralTargetsArePaged(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	first, other := insertOutgoing(t, pool, "ops", "dead"), insertOutgoing(t, pool, "audit", "dead")
+	for range maxMessages - 1 {
+		insertOutgoing(t, pool, "ops", "dead")
+	}
+	body := wantTexts(t, server.URL+"/outgoing", "/outgoing/"+other, "before="+other)
+	assert.True(t, !strings.Contains(body, "/outgoing/"+first), "the oldest of 51 messages is on the first page")
+	body = wantTexts(t, server.URL+"/outgoing?before="+other, "/outgoing/"+first)
+	assert.Equal(t, 1, strings.Count(body, `id="message-`))
+	body = wantTexts(t, server.URL+"/outgoing?target=ops", "/outgoing/"+first)
+	assert.True(t, !strings.Contains(body, "/outgoing/"+other), "a message to another target is listed")
+}
+
+func TestPendingMessagesOfAPausedTargetDoNotHideTheNext(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	for range maxMessages + 1 {
+		insertOutgoing(t, pool, "blocked", "pending")
+		insertOutgoing(t, pool, "disabled", "pending")
+	}
+	next := insertOutgoing(t, pool, "ops", "pending")
+	rows.Quiet(t, pool, `update agent_webhook_targets set blocked_until = clock_timestamp() + interval '2 hours'
+		where name = 'blocked'`)
+	rows.Quiet(t, pool, `update agent_webhook_targets set enabled = false, disabled_at = clock_timestamp(),
+		disabled_by = 'x', disabled_reason = 'y' where name = 'disabled'`)
+	body := wantTexts(t, server.URL+"/outgoing?status=pending", "/outgoing/"+next, "to blocked", "The list is cut.")
+	assert.Equal(t, maxMessages, strings.Count(body, `id="message-`))
+	assert.True(t, strings.Index(body, "/outgoing/"+next) < strings.Index(body, "to blocked"),
+		"a message to a blocked target comes before one that is due")
+}
+
+func TestTheListOfMessagesSaysWhenItLacksTargets(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	const note = "The list covers 200 targets"
+	insert(t, pool, `with t as (insert into agent_webhook_targets (name, url, secrets, events)
+		select 'a' || n, 'https://ops.example', '{"${S}"}', '{"*"}' from generate_series(1, $1::int) n returning 1)
+		select count(*)::text from t`, maxMessageTargets)
+	body := wantTexts(t, server.URL+"/outgoing")
+	assert.True(t, !strings.Contains(body, note), "the list of all targets says that it lacks some")
+	id := insertOutgoing(t, pool, "ops", "dead")
+	body = wantTexts(t, server.URL+"/outgoing", note)
+	assert.True(t, !strings.Contains(body, id), "the list has the message of target 201")
+	wantTexts(t, server.URL+"/outgoing?target=ops", id)
+}

@@ -8,7 +8,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-const maxMessages = 50
+const (
+	maxMessages       = 50
+	maxMessageTargets = 200 // targets of one list
+)
 
 // outgoingPage lists unsent messages to targets.
 func (room *Room) outgoingPage() page {
@@ -41,22 +44,32 @@ type messageFilter struct{ Target, Status, Before string }
 type messageRow struct {
 	ID, Target, Event, Status, TraceID, Error string
 	Attempts, HTTPStatus                      int
-	NextAttemptAt, CreatedAt                  time.Time
+	NextAttemptAt                             time.Time // not before the end of a pause of the target
+	CreatedAt                                 time.Time
 	FinishedAt                                *time.Time
 	Enabled                                   bool // of the target
 }
 
 const messageColumns = `o.id::text, t.name as target, o.event, o.status, o.trace_id, left(o.last_error, 1000) as error,
-	o.attempts, o.http_status, o.next_attempt_at, o.created_at, o.finished_at, t.enabled`
+	o.attempts, o.http_status, greatest(o.next_attempt_at, t.blocked_until) as next_attempt_at, o.created_at,
+	o.finished_at, t.enabled`
 
-// messagesList reads dead messages, newest first, or pending messages in sending order.
+// messagesList reads dead messages, newest first, or pending messages in sending order. Without a filter by target, it
+// reads those of the first maxMessageTargets targets by name.
 func (room *Room) messagesList(ctx context.Context, req *pageRequest) (any, error) {
 	filter, _ := req.Subject.(messageFilter)
+	targets, err := postgres.Values[string](ctx, room.Read, "list targets", `
+		select id::text from agent_webhook_targets where @target = '' or name = @target order by name limit @limit + 1`,
+		customPlan, postgres.Strict{"target": filter.Target, "limit": maxMessageTargets})
+	if err != nil {
+		return nil, err
+	}
+	targets, moreTargets := firstN(targets, maxMessageTargets)
 	read := room.deadMessages
 	if filter.Status == "pending" {
 		read = room.pendingMessages
 	}
-	all, err := read(ctx, filter)
+	all, err := read(ctx, targets, filter.Before)
 	if err != nil {
 		return nil, err
 	}
@@ -65,29 +78,35 @@ func (room *Room) messagesList(ctx context.Context, req *pageRequest) (any, erro
 	if more {
 		links.Older = "" // the order of sending changes, so the list has no second page
 	}
-	return map[string]any{"Messages": list, "Want": filter, "More": more, "Links": links}, nil
+	return map[string]any{
+		"Messages": list, "Want": filter, "More": more, "Links": links,
+		"MoreTargets": moreTargets, "Targets": len(targets),
+	}, nil
 }
 
-func (room *Room) pendingMessages(ctx context.Context, filter messageFilter) ([]messageRow, error) {
+// pendingMessages sorts by the time of the next attempt. Messages to disabled targets have none, and come last.
+func (room *Room) pendingMessages(ctx context.Context, targets []string, _ string) ([]messageRow, error) {
 	return postgres.Rows[messageRow](ctx, room.Read, "list messages", `
 		select `+messageColumns+`
-		  from (select * from agent_webhook_targets where @target = '' or name = @target order by name limit 200) t
+		  from agent_webhook_targets t
 		 cross join lateral (
 		    select * from agent_webhook_outbox x where x.target_id = t.id and x.status = 'pending'
 		     order by x.next_attempt_at limit @limit + 1) o
-		 order by o.next_attempt_at, o.id limit @limit + 1`,
-		customPlan, postgres.Strict{"target": filter.Target, "limit": maxMessages})
+		 where t.id = any(@targets::text[]::uuid[])
+		 order by not t.enabled, greatest(o.next_attempt_at, t.blocked_until), o.id limit @limit + 1`,
+		customPlan, postgres.Strict{"targets": targets, "limit": maxMessages})
 }
 
-func (room *Room) deadMessages(ctx context.Context, filter messageFilter) ([]messageRow, error) {
+func (room *Room) deadMessages(ctx context.Context, targets []string, before string) ([]messageRow, error) {
 	return postgres.Rows[messageRow](ctx, room.Read, "list messages", `
 		select `+messageColumns+`
-		  from (select * from agent_webhook_targets where @target = '' or name = @target order by name limit 200) t
+		  from agent_webhook_targets t
 		 cross join lateral (
 		    select * from agent_webhook_outbox x where x.target_id = t.id and x.status = 'dead'
 		       and (@before = '' or x.id < nullif(@before, '')::uuid) order by x.id desc limit @limit + 1) o
+		 where t.id = any(@targets::text[]::uuid[])
 		 order by o.id desc limit @limit + 1`,
-		customPlan, postgres.Strict{"target": filter.Target, "before": filter.Before, "limit": maxMessages})
+		customPlan, postgres.Strict{"targets": targets, "before": before, "limit": maxMessages})
 }
 
 // messagePage shows one message to a target.
