@@ -16,7 +16,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -161,6 +160,8 @@ func (c *Client) connection(ctx context.Context, server string) (*connection, er
 	case s.lock <- struct{}{}:
 	case <-ctx.Done():
 		return nil, ctx.Err()
+	case <-c.baseCtx.Done(): // Close keeps the lock
+		return nil, unavailableError(server, errClosed)
 	}
 	var conn *connection
 	opened := make(chan struct{})
@@ -224,10 +225,11 @@ func (c *Client) storeConnection(s *slot, conn *connection) bool {
 	return true
 }
 
-// recordFailure records a failed connection. The first failure permits an immediate retry.
+// recordFailure records a failed connection. The first failure permits an immediate retry. A failure by Close, which
+// ends ctx, does not count.
 func (s *slot) recordFailure(ctx context.Context, server string, err error) error {
 	if ctx.Err() != nil {
-		return ctx.Err()
+		return unavailableError(server, errClosed)
 	}
 	s.lastError = err
 	if s.failures++; s.failures > 1 {
@@ -236,12 +238,14 @@ func (s *slot) recordFailure(ctx context.Context, server string, err error) erro
 	return unavailableError(server, err)
 }
 
+// unavailableError reports that a server has no usable connection. A [skills.CallError] in err keeps its class.
 func unavailableError(server string, err error) error {
+	class := skills.ClassUnavailable
 	if refused, ok := errors.AsType[*skills.CallError](err); ok {
-		return refused
+		class = refused.Class
 	}
 	return &skills.CallError{
-		Class:   skills.ClassUnavailable,
+		Class:   class,
 		Message: fmt.Sprintf("MCP server %s: %s", server, cleanText(err.Error(), 500)),
 	}
 }
@@ -256,7 +260,7 @@ func (c *Client) Close() {
 	c.mu.Unlock()
 	for _, s := range slots {
 		c.closing.Go(func() {
-			s.lock <- struct{}{} // a concurrent connect finds the client closed
+			s.lock <- struct{}{} // kept: a waiting call ends with baseCtx
 			if s.conn != nil {
 				s.conn.close()
 			}
@@ -277,48 +281,9 @@ func callMeta(ctx context.Context, call skills.Call) sdk.Meta {
 	return m
 }
 
-// Sync lists a server's tools on a new connection. It mounts, quarantines or disables tools by the rules of the package
-// comment. If the server is unreachable, Sync only stores the failure in the server's row and returns an error.
-func (c *Client) Sync(ctx context.Context, server string) (Report, error) {
-	r, err := Get(ctx, c.opts.Pool, server)
-	if err != nil {
-		return Report{}, err
-	}
-	conn, err := c.connect(ctx, r, func(cleanup func()) { cleanup() })
-	if err != nil {
-		recordErr := c.recordAttempt(ctx, server, cleanText(err.Error(), 500), "")
-		return Report{Server: server, Error: err.Error()},
-			errors.Join(fmt.Errorf("sync MCP server %q: %w", server, err), recordErr)
-	}
-	defer conn.close()
-	var report Report
-	err = postgres.InTx(ctx, c.opts.Pool, func(tx pgx.Tx) error {
-		report, err = reconcile(ctx, tx, server, c.opts.Agent, conn.tools)
-		return err
-	})
-	if err != nil {
-		return report, fmt.Errorf("sync MCP server %q: %w", server, err)
-	}
-	report.About = conn.serverInfo
-	return report, c.recordAttempt(ctx, server, "", conn.serverInfo)
-}
-
-// recordAttempt records the time and outcome of a sync.
-func (c *Client) recordAttempt(ctx context.Context, server, failure, about string) error {
-	_, err := c.opts.Pool.Exec(ctx, `
-		update agent_mcp_servers
-		   set attempted_at = clock_timestamp(), sync_error = @failure,
-		       synced_at = case when @failure = '' then clock_timestamp() else synced_at end,
-		       about = case when @failure = '' then @about else about end
-		 where name = @name`, postgres.Strict{"failure": failure, "about": about, "name": server})
-	if err != nil {
-		return fmt.Errorf("record sync of MCP server %q: %w", server, err)
-	}
-	return nil
-}
-
 // Run syncs due servers, and closes the connections to removed ones, until ctx ends; then it closes the client and
 // returns nil. A server is due after a new declaration, 15 minutes after its last sync, and one minute after a failure.
+// Run also prunes old calls that external clients made through [Server].
 func (c *Client) Run(ctx context.Context) error {
 	defer c.Close()
 	ticker := time.NewTicker(syncRetryInterval / 4)
@@ -369,45 +334,5 @@ func (c *Client) prune(ctx context.Context) {
 		postgres.Strict{"life": collectedCallTTL.Seconds()})
 	if err != nil && ctx.Err() == nil {
 		c.log.WarnContext(ctx, "old MCP calls not removed", "error", err)
-	}
-}
-
-func (c *Client) syncDue(ctx context.Context) {
-	rows, err := c.opts.Pool.Query(ctx, `
-		select name from agent_mcp_servers
-		 where attempted_at is null or attempted_at < clock_timestamp() - make_interval(secs =>
-		       case when sync_error = '' then @every::float8 else @retry::float8 end)
-		 order by attempted_at nulls first limit 100`,
-		postgres.Strict{"every": syncInterval.Seconds(), "retry": syncRetryInterval.Seconds()})
-	var due []string
-	if err == nil {
-		due, err = pgx.CollectRows(rows, pgx.RowTo[string])
-	}
-	if err != nil && ctx.Err() == nil {
-		c.log.WarnContext(ctx, "MCP servers not synced", "error", err)
-	}
-	var group errgroup.Group
-	group.SetLimit(maxConcurrentSyncs)
-	for _, server := range due {
-		group.Go(func() error {
-			c.syncAndLog(ctx, server)
-			return nil
-		})
-	}
-	_ = group.Wait() // no function of the group returns an error
-}
-
-func (c *Client) syncAndLog(ctx context.Context, server string) {
-	if ctx.Err() != nil {
-		return
-	}
-	report, err := c.Sync(ctx, server)
-	switch {
-	case err != nil && ctx.Err() == nil:
-		c.log.WarnContext(ctx, "MCP server not synced", "server", server, "error", err)
-	case len(report.Quarantined) > 0:
-		c.log.WarnContext(ctx, "MCP tools changed and are quarantined", "server", server, "tools", report.Quarantined)
-	case err == nil:
-		c.log.InfoContext(ctx, "MCP server synced", "server", server, "tools", report.Tools)
 	}
 }

@@ -3,6 +3,7 @@ package mcp_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -239,6 +240,35 @@ func TestCallsResumeAfterServerRestart(t *testing.T) {
 	defer back.Close()
 	pgtest.Eventually(t, func() bool { _, err := f.call("echo", `{"text":"a"}`); return err == nil },
 		"a call succeeds after the restart")
+}
+
+func TestRepeatedFailuresDelayTheNextConnection(t *testing.T) {
+	t.Parallel()
+	f := newClientFixture(t, func(string) string { return "key" })
+	d := httpServer(serve(t, tools("")...).URL)
+	d.Headers = map[string]any{"X-Key": "${TOKEN}"}
+	f.put(d)
+	f.sync()
+	f.restart(func(string) string { return "" })
+	pgtest.Eventually(t, func() bool {
+		_, err := f.call("echo", `{"text":"a"}`)
+		failure, ok := errors.AsType[*skills.CallError](err)
+		require.Truef(t, ok && failure.Class == skills.ClassConfiguration, "%#v", err)
+		return strings.HasPrefix(failure.Message, "MCP server test: ") &&
+			strings.Contains(failure.Message, "; the next try is in ")
+	}, "a failure names the server and the time until the next connection")
+}
+
+func TestFailedReconciliationIsAnAttempt(t *testing.T) {
+	t.Parallel()
+	f := newClientFixture(t, nil)
+	f.put(httpServer(serve(t, tools("")...).URL))
+	pgtest.Exec(t, f.pool, `alter table agent_mcp_tools add constraint no_echo check (tool <> 'echo')`)
+	report, err := f.client.Sync(t.Context(), "test")
+	assert.Truef(t, err != nil && strings.Contains(report.Error, "no_echo"), "%+v, %v", report, err)
+	r, err := mcp.Get(t.Context(), f.pool, "test")
+	require.NoError(t, err)
+	assert.Truef(t, r.AttemptedAt != nil && strings.Contains(r.SyncError, "no_echo"), "the server is due at once: %+v", r)
 }
 
 func TestTooLongResponseFailsCall(t *testing.T) {

@@ -2,15 +2,19 @@ package mcp
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"log/slog"
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 func TestSkillNamesAreValidAndUnique(t *testing.T) {
@@ -131,4 +135,23 @@ func TestLastLineOfAChildNeedsNoNewline(t *testing.T) {
 	<-p.exited
 	p.stop()
 	assert.Contains(t, out.String(), `line="no key"`)
+}
+
+func TestCloseEndsCallsThatWaitForAConnection(t *testing.T) {
+	t.Parallel()
+	c := NewClient(Options{Pool: pgtest.DB(t)})
+	_, err := Put(t.Context(), c.opts.Pool, Definition{Name: "test", URL: "http://127.0.0.1:1"})
+	require.NoError(t, err)
+	s, err := c.slot("test")
+	require.NoError(t, err)
+	s.lock <- struct{}{} // as Close keeps it
+	c.cancelBase()
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	_, err = c.connection(ctx, "test")
+	failure, ok := errors.AsType[*skills.CallError](err)
+	assert.Truef(t, ok && failure.Class == skills.ClassUnavailable && strings.Contains(failure.Message, "closed"),
+		"a waiting call: %v", err)
+	failure, ok = errors.AsType[*skills.CallError](s.recordFailure(c.baseCtx, "test", context.Canceled))
+	assert.Truef(t, ok && strings.Contains(failure.Message, "closed"), "a connection that Close ended: %+v", failure)
 }

@@ -10,6 +10,7 @@ import (
 	"slices"
 
 	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -49,6 +50,80 @@ func (r *Report) add(t Tool) {
 		r.Excluded = append(r.Excluded, t.Tool)
 	case Refused:
 		r.Refused = append(r.Refused, t.Tool)
+	}
+}
+
+// Sync lists a server's tools on a new connection. It mounts, quarantines or disables tools by the rules of the package
+// comment. After a failure, Sync only stores the failure in the server's row and returns an error.
+func (c *Client) Sync(ctx context.Context, server string) (Report, error) {
+	r, err := Get(ctx, c.opts.Pool, server)
+	if err != nil {
+		return Report{}, err
+	}
+	var report Report
+	conn, err := c.connect(ctx, r, func(cleanup func()) { cleanup() })
+	if err == nil {
+		defer conn.close()
+		err = postgres.InTx(ctx, c.opts.Pool, func(tx pgx.Tx) error {
+			report, err = reconcile(ctx, tx, server, c.opts.Agent, conn.tools)
+			return err
+		})
+	}
+	if err != nil {
+		return Report{Server: server, Error: err.Error()}, errors.Join(fmt.Errorf("sync MCP server %q: %w", server, err),
+			c.recordAttempt(ctx, server, cleanText(err.Error(), 500), ""))
+	}
+	report.About = conn.serverInfo
+	return report, c.recordAttempt(ctx, server, "", conn.serverInfo)
+}
+
+// recordAttempt records the time and outcome of a sync.
+func (c *Client) recordAttempt(ctx context.Context, server, failure, about string) error {
+	_, err := c.opts.Pool.Exec(ctx, `
+		update agent_mcp_servers
+		   set attempted_at = clock_timestamp(), sync_error = @failure,
+		       synced_at = case when @failure = '' then clock_timestamp() else synced_at end,
+		       about = case when @failure = '' then @about else about end
+		 where name = @name`, postgres.Strict{"failure": failure, "about": about, "name": server})
+	if err != nil {
+		return fmt.Errorf("record sync of MCP server %q: %w", server, err)
+	}
+	return nil
+}
+
+func (c *Client) syncDue(ctx context.Context) {
+	due, err := postgres.Values[string](ctx, c.opts.Pool, "find MCP servers to sync", `
+		select name from agent_mcp_servers
+		 where attempted_at is null or attempted_at < clock_timestamp() - make_interval(secs =>
+		       case when sync_error = '' then @every::float8 else @retry::float8 end)
+		 order by attempted_at nulls first limit 100`,
+		postgres.Strict{"every": syncInterval.Seconds(), "retry": syncRetryInterval.Seconds()})
+	if err != nil && ctx.Err() == nil {
+		c.log.WarnContext(ctx, "MCP servers not synced", "error", err)
+	}
+	var group errgroup.Group
+	group.SetLimit(maxConcurrentSyncs)
+	for _, server := range due {
+		group.Go(func() error {
+			c.syncAndLog(ctx, server)
+			return nil
+		})
+	}
+	_ = group.Wait() // no function of the group returns an error
+}
+
+func (c *Client) syncAndLog(ctx context.Context, server string) {
+	if ctx.Err() != nil {
+		return
+	}
+	report, err := c.Sync(ctx, server)
+	switch {
+	case err != nil && ctx.Err() == nil:
+		c.log.WarnContext(ctx, "MCP server not synced", "server", server, "error", err)
+	case len(report.Quarantined) > 0:
+		c.log.WarnContext(ctx, "MCP tools changed and are quarantined", "server", server, "tools", report.Quarantined)
+	case err == nil:
+		c.log.InfoContext(ctx, "MCP server synced", "server", server, "tools", report.Tools)
 	}
 }
 
