@@ -82,7 +82,7 @@ func UnlinkIdentity(ctx context.Context, db postgres.Beginner, principal, issuer
 			postgres.Strict{"principal": principal, "issuer": issuer, "subject": subject})
 		deleted, err := postgres.Changed(tag, err, "unlink identity")
 		if err == nil && !deleted {
-			err = ErrNotFound
+			err = fmt.Errorf("%w, or this account is not linked to %s", ErrNotFound, principal)
 		}
 		return nil, err
 	})

@@ -46,9 +46,7 @@ func enabledText(p principals.Principal) string {
 func principalError(err error, lists string) error {
 	switch {
 	case errors.Is(err, principals.ErrNotFound):
-		return hint(principals.ErrNotFound, "see %s", lists)
-	case errors.Is(err, principals.ErrTaken):
-		return hint(err, "see %s; agent principals role changes its role", lists)
+		return hint(err, "see %s", lists)
 	case errors.Is(err, principals.ErrInvalid):
 		return &exitError{exitUsage, hint(err, "see --help")}
 	}
@@ -86,10 +84,7 @@ func (c *cli) principalsShowCommand() *cobra.Command {
 	}
 }
 
-func (c *cli) printPrincipal(p principals.Principal, err error) error {
-	if err != nil {
-		return principalError(err, "agent principals ls")
-	}
+func (c *cli) printPrincipal(p principals.Principal) error {
 	return c.printf(p, "%s: %s, role %s, %s\n", p.Name, p.Kind, p.Role, enabledText(p))
 }
 
@@ -101,7 +96,14 @@ func (c *cli) principalsAddCommand() *cobra.Command {
   agent principals add ci --kind service --role operator --reason "deploys"`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			n.Name = args[0]
-			return c.printPrincipal(principals.Create(cmd.Context(), s.Pool, n))
+			p, err := principals.Create(cmd.Context(), s.Pool, n)
+			if errors.Is(err, principals.ErrTaken) {
+				return hint(err, "agent principals role changes its role")
+			}
+			if err != nil {
+				return principalError(err, "agent principals ls")
+			}
+			return c.printPrincipal(p)
 		}),
 	}
 	role := string(n.Role)
@@ -118,7 +120,11 @@ func (c *cli) principalsRoleCommand() *cobra.Command {
 		Use: "role PRINCIPAL ROLE", Short: "Set the role of a principal", Args: positionalArgs(2, 2, "a name and a role"),
 		Long: "Set the role: " + strings.Join(principals.Roles(), ", ") + ". Tokens and sessions have it at once.",
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
-			return c.printPrincipal(principals.SetRole(cmd.Context(), s.Pool, args[0], principals.Role(args[1]), reason))
+			p, err := principals.SetRole(cmd.Context(), s.Pool, args[0], principals.Role(args[1]), reason)
+			if err != nil {
+				return principalError(err, "agent principals ls")
+			}
+			return c.printPrincipal(p)
 		}),
 	}
 	reasonFlag(cmd, &reason)
@@ -130,7 +136,11 @@ func (c *cli) principalsSwitchCommand(verb, short string, enabled bool) *cobra.C
 	cmd := &cobra.Command{
 		Use: verb + " PRINCIPAL", Short: short, Args: positionalArgs(1, 1, "a name or id"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
-			return c.printPrincipal(principals.SetEnabled(cmd.Context(), s.Pool, args[0], enabled, reason))
+			p, err := principals.SetEnabled(cmd.Context(), s.Pool, args[0], enabled, reason)
+			if err != nil {
+				return principalError(err, "agent principals ls")
+			}
+			return c.printPrincipal(p)
 		}),
 	}
 	reasonFlag(cmd, &reason)
@@ -163,7 +173,7 @@ func (c *cli) principalsUnlinkCommand() *cobra.Command {
 		Args: positionalArgs(3, 3, "a name, an issuer and a subject"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if err := principals.UnlinkIdentity(cmd.Context(), s.Pool, args[0], args[1], args[2], reason); err != nil {
-				return principalError(err, "agent principals show "+args[0])
+				return principalError(err, "agent principals ls")
 			}
 			return c.printf(map[string]string{"principal": args[0], "issuer": args[1], "subject": args[2]}, "unlinked\n")
 		}),

@@ -49,6 +49,23 @@ func TestTokenHasScopesOfItsRole(t *testing.T) {
 	assert.Truef(t, got.code != 0 && strings.Contains(got.err, "agent principals ls"), "exit %d: %s", got.code, got.err)
 }
 
+func TestPrincipalCommandsReportTheirOwnErrors(t *testing.T) {
+	t.Parallel()
+	p := newProgram(t, pgtest.URL(t))
+	p.must("principals", "add", "anna")
+	p.must("principals", "add", "bert")
+	assert.Contains(t, p.must("principals", "disable", "anna"), "anna: user, role none, disabled")
+	assert.Contains(t, p.must("principals", "enable", "anna"), "anna: user, role none, enabled")
+	p.must("principals", "link", "anna", "slack:T1", "U1")
+	taken := p.run("principals", "link", "bert", "slack:T1", "U1")
+	assert.Contains(t, taken.err, "unlink it from that principal")
+	assert.Truef(t, taken.code == 1 && !strings.Contains(taken.err, "principals role"), "exit %d: %s",
+		taken.code, taken.err)
+	p.mustFail(1, "this account is not linked to bert", "principals", "unlink", "bert", "slack:T1", "U1")
+	p.mustFail(1, "agent principals ls", "principals", "unlink", "nobody", "slack:T1", "U1")
+	p.mustFail(1, "agent principals ls", "principals", "disable", "nobody")
+}
+
 // Each link of the overview opens for its viewer, and the overview shows every kind of problem.
 func TestOverviewLinksOnlyPermittedPages(t *testing.T) {
 	t.Parallel()
