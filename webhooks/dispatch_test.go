@@ -96,6 +96,7 @@ func TestRetryAfterBlocksTarget(t *testing.T) {
 	t.Parallel()
 	for code, pause := range map[int]string{
 		http.StatusTooManyRequests: "7200", http.StatusServiceUnavailable: "7200", http.StatusBadGateway: "9999999999",
+		http.StatusGatewayTimeout: time.Now().Add(2 * time.Hour).UTC().Format(http.TimeFormat),
 	} {
 		t.Run(fmt.Sprint(code), func(t *testing.T) {
 			t.Parallel()

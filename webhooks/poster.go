@@ -17,8 +17,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Poster sends requests signed by Standard Webhooks. Client comes from skills.NewGuardedClient; redirects are not
-// followed. A nil Getenv reads the process's environment.
+// Poster sends requests. Those with secrets are signed by Standard Webhooks. Client comes from skills.NewGuardedClient;
+// redirects are not followed. A nil Getenv reads the process's environment.
 type Poster struct {
 	Client *http.Client
 	Getenv func(string) string
@@ -34,7 +34,7 @@ const (
 type Request struct {
 	ID      string // the webhook-id, equal for every attempt
 	TraceID string
-	URL     string
+	URL     string   // an address, or a reference to one
 	Secrets []string // references; each one signs
 	Payload string   // JSON
 	SentAt  time.Time
@@ -45,7 +45,7 @@ type Response struct {
 	Status int    // HTTP status; 0 without a response
 	Answer string // the beginning of the body
 	Error  string // without the URL, whose query may be a secret
-	Class  string // secret, refused, network, http_status, …
+	Class  string // secret, network, http_status, or a class of [skills.CallError], such as refused
 	Pause  time.Duration
 	Gone   bool // the target rejects further messages
 }
@@ -65,10 +65,9 @@ func (p Poster) Post(ctx context.Context, r Request) Response {
 	}
 	headers := http.Header{}
 	if len(secrets) > 0 {
-		headers, err = signature.Sign(secrets, r.ID, r.SentAt, []byte(r.Payload))
-	}
-	if err != nil {
-		return Response{Error: err.Error(), Class: "secret"}
+		if headers, err = signature.Sign(secrets, r.ID, r.SentAt, []byte(r.Payload)); err != nil {
+			return Response{Error: err.Error(), Class: "secret"}
+		}
 	}
 	request, err := http.NewRequestWithContext(ctx, http.MethodPost, r.URL, strings.NewReader(r.Payload))
 	if err != nil {
