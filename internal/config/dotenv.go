@@ -28,6 +28,29 @@ type DotEnv struct {
 // that child processes inherit.
 var forbiddenInFile = []string{"AGENT_PG_BIN", "AGENT_TEST_DATABASE_URL", "PATH", "HOME", "LANG"}
 
+// secretPlaces pairs the setting of a destination with a secret that is sent there. Some of the secrets are variables
+// of libpq and OpenTelemetry.
+var secretPlaces = [][2]string{
+	{"OPENAI_BASE_URL", "OPENAI_API_KEY"},
+	{"OPENAI_BASE_URL", "AGENT_MODEL_HEADERS"},
+	{"OPENAI_BASE_URL", "AGENT_MODEL_QUERY"},
+	{"AGENT_OIDC_ISSUER", "AGENT_OIDC_CLIENT_SECRET"},
+	{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"},
+	{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
+	{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"},
+	{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
+	{"DATABASE_URL", "PGPASSWORD"},
+	{"DATABASE_DIRECT_URL", "PGPASSWORD"},
+	{"DATABASE_READ_URL", "PGPASSWORD"},
+}
+
+// IsSecret reports whether a variable is a secret of the server: a setting of type [Secret], or a secret that libpq or
+// OpenTelemetry reads.
+func IsSecret(name string) bool {
+	return slices.ContainsFunc(Settings(), func(s Setting) bool { return s.Secret && s.Name == name }) ||
+		slices.ContainsFunc(secretPlaces, func(pair [2]string) bool { return pair[1] == name })
+}
+
 // LoadDotEnv reads .env if it exists. Values of environ take precedence. isOther reports names that are settings of
 // other components. For a combination that would send a secret of environ to a destination of the file, the error is
 // an [*Error].
@@ -73,20 +96,7 @@ func LoadDotEnv(path string, environ map[string]string, isOther func(name string
 
 // conflicts reports secrets of environ that would go to a destination of the file, and a port that the file would open.
 func (d DotEnv) conflicts(environ map[string]string) (problems []string) {
-	for _, pair := range [][2]string{
-		{"OPENAI_BASE_URL", "OPENAI_API_KEY"},
-		{"OPENAI_BASE_URL", "AGENT_MODEL_HEADERS"},
-		{"OPENAI_BASE_URL", "AGENT_MODEL_QUERY"},
-		{d.embeddingPlace(), "AGENT_EMBEDDING_KEY"},
-		{"AGENT_OIDC_ISSUER", "AGENT_OIDC_CLIENT_SECRET"},
-		{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"},
-		{"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
-		{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"},
-		{"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"},
-		{"DATABASE_URL", "PGPASSWORD"},
-		{"DATABASE_DIRECT_URL", "PGPASSWORD"},
-		{"DATABASE_READ_URL", "PGPASSWORD"},
-	} {
+	for _, pair := range append(secretPlaces, [2]string{d.embeddingPlace(), "AGENT_EMBEDDING_KEY"}) {
 		place, secret := pair[0], pair[1]
 		if !slices.Contains(d.Set, place) || environ[secret] == "" && !hasFileVariant(environ, secret) ||
 			hasPassword(place, d.Environ[place]) {
