@@ -464,7 +464,7 @@ func execution(t *testing.T, pool *pgxpool.Pool, status string) (id string) {
 	return id
 }
 
-func abandoned(t *testing.T, pool *pgxpool.Pool) []automations.AbandonedRun {
+func abandoned(t *testing.T, pool *pgxpool.Pool) []automations.Run {
 	t.Helper()
 	runs, err := automations.Abandoned(t.Context(), pool)
 	require.NoError(t, err)
@@ -546,6 +546,34 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 	runs, err := automations.Runs(t.Context(), pool, automations.RunFilter{})
 	assert.Truef(t, err == nil && len(runs) == 1 && ended.Load() == 1 && runs[0].Status == automations.Error &&
 		runs[0].Attempt == 1, "ended %d times: %+v, %v", ended.Load(), runs, err)
+}
+
+// A heartbeat runs several automations under a trace of its own. A run is unsafe after its own unknown call of a skill
+// that is not idempotent.
+func TestUnknownCallOfRunIsNotRepeated(t *testing.T) {
+	t.Parallel()
+	for call, want := range map[string]string{
+		"'automation a', 'call', 'unknown', 'post'":    automations.Dead,
+		"'automation a', 'call', 'success', 'post'":    automations.Error,
+		"'automation a', 'call', 'unknown', 'search'":  automations.Error,
+		"'automation a', 'call', 'unknown', 'nothing'": automations.Error, // a tool of the runtime
+		"'automation b', 'call', 'unknown', 'post'":    automations.Error,
+		"'automation a', 'model', 'unknown', 'post'":   automations.Error,
+	} {
+		pool := pgtest.DB(t)
+		pgtest.Exec(t, pool, `
+			insert into agent_skills (name, tool_definition, handler, idempotent)
+			values ('post', '{}', 'builtin:x', false), ('search', '{}', 'builtin:x', true)`)
+		run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
+		pgtest.Exec(t, pool, `update agent_automation_runs set execution_id = $1`, execution(t, pool, "running"))
+		pgtest.Exec(t, pool, `
+			insert into agent_activity (execution_id, trace_id, purpose, kind, status, skill_name, skill_id)
+			select r.execution_id, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', c.purpose, c.kind, c.status, c.skill, s.id
+			  from agent_automation_runs r cross join (values (`+call+`)) c (purpose, kind, status, skill)
+			  left join agent_skills s on s.name = c.skill`)
+		run = finish(t, pool, run, automations.Result{Error: "cancelled"})
+		assert.Equal(t, want, run.Status, call)
+	}
 }
 
 // An automation and its skill change at the same time. The automation is in service exactly if its skill is.

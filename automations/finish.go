@@ -22,7 +22,7 @@ type Result struct {
 	Error    string // empty for a success
 	Skipped  bool   // there was no work, another run blocked it, or its call awaits an approval
 	Released bool   // with an Error: the run was interrupted, so it is retried even after its last attempt
-	Unsafe   bool   // with an Error: a call that must not be repeated may have taken effect, so the run is dead
+	Unsafe   bool   // with an Error: a call that is not safe to repeat may have taken effect, so the run is dead
 }
 
 const (
@@ -33,28 +33,37 @@ const (
 )
 
 // Finish ends a claimed run and returns its row. A failed run is retried after 1, 4, 16 and then 60 minutes, until its
-// attempts are used up. A released run is always retried, and an unsafe one not at all. Finish returns false if the
-// caller's attempt does not hold the claim any more.
+// attempts are used up. A released run is always retried, and an unsafe one not at all. A run is also unsafe after its
+// call of a skill that is not idempotent ended unknown. Finish returns false if the caller's attempt does not hold the
+// claim any more.
 func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, result Result) (Run, bool, error) {
 	output, err := result.encode()
 	if err != nil {
 		return Run{}, false, fmt.Errorf("finish automation run: %w", err)
 	}
 	rows, err := db.Query(ctx, `
+		with last as (
+		  select not @unsafe::boolean and not exists (
+		           select from agent_automation_runs r
+		             join agent_automations a on a.id = r.automation_id
+		             join agent_activity x on x.execution_id = r.execution_id and x.purpose = 'automation ' || a.name
+		             join agent_skills s on s.id = x.skill_id
+		            where r.id = @id and @error::text <> '' and x.kind = 'call' and x.status = 'unknown'
+		              and not s.idempotent) as safe)
 		update agent_automation_runs r
 		   set status = case
 		                  when @skipped::boolean then 'skipped'
 		                  when @error::text = '' then 'success'
-		                  when (r.attempt < a.max_attempts or @released::boolean) and not @unsafe::boolean then 'error'
+		                  when (r.attempt < a.max_attempts or @released::boolean) and last.safe then 'error'
 		                  else 'dead'
 		                end,
 		       retry_at = case
 		                    when not @skipped::boolean and @error::text <> ''
-		                         and (r.attempt < a.max_attempts or @released::boolean) and not @unsafe::boolean
+		                         and (r.attempt < a.max_attempts or @released::boolean) and last.safe
 		                    then clock_timestamp() + make_interval(secs => @retry)
 		                  end,
 		       error_message = nullif(@error, ''), output = @output, finished_at = clock_timestamp()
-		  from agent_automations a
+		  from agent_automations a, last
 		 where r.id = @id and a.id = r.automation_id and r.status = 'claimed' and r.attempt = @attempt
 		returning r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at,
 		          r.execution_id, r.trace_id, r.error_message, r.output, r.created_at, r.finished_at`,

@@ -55,7 +55,7 @@ const (
 	Claimed = "claimed" // running, or its process died
 	Success = "success"
 	Error   = "error"   // retried at retry_at
-	Dead    = "dead"    // its attempts are used up
+	Dead    = "dead"    // its attempts are used up, or a repetition is not safe
 	Skipped = "skipped" // did no work, or its call awaits an approval ([Run.AwaitedApproval])
 )
 
@@ -121,21 +121,11 @@ func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 		 limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
 }
 
-// AbandonedRun is a claimed run that no process will finish. Unsafe is as in [Result].
-type AbandonedRun struct {
-	Run
-	Unsafe bool
-}
-
 // Abandoned returns up to 100 claimed runs that no process will finish, oldest first. Their execution has ended or is
 // missing, or they have none and were claimed over a day ago. Call [Finish] for each; one of several callers succeeds.
-func Abandoned(ctx context.Context, db postgres.DB) ([]AbandonedRun, error) {
-	return postgres.Rows[AbandonedRun](ctx, db, "list abandoned runs", `
-		select `+runColumns+`,
-		       exists (
-		         select from agent_activity x left join agent_skills s on s.id = x.skill_id
-		          where x.trace_id = r.trace_id and x.execution_id = r.execution_id and x.kind = 'call'
-		            and x.status = 'unknown' and s.idempotent is not true) as unsafe
+func Abandoned(ctx context.Context, db postgres.DB) ([]Run, error) {
+	return postgres.Rows[Run](ctx, db, "list abandoned runs", `
+		select `+runColumns+`
 		  from agent_automation_runs r
 		 where r.status = 'claimed'
 		   and case

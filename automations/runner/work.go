@@ -104,7 +104,7 @@ func SettleAbandoned(ctx context.Context, db postgres.DB, log *slog.Logger) erro
 		if r.ExecutionID == nil {
 			why = "its outcome was not reported within a day"
 		}
-		settled, ok, err := automations.Finish(ctx, db, r.ID, r.Attempt, automations.Result{Error: why, Unsafe: r.Unsafe})
+		settled, ok, err := automations.Finish(ctx, db, r.ID, r.Attempt, automations.Result{Error: why})
 		if err != nil {
 			return err
 		}
@@ -229,7 +229,7 @@ func callSkill(ctx context.Context, loop *reason.Loop, a automations.Automation)
 		Entry: activity.Entry{Purpose: "automation " + a.Name},
 	})
 	var step *executions.StepError
-	if errors.As(err, &step) && (step.Class == executions.ClassUnknown || loop.Skills.MayHaveActed(skill, step.Class)) {
+	if errors.As(err, &step) && loop.Skills.MayHaveActed(skill, step.Class) {
 		err = unsafe{err}
 	}
 	return output, err
