@@ -155,15 +155,15 @@ func (e *Engine) renew(ctx context.Context) error {
 		_, err := e.WorkerID(ctx)
 		return errors.Join(ErrLost, err)
 	}
+	lost, orphaned := e.reconcile(w, sentAt, claims)
 	// What follows may wait for locks, or for connections that the runs use. The next renewal must not wait with it.
 	ctx, done := context.WithTimeout(ctx, e.opts.LeaseTTL/3)
 	defer done()
-	for _, id := range cancels {
-		e.stopIfCancelled(ctx, id)
-	}
-	lost, orphaned := e.reconcile(w, sentAt, claims)
 	for _, r := range lost {
 		e.stopLostRun(ctx, r)
+	}
+	for _, id := range cancels {
+		e.stopIfCancelled(ctx, id)
 	}
 	for _, claimKey := range orphaned {
 		e.log.WarnContext(ctx, "claim without a run", "claim", claimKey)
@@ -236,7 +236,7 @@ func (e *Engine) stopLostRun(ctx context.Context, r *run) {
 	case err == nil && now.Status == Waiting && now.WaitNumber > r.exec.WaitNumber:
 		r.stop(ErrParked) // the run has just parked
 	case err == nil && now.Status.Ended() && now.Claim == r.exec.Claim: // the run has just finished
-	case ctx.Err() != nil:
+	case err != nil && ctx.Err() != nil:
 	default:
 		r.stop(ErrLost)
 	}
