@@ -7,7 +7,6 @@ package exprcost
 
 import (
 	"errors"
-	"math"
 
 	"github.com/expr-lang/expr/ast"
 )
@@ -16,54 +15,55 @@ import (
 const maxGrowth = 1000
 
 // Check returns an error if a value of the expression may be larger than maxGrowth times its variables and constants.
-// It overestimates: every node of the tree counts as an operand.
+// It overestimates: every node of the tree counts as an operand, and toJSON as doubling.
 func Check(tree ast.Node) error {
-	g := growth{values: map[string][]ast.Node{}, sizes: map[string]float64{}}
-	jsonCalls := 0
-	walk(tree, func(n ast.Node) {
-		switch n := n.(type) {
-		case *ast.VariableDeclaratorNode:
-			g.values[n.Name] = append(g.values[n.Name], n.Value)
-		case *ast.BuiltinNode:
-			if n.Name == "toJSON" {
-				jsonCalls++
-			}
+	g := growth{values: map[*ast.IdentifierNode]ast.Node{}, sizes: map[ast.Node]float64{}}
+	walk(tree, func(n ast.Node) { // inner declarations first
+		if let, ok := n.(*ast.VariableDeclaratorNode); ok {
+			g.declare(let)
 		}
 	})
-	if g.of(tree)*math.Exp2(float64(max(jsonCalls-1, 0))) > maxGrowth {
+	if g.of(tree) > maxGrowth {
 		return errors.New("may build too large a value; use fewer let and toJSON")
 	}
 	return nil
 }
 
 type growth struct {
-	values map[string][]ast.Node // of each variable that a let declares
-	sizes  map[string]float64    // of such variables
+	values map[*ast.IdentifierNode]ast.Node // of the variables that a let declares
+	sizes  map[ast.Node]float64             // of trees, in operands
+}
+
+// declare binds the variable's uses that no inner declaration has bound.
+func (g *growth) declare(let *ast.VariableDeclaratorNode) {
+	walk(let.Expr, func(n ast.Node) {
+		if use, ok := n.(*ast.IdentifierNode); ok && use.Value == let.Name && g.values[use] == nil {
+			g.values[use] = let.Value
+		}
+	})
 }
 
 // of returns the size of a tree in operands.
-func (g *growth) of(tree ast.Node) (size float64) {
+func (g *growth) of(tree ast.Node) float64 {
+	if size, known := g.sizes[tree]; known {
+		return size
+	}
+	size := 0.0
 	walk(tree, func(n ast.Node) {
-		if name, ok := n.(*ast.IdentifierNode); ok {
-			size += g.ofVariable(name.Value)
-			return
-		}
 		size++
+		switch n := n.(type) {
+		case *ast.IdentifierNode:
+			if value := g.values[n]; value != nil {
+				size += g.of(value)
+			}
+		case *ast.BuiltinNode:
+			if n.Name == "toJSON" {
+				size += g.of(n.Arguments[0])
+			}
+		}
 	})
+	g.sizes[tree] = size
 	return size
-}
-
-func (g *growth) ofVariable(name string) float64 {
-	values := g.values[name]
-	if size, known := g.sizes[name]; known || len(values) == 0 {
-		return max(size, 1)
-	}
-	if len(values) > 1 { // in several scopes, and a name does not tell which
-		return math.Inf(1)
-	}
-	g.sizes[name] = 1 // within its own let, the name is another variable
-	g.sizes[name] = g.of(values[0])
-	return g.sizes[name]
 }
 
 // walk calls visit for every node of a tree.

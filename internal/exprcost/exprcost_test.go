@@ -21,6 +21,15 @@ func doubled(n int, double string) string {
 	return text + fmt.Sprintf("a%d", n)
 }
 
+// nested doubles v n times, each time in a variable of the same name.
+func nested(n int) string {
+	text := "v"
+	for range n {
+		text = "(let b = " + text + "; b + b)"
+	}
+	return text
+}
+
 func TestCheckRefusesExponentialValues(t *testing.T) {
 	t.Parallel()
 	for text, refused := range map[string]bool{
@@ -36,7 +45,9 @@ func TestCheckRefusesExponentialValues(t *testing.T) {
 		doubled(20, "toJSON(x)"):                                      true,
 		doubled(20, "x + lower(x)"):                                   true,
 		strings.Repeat("toJSON(", 20) + "v" + strings.Repeat(")", 20): true,
-		"(let b = v; b + b) + (let b = v; b)":                         true,
+		"(let b = v; b + b) + (let b = v; b)":                         false,
+		strings.Repeat("toJSON(a) == toJSON(b) and ", 20) + "true":    false,
+		nested(20): true,
 	} {
 		tree, err := parser.Parse(text)
 		require.NoError(t, err)
