@@ -144,6 +144,7 @@ func TestInvalidEndsAndWaitsChangeNothing(t *testing.T) {
 		"long start key":     `select start_agent_execution('external', '{}', repeat($1::text, 99))`,
 		"start in no trace":  `select start_agent_execution('external', '{}', null, $1::text)`,
 		"start unknown loss": `select start_agent_execution('external', '{}', null, null, $1::text)`,
+		"start to resume":    `select start_agent_execution('external', nullif('{}', $1::text)::jsonb, null, null, 'resume')`,
 		"outcome recorded":   `select checkpoint_agent_execution($1::uuid, 'lock', 'wait event 1', null)`,
 		"long cancel":        `select cancel_agent_execution($1::uuid, 'ana', repeat($1::uuid::text, 99))`,
 		"long break":         `select break_agent_lock('x', repeat($1::text, 99))`,

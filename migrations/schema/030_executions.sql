@@ -1355,7 +1355,7 @@ begin
     raise exception 'a flow and a key have at most 2500 bytes' using errcode = '22023';
   elsif p_trace_id <> '' and p_trace_id !~ '^(hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}$' then
     raise exception '% is not a trace id', quote_literal(left(p_trace_id, 60)) using errcode = '22023';
-  elsif (p_on_lost in ('resume', 'fail', 'hand_on')) is not true then
+  elsif (p_on_lost in ('fail', 'hand_on')) is not true then
     raise exception 'on_lost % is not valid: give fail or hand_on', coalesce(quote_literal(left(p_on_lost, 40)), 'null')
       using errcode = '22023';
   end if;
