@@ -4,9 +4,11 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"io"
 	"log/slog"
 	"regexp"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -154,4 +156,14 @@ func TestCloseEndsCallsThatWaitForAConnection(t *testing.T) {
 		"a waiting call: %v", err)
 	failure, ok = errors.AsType[*skills.CallError](s.recordFailure(c.baseCtx, "test", context.Canceled))
 	assert.Truef(t, ok && strings.Contains(failure.Message, "closed"), "a connection that Close ended: %+v", failure)
+}
+
+func TestResponseOfTheLimitIsRead(t *testing.T) {
+	t.Parallel()
+	for _, limit := range []int{3, 4} {
+		var tooLong atomic.Bool
+		body := boundedBody{ReadCloser: io.NopCloser(strings.NewReader("four")), remaining: limit, responseTooLong: &tooLong}
+		_, err := io.ReadAll(&body)
+		assert.Truef(t, (err != nil) == (limit < 4) && tooLong.Load() == (limit < 4), "limit %d: %v", limit, err)
+	}
 }

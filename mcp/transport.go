@@ -126,11 +126,10 @@ func (b *boundedBody) Close() error {
 }
 
 func (b *boundedBody) Read(p []byte) (int, error) {
-	if b.remaining <= 0 {
+	n, err := b.ReadCloser.Read(p[:min(len(p), b.remaining+1)])
+	if b.remaining -= n; b.remaining < 0 {
 		b.responseTooLong.Store(true)
 		return 0, fmt.Errorf("the response has more than %d bytes", maxMessage)
 	}
-	n, err := b.ReadCloser.Read(p[:min(len(p), b.remaining)])
-	b.remaining -= n
 	return n, err
 }
