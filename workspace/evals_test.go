@@ -90,6 +90,7 @@ func TestEvalProblemNamesItsLine(t *testing.T) {
 		"unknown field":    {"times: 1", "tims: 1", "tims: 1"},
 		"wrong type":       {"iterations: 3", "latency: soon", "latency: soon"},
 		"empty stub":       {"{error: down}", "{when: {}}", "{when: {}}"},
+		"zero character":   {"Money back", `Money\0back`, "Money"},
 		"unknown role":     {`{user: "Money`, `{usr: "Money`, `{usr: "Money`},
 		"unknown agent":    {"name: returns\n", "name: returns\nagent: nobody\n", "agent: nobody"},
 	} {

@@ -116,10 +116,22 @@ func (l *loader) file(name, shown string) {
 			l.problems.add(Position{File: shown, Line: line}, "is not YAML: %s%s", message, syntaxAdvice(message))
 			return
 		}
-		if node := root.Content[0]; node.ShortTag() != "!!null" {
+		if node := root.Content[0]; node.ShortTag() != "!!null" && !l.hasNUL(shown, node) {
 			l.document(shown, node)
 		}
 	}
+}
+
+// hasNUL reports the texts and keys below a node that PostgreSQL cannot store.
+func (l *loader) hasNUL(file string, node *yaml.Node) bool {
+	found := strings.Contains(node.Value, "\x00")
+	if found {
+		l.problems.add(position(file, node), "the text has the character U+0000, which PostgreSQL cannot store")
+	}
+	for _, below := range node.Content {
+		found = l.hasNUL(file, below) || found
+	}
+	return found
 }
 
 func read(fsys fs.FS, name string) ([]byte, error) {
