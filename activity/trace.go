@@ -98,7 +98,7 @@ func assemble(roots []root, rows []Row) Trace {
 		t.Tokens += int64(row.TokenUsage.TotalTokens)
 		t.CostUSD += row.CostUSD
 	}
-	t.CostUSD = roundToMicros(t.CostUSD)
+	t.CostUSD = RoundToMicros(t.CostUSD)
 	return t
 }
 
@@ -123,8 +123,8 @@ func Spent(ctx context.Context, db postgres.DB, traceID string) (used Usage, cos
 	return used, costUSD, nil
 }
 
-// roundToMicros rounds to millionths of a dollar, as stored.
-func roundToMicros(usd float64) float64 { return float64(int64(usd*1e6+0.5)) / 1e6 }
+// RoundToMicros rounds to millionths of a dollar, as stored.
+func RoundToMicros(usd float64) float64 { return float64(int64(usd*1e6+0.5)) / 1e6 }
 
 // statusOf is the status of a trace without an execution (a skipped tick, an admin's act), in the terms of
 // executions.

@@ -232,7 +232,8 @@ func (s *Session) readOutcome(ctx context.Context, done Done, x executions.Execu
 		if err := json.Unmarshal(x.Result, &o); err != nil {
 			return done, fmt.Errorf("read result of turn: %w", err)
 		}
-		done.Ended, done.Text, done.Until, done.Usage, done.CostUSD = o.Ended, o.Text, o.Until, o.Usage, o.CostUSD
+		done.Ended, done.Text, done.Until, done.Usage = o.Ended, o.Text, o.Until, o.Usage
+		done.CostUSD = activity.RoundToMicros(o.CostUSD)
 		return done, nil
 	case executions.Cancelled:
 		return done, problem.New(http.StatusConflict, "the turn was cancelled by %s: %s", postgres.Deref(x.CancelledBy),

@@ -192,3 +192,12 @@ func FuzzStream(f *testing.F) {
 		assert.Equal(t, "", cmp.Diff(want, call)+cmp.Diff(Done{Text: text}, done)+cmp.Diff(Delta{text}, delta), text)
 	})
 }
+
+// The float of a sum has digits that no row of the log has.
+func TestCostOfTurnIsRounded(t *testing.T) {
+	t.Parallel()
+	x := executions.Execution{Status: executions.Completed, Result: json.RawMessage(`{"cost_usd": 0.007700000000000001}`)}
+	done, err := new(Session).readOutcome(t.Context(), Done{}, x)
+	require.NoError(t, err)
+	assert.Equal(t, 0.0077, done.CostUSD)
+}
