@@ -1,6 +1,7 @@
 package engineroom
 
 import (
+	"net/url"
 	"strings"
 	"testing"
 
@@ -24,6 +25,8 @@ func TestFindExecutionsByLabel(t *testing.T) {
 	assert.True(t, !strings.Contains(body, "<b>"), "a label is not escaped")
 	body = wantTexts(t, server.URL+"/executions?label=order%3DA-1001+%3Cb%3E&surface=flow", "flow_0")
 	assert.True(t, !strings.Contains(body, ">flow_1<"), "the name of the label does not narrow")
+	longest := strings.Repeat("n", 32) + "=" + strings.Repeat("\U0001F600", 200)
+	wantTexts(t, server.URL+"/executions?label="+url.QueryEscape(longest), "No execution matches")
 	wantTexts(t, server.URL+"/executions?label=nothing", "No execution matches")
 	wantTexts(t, server.URL+"/executions?label=nothing&view=waiting", "No waiting execution matches")
 	wantTexts(t, server.URL+"/find?q=A-10", "About", "flow_0", "flow_1")
