@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"strings"
 	"syscall"
 	"time"
 
@@ -62,6 +63,9 @@ rejected. The break is recorded under the holder's trace with the reason.`,
 			}
 			if err != nil {
 				return err
+			}
+			if id, run := strings.CutPrefix(args[0], "execution:"); run && !broken {
+				return hint(fmt.Errorf("%s is an execution, not a lane", args[0]), "agent executions cancel %s ends it", id)
 			}
 			if !broken {
 				return hint(fmt.Errorf("lane %q is not held", args[0]), "see agent lanes ls")

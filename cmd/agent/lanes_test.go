@@ -145,6 +145,8 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 	assert.Truef(t, got.code == 1 && got.err == "agent: lane \"pipeline:x\" is not "+
 		"held; see agent lanes ls\n", "released twice: exit %d, stderr %q", got.code, got.err)
 	assert.Contains(t, p.must("activity", "ls"), "break_lane")
+	got = p.run("lanes", "release", "execution:x")
+	assert.Equal(t, "agent: execution:x is an execution, not a lane; agent executions cancel x ends it\n", got.err)
 }
 
 // An invalid lane or TTL exits with 2; the command does not run and nothing is written.
