@@ -29,7 +29,7 @@ func replay(t *testing.T, p *testEngine, id string) executions.Replayed {
 	t.Helper()
 	got, err := p.Replay(t.Context(), id)
 	require.NoError(t, err)
-	assert.Truef(t, got.Equal == (got.Divergence == nil) && got.Equal == (got.Digest == got.ReplayDigest),
+	require.Truef(t, got.Equal == (got.Divergence == nil) && got.Equal == (got.Digest == got.ReplayDigest),
 		"digest and divergence contradict each other: %+v", got)
 	return got
 }
@@ -153,13 +153,12 @@ func TestReplayReportsDivergence(t *testing.T) {
 	awaitStatus(t, pool, id, executions.Completed)
 	before := dumpExecution(t, pool, id)
 	for change, want := range map[string][2]string{
-		"":                {"", ""},
-		"order":           {"b", executions.DivergedOrder},
-		"more":            {"new", executions.DivergedUnrecorded},
-		"more at the end": {"new", executions.DivergedUnrecorded},
-		"less":            {"c", executions.DivergedUnreached},
-		// the code says why it ends there
-		"less, and failure": {"c", executions.DivergedUnreached},
+		"":                  {"", ""},
+		"order":             {"b", executions.DivergedOrder},
+		"more":              {"new", executions.DivergedUnrecorded},
+		"more at the end":   {"new", executions.DivergedUnrecorded},
+		"less":              {"c", executions.DivergedUnreached},
+		"less, and failure": {"c", executions.DivergedUnreached}, // the message has the flow's error
 		"input":             {"b", executions.DivergedInput},
 		"type":              {"a", executions.DivergedInput},
 		"wait":              {"pause", executions.DivergedUnrecorded},
@@ -175,8 +174,9 @@ func TestReplayReportsDivergence(t *testing.T) {
 			assert.Truef(t, got.Equal, "unchanged: %+v", got.Divergence)
 			continue
 		}
-		assert.Truef(t, !got.Equal && got.Divergence.Step == want[0] && got.Divergence.Kind == want[1] &&
-			got.Divergence.Message != "", "%s: %+v, want %v", change, got.Divergence, want)
+		require.Truef(t, !got.Equal, "%s: the replay is equal, want %v", change, want)
+		assert.Truef(t, got.Divergence.Step == want[0] && got.Divergence.Kind == want[1] && got.Divergence.Message != "",
+			"%s: %+v, want %v", change, got.Divergence, want)
 		if strings.HasSuffix(change, "failure") && !strings.HasSuffix(got.Divergence.Message, ": out of order") {
 			t.Errorf("%s: the reason is missing: %s", change, got.Divergence.Message)
 		}
