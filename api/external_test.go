@@ -304,8 +304,8 @@ func TestStartWithKeyAndChild(t *testing.T) {
 	a.request("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+
 		`","queue":"interactive","priority":1,"reason":"a second check"}`, 201, &child)
 	assert.Truef(t, child.TraceID == first.TraceID && child.ID != first.ID, "the child is %+v", child)
-	pgtest.Equal(t, a.pool, first.ID+" "+child.ID, `
-		select concat_ws(' ', input ->> 'parent_id', output ->> 'execution_id') from agent_activity
+	pgtest.Equal(t, a.pool, first.ID+" "+child.ID+" "+first.TraceID, `
+		select concat_ws(' ', input ->> 'parent_id', output ->> 'execution_id', trace_id) from agent_activity
 		 where skill_name = 'start_execution' and purpose = 'a second check'`)
 	a.request("POST", "/v1/executions/"+first.ID+"/cancel", `{"reason":"enough"}`, 200, &again)
 	a.checkProblem(a.raw("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`"}`, asAdmin()), 409,

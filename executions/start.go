@@ -82,13 +82,16 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (x Exe
 	return x, created, nil
 }
 
-// StartByAdmin starts an execution and records the admin's action in the same transaction. reason may be empty.
+// StartByAdmin starts an execution and records the admin's action in the same transaction. reason may be empty. The
+// start of a child is recorded in the parent's trace.
 func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (x Execution, created bool, err error) {
-	input := map[string]any{"flow": s.Flow, "thread_id": s.ThreadID}
-	if s.ParentID != "" {
-		input["parent_id"] = s.ParentID
+	act := activity.Act{
+		Name: "start_execution", Reason: reason, Within: true, Input: map[string]any{"flow": s.Flow, "thread_id": s.ThreadID},
 	}
-	act := activity.Act{Name: "start_execution", Reason: reason, Within: true, Input: input}
+	if s.ParentID != "" {
+		act.Input["parent_id"] = s.ParentID
+		act.TraceID = string(s.TraceID)
+	}
 	err = e.withKey(ctx, s.lockName(), func(ctx context.Context) error {
 		_, err := activity.Record(ctx, e.pool, act, func(tx pgx.Tx, _ string) (_ any, err error) {
 			if x, created, err = e.StartTx(ctx, tx, s); err != nil || !created {
