@@ -13,6 +13,8 @@ const (
 	// failuresRead bounds the failed executions that are read, failuresOfCall the failed calls of one name, and
 	// failingNames the names.
 	failuresRead, failuresOfCall, failingNames = 200, 30, 30
+	// failedScanned bounds the failed executions that are searched for those that count.
+	failedScanned = 5000
 	// outcomesRead bounds the runs of a flow, or calls of a skill, that are searched for successes.
 	outcomesRead = 100
 	// newestRead bounds the newest rows of the log that are searched for names, because the counts lag behind.
@@ -64,7 +66,7 @@ func ReadFailures(ctx context.Context, db postgres.DB) (result Failures, err err
 	since := time.Now().Add(-24 * time.Hour)
 	result.list, err = postgres.RowsGeneric[failure](ctx, db, "list failures", failingSQL, postgres.Strict{
 		"since": since, "max_executions": failuresRead, "max_calls": failuresOfCall, "max_names": failingNames,
-		"max_outcomes": outcomesRead, "newest": newestRead, "rejections": rejectionsRead,
+		"max_scanned": failedScanned, "max_outcomes": outcomesRead, "newest": newestRead, "rejections": rejectionsRead,
 	})
 	if err != nil || len(result.list) == 0 {
 		return result, err

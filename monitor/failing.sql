@@ -1,15 +1,18 @@
 -- Failures since @since (the last day): executions that failed or timed out, at most @max_executions of each, then calls of skills,
--- other actions and models, at most @max_calls of a name. An execution whose call a person rejected did not fail. Evals do not count.
+-- other actions and models, at most @max_calls of a name. An execution whose call a person rejected did not fail. Evals do not count:
+-- of the broken executions the newest @max_scanned are searched for others.
 -- inner_message is the last error inside an execution. It is also the deepest error, because an action begins after the
 -- action that contains it.
 with rejected as materialized (select lanekeeper.agent_rejected_executions(@rejections) as id),
 broken as materialized (
   select x.* from (
     (select e.id, e.parent_id, e.trace_id, e.agent, e.flow, e.failed_step, e.error_message, coalesce(e.completed_at, e.updated_at) as at
-       from agent_executions e where e.status = 'failed' and e.surface <> 'eval' and e.id not in (select r.id from rejected r) order by e.id desc limit @max_executions::int)
+       from (select * from agent_executions where status = 'failed' order by id desc limit @max_scanned::int) e
+      where e.surface <> 'eval' and e.id not in (select r.id from rejected r) order by e.id desc limit @max_executions::int)
     union all
     (select e.id, e.parent_id, e.trace_id, e.agent, e.flow, e.failed_step, coalesce(e.error_message, 'timed out'), coalesce(e.completed_at, e.updated_at)
-       from agent_executions e where e.status = 'timeout' and e.surface <> 'eval' order by e.id desc limit @max_executions::int)) x
+       from (select * from agent_executions where status = 'timeout' order by id desc limit @max_scanned::int) e
+      where e.surface <> 'eval' order by e.id desc limit @max_executions::int)) x
    where x.at > @since::timestamptz),
 named as materialized (
   select n.name from (
