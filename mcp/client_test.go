@@ -122,6 +122,20 @@ func TestOtherLinesOfChildAreSkipped(t *testing.T) {
 	assert.True(t, !strings.Contains(f.log.String(), "level\\"), "later lines are logged too: ", f.log.String())
 }
 
+// A broken response fails its call before the timeout.
+func TestBrokenMessageOfChildEndsSession(t *testing.T) {
+	t.Parallel()
+	f := newClientFixture(t, nil)
+	d := stdioServer(t, map[string]any{childVariable: "broken"})
+	d.TimeoutMS = 60_000
+	f.put(d)
+	f.sync()
+	start := time.Now()
+	f.wantFailure("cut", `{}`, skills.ClassUnavailable, "")
+	took := time.Since(start)
+	assert.Truef(t, took <= maxTimedOutCall, "the call took %s", took)
+}
+
 // A child that starts or responds slowly fails calls, but keeps running.
 func TestTimeoutsKeepSlowChild(t *testing.T) {
 	t.Parallel()

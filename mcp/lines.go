@@ -12,16 +12,14 @@ import (
 	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
 )
 
-// lineReader reads the peer's messages, one per line. It skips an invalid line itself, because the SDK would end the
-// session.
+// lineReader reads the peer's messages, one per line. It skips lines for which the SDK would end the session.
 type lineReader struct {
 	io.Closer
 	in       *bufio.Reader
-	maxBytes int    // limit of a message
+	maxBytes int    // a longer line is cut, but stays longer
 	rest     []byte // unread rest of the current line
-	batches  bool   // the version of the protocol has batches
-	// invalid handles an invalid line. Its error ends the session.
-	invalid func(line []byte, problem *jsonrpc.Error) error
+	// accept reports whether the SDK reads a line. Its error ends the session.
+	accept func(line []byte) (bool, error)
 }
 
 func (l *lineReader) Read(p []byte) (int, error) {
@@ -30,10 +28,11 @@ func (l *lineReader) Read(p []byte) (int, error) {
 		if err != nil {
 			return 0, err
 		}
-		if problem := l.validate(line); problem == nil {
-			l.rest = append(bytes.TrimSpace(line), '\n') // the SDK ends the session at a blank after a message
-		} else if err := l.invalid(line, problem); err != nil {
+		line = bytes.TrimSpace(line) // the SDK ends the session at a blank after a message
+		if ok, err := l.accept(line); err != nil {
 			return 0, err
+		} else if ok {
+			l.rest = append(line, '\n')
 		}
 	}
 	n := copy(p, l.rest)
@@ -61,9 +60,22 @@ func (l *lineReader) next() ([]byte, error) {
 	}
 }
 
+// clientLines validates a client's lines, and rejects invalid ones.
+type clientLines struct {
+	out      io.Writer
+	maxBytes int
+	batches  bool // the client's version of the protocol has batches
+}
+
+func (l *clientLines) accept(line []byte) (bool, error) {
+	if problem := l.validate(line); problem != nil {
+		return false, reject(l.out, line, problem)
+	}
+	return true, nil
+}
+
 // validate returns why a line is no valid message, or batch of messages; nil for a valid one.
-func (l *lineReader) validate(line []byte) *jsonrpc.Error {
-	line = bytes.TrimSpace(line)
+func (l *clientLines) validate(line []byte) *jsonrpc.Error {
 	switch {
 	case len(line) > l.maxBytes:
 		return &jsonrpc.Error{

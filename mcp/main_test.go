@@ -40,7 +40,8 @@ func TestMain(m *testing.M) {
 }
 
 // runChild runs a stdio server. The kind "slow" starts late; the kind "stall" stops reading after 100,000 bytes;
-// the kind "change" changes its tools; the kind "noisy" prints log lines to stdout.
+// the kind "change" changes its tools; the kind "noisy" prints log lines to stdout;
+// the kind "broken" has the tool cut, whose response is cut.
 func runChild(kind string) int {
 	fmt.Fprintln(os.Stderr, "child begins")
 	if kind == "slow" {
@@ -61,7 +62,18 @@ func runChild(kind string) int {
 		_ = newServer(tools("")...).Run(context.Background(), t)
 		return 0
 	}
-	if err := newServer(tools(os.Getenv("DESCRIPTION"))...).Run(context.Background(), &sdk.StdioTransport{}); err != nil {
+	all := tools(os.Getenv("DESCRIPTION"))
+	if kind == "broken" {
+		all = append(all, tool{
+			sdk.Tool{Name: "cut", InputSchema: json.RawMessage(`{"type":"object"}`)},
+			func(ctx context.Context, _ *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+				fmt.Println(`{"jsonrpc":"2.0","id":2,"resu`)
+				<-ctx.Done()
+				return nil, ctx.Err()
+			},
+		})
+	}
+	if err := newServer(all...).Run(context.Background(), &sdk.StdioTransport{}); err != nil {
 		return 1
 	}
 	return 0

@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/agents"
@@ -89,10 +88,8 @@ func (s *Server) Serve(ctx context.Context, in io.ReadCloser, out io.WriteCloser
 	var wg sync.WaitGroup
 	wg.Go(func() { s.watchOffers(ctx, server, revisions) })
 	writer := &serializedWriter{WriteCloser: out}
-	reader := &lineReader{
-		Closer: in, in: bufio.NewReader(in), maxBytes: maxRequestBody,
-		invalid: func(line []byte, problem *jsonrpc.Error) error { return reject(writer, line, problem) },
-	}
+	lines := &clientLines{out: writer, maxBytes: maxRequestBody}
+	reader := &lineReader{Closer: in, in: bufio.NewReader(in), maxBytes: maxRequestBody, accept: lines.accept}
 	err = server.Run(ctx, &sdk.IOTransport{Reader: reader, Writer: writer, MaxLineLength: maxRequestBody})
 	if ctx.Err() != nil || clientLeft(err) {
 		err = nil

@@ -2,15 +2,16 @@ package mcp
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"crypto/tls"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net/http"
 	"slices"
 	"sync/atomic"
 
-	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -33,24 +34,31 @@ func (c *Client) transport(conn *connection, values map[string]string) (sdk.Tran
 }
 
 // childReader reads a child's messages. It skips other lines, because some servers print their log to stdout, and logs
-// the first.
+// the first. A broken message ends the session, because the call that waits for it would time out.
 func (c *Client) childReader(conn *connection) io.ReadCloser {
 	var warned bool
 	stdout := conn.child.stdout
 	return &lineReader{
-		Closer: stdout, in: bufio.NewReader(stdout), maxBytes: maxMessage, batches: true,
-		invalid: func(line []byte, problem *jsonrpc.Error) error {
-			if len(line) > maxMessage {
-				return problem
+		Closer: stdout, in: bufio.NewReader(stdout), maxBytes: maxMessage,
+		accept: func(line []byte) (bool, error) {
+			if maybeMessage(line) {
+				return true, nil
 			}
 			if !warned {
 				c.log.Warn("MCP server prints other text than messages", "server", conn.remote.Name,
-					"line", conn.shownText(string(line), maxStderrLine), "error", problem.Message)
+					"line", conn.shownText(string(line), maxStderrLine))
 			}
 			warned = true
-			return nil
+			return false, nil
 		},
 	}
+}
+
+// maybeMessage reports whether a line may be a message, whole or broken. A line of a log is text, or JSON without the
+// version of JSON-RPC.
+func maybeMessage(line []byte) bool {
+	return bytes.HasPrefix(bytes.TrimLeft(line, "[ "), []byte("{")) &&
+		(bytes.Contains(line, []byte(`"jsonrpc"`)) || !json.Valid(line))
 }
 
 // childEnv returns the environment of a child: the minimum for a program to start, and the declared variables.
