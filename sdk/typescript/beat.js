@@ -7,7 +7,7 @@ let locks = [];
 parentPort?.on("message", (ids) => { locks = ids; });
 
 async function beat() {
-  let failed = false;
+  let lost = false;
   if (locks.length > 0) {
     try {
       const answer = await fetch(`${url}/v1/locks`, {
@@ -17,12 +17,12 @@ async function beat() {
         signal: AbortSignal.timeout(every),
         redirect: "manual",
       });
-      failed = !answer.ok;
+      lost = answer.status >= 500; // after another refusal, an early beat would get the same answer
       if (answer.ok) parentPort?.postMessage((await answer.json()).locks);
     } catch {
-      failed = true; // a lock ends three beats after its renewal
+      lost = true; // a lock ends three beats after its renewal
     }
   }
-  setTimeout(beat, failed ? every / 10 : every);
+  setTimeout(beat, lost ? every / 10 : every);
 }
 setTimeout(beat, every);

@@ -342,6 +342,27 @@ func TestLocksSurviveLostHeartbeat(t *testing.T) {
 	})
 }
 
+// A lost heartbeat is repeated soon; a refused one is not.
+func TestRefusedHeartbeatIsNotRepeatedSoon(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		target, err := url.Parse(w.base)
+		require.NoError(w, err)
+		var beats atomic.Int64
+		proxy := httputil.NewSingleHostReverseProxy(target)
+		base := testkit.Serve(w, http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+			if r.Method == http.MethodPut {
+				beats.Add(1)
+				rw.WriteHeader(http.StatusTooManyRequests)
+				return
+			}
+			proxy.ServeHTTP(rw, r)
+		}))
+		w.worker("first", base, 9)
+		w.checkEnd(w.start("external:scenario", `{"steps":1,"pause_ms":5000}`), "completed", "the sum is 1")
+		assert.True(w, beats.Load() >= 1 && beats.Load() <= 3, "heartbeats: ", beats.Load())
+	})
+}
+
 // onlyTypeScript runs a test for the SDK whose flows are asynchronous.
 func onlyTypeScript(t *testing.T, test func(w *testEnv)) {
 	t.Helper()

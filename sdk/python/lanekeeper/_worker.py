@@ -269,16 +269,17 @@ class Worker:
             with self._changed:
                 locks = list(self._runs)
             states: list[dict[str, Any]] = []
-            failed = False
+            lost = False
             if locks:
                 try:
                     body = {"lock_ids": locks}
                     states = self._connection.call("PUT", "/v1/locks", body, seconds=every, attempts=1)["locks"]
                 except Exception as error:  # whatever came, this thread goes on
-                    failed = True
+                    # Another beat sooner would get the same answer, or, after 429, burden a busy server.
+                    lost = not isinstance(error, RequestError) and getattr(error, "code", 500) >= 500
                     if pause == every:
                         log.warning("locks not renewed; the next beat tries again: %s", error)
-            pause = every / 10 if failed else every  # a lock ends three beats after its renewal
+            pause = every / 10 if lost else every  # a lock ends three beats after its renewal
             for state in states:
                 run = self._runs.get(state["lock_id"])
                 if run is None:
