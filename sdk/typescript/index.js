@@ -19,7 +19,12 @@ export class FlowError extends Error {
 
 export class TimeoutError extends Error {}
 
-export class LostError extends Error {}
+/** Marks the errors that stop a run, and the listener onRejection, in each copy of this package. */
+const stopMark = Symbol.for("lanekeeper.stop");
+
+export class LostError extends Error {
+  get [stopMark]() { return true; }
+}
 
 export class RequestError extends Error {
   constructor(status, detail, holder) {
@@ -37,7 +42,9 @@ export class Result {
 }
 
 /** Suspended unwinds a flow. The run remembers it, so code that catches it does no harm. */
-class Suspended extends Error {}
+class Suspended extends Error {
+  get [stopMark]() { return true; }
+}
 
 /** A connection to the server. Every request may be sent twice, so it is repeated while the server is away. */
 class Connection {
@@ -263,8 +270,23 @@ function errorText(error) {
  * could end the process with all others. Another rejection ends it, unless the program has a listener of its own.
  */
 function onRejection(reason) {
-  if ([reason, reason?.cause].some((error) => error instanceof LostError || error instanceof Suspended)) return;
-  if (process.listenerCount("unhandledRejection") === 1) throw reason;
+  if (reason?.[stopMark] || reason?.cause?.[stopMark]) return;
+  if (process.listeners("unhandledRejection").every((listener) => listener[stopMark])) throw reason;
+}
+onRejection[stopMark] = true;
+
+/** Workers whose runs have not all ended. */
+let working = 0;
+
+function listen() {
+  const flags = [environment.NODE_OPTIONS, ...process.execArgv].join(" ");
+  const mode = [...flags.matchAll(/--unhandled-rejections[= ]([a-z-]+)/g)].at(-1)?.[1] ?? "throw";
+  // In other modes a rejection does not end the process, or ends it before the listeners are called.
+  if (working++ === 0 && mode === "throw") process.on("unhandledRejection", onRejection);
+}
+
+function unlisten() {
+  if (--working === 0) process.off("unhandledRejection", onRejection);
 }
 
 /** A line for people. */
@@ -304,7 +326,7 @@ export class Worker {
     }
     if (this.#running) throw new Error("this worker runs already");
     this.#running = true;
-    process.off("unhandledRejection", onRejection).on("unhandledRejection", onRejection);
+    listen();
     const heart = new Thread(new URL("./beat.js", import.meta.url), {
       workerData: { url: this.#connection.url, token: this.#connection.token, every: (this.#ttl * 1000) / 3 },
     });
@@ -326,10 +348,12 @@ export class Worker {
         if (running.size >= concurrency) await untilFree(running, signal);
       }
     } finally {
-      await Promise.race([Promise.all(running), pause(graceSeconds * 1000, undefined, { ref: false })]);
+      const ended = Promise.all(running);
+      await Promise.race([ended, pause(graceSeconds * 1000, undefined, { ref: false })]);
       for (const run of this.#runs.values()) run.stop(new LostError("the worker stops; another continues the run"));
       await heart.terminate();
       this.#running = false;
+      ended.then(unlisten);
     }
   }
 

@@ -396,6 +396,36 @@ func TestCancelEndsNoOtherFlow(t *testing.T) {
 	})
 }
 
+// Two copies of the SDK run workers in one process. The server is away.
+func TestProgramKeepsItsUnhandledRejections(t *testing.T) {
+	onlyTypeScript(t, func(w *testEnv) {
+		sdk, err := filepath.Abs("../../sdk/typescript/index.js")
+		require.NoError(w, err)
+		const script = `
+			const end = new AbortController(), copies = [];
+			for (const copy of ["", "?copy"]) {
+				const { Worker } = await import(process.env.SDK + copy);
+				const worker = new Worker({ url: "http://127.0.0.1:1", token: "token", log() {} });
+				worker.flow("external", () => {});
+				copies.push(worker.start({ signal: end.signal }));
+			}
+			setTimeout(() => Promise.reject(new Error("of the program")), 100);
+			setTimeout(() => end.abort(), 200);
+			await Promise.all(copies);
+			console.log("listeners:", process.listenerCount("unhandledRejection"));`
+		file := filepath.Join(w.TempDir(), "two.mjs")
+		require.NoError(w, os.WriteFile(file, []byte(script), 0o600))
+		run := func(flag string) string {
+			cmd := exec.Command(w.command[0], flag, file)
+			cmd.Env = proctest.Environ("SDK=" + sdk)
+			out, err := cmd.CombinedOutput()
+			return fmt.Sprint(err, " ", string(out))
+		}
+		assert.Contains(w, run("--unhandled-rejections=throw"), "exit status 1", "Error: of the program")
+		assert.Contains(w, run("--unhandled-rejections=warn"), "<nil>", "Error: of the program", "listeners: 0")
+	})
+}
+
 // The server numbers waits in the order of their requests. The first request arrives late.
 func TestWaitsAtOnceGetTheirOwnEvents(t *testing.T) {
 	onlyTypeScript(t, func(w *testEnv) {
