@@ -156,7 +156,7 @@ func uncounted(ctx context.Context, pool *pgxpool.Pool) (reason string, err erro
 			                where a.id >= (select c.counted_upto from agent_activity_counted c)
 			                  and a.id < lanekeeper.agent_uuid7_floor(@before))
 			       or exists (select from agent_activity_uncounted u where u.activity_id < lanekeeper.agent_uuid7_floor(@before))
-			    then 'some rows are not counted yet; agent serve counts them when no write transaction is open'
+			    then 'some rows are not counted yet; agent serve counts an ended row when no write transaction is open'
 			  else '' end`, postgres.Strict{"before": s.Before}).Scan(&reason)
 	})
 	return reason, err

@@ -133,9 +133,9 @@ func (r *Runner) all(ctx context.Context) error {
 	}
 }
 
-// Dispatch starts ready runs once and returns the number that this caller started. A run that cannot start delays no
-// other. While the agent is paused it starts none: it records due times of schedules as skipped, and other runs stay
-// ready.
+// Dispatch starts a batch of ready runs and returns the number that this caller started. After a run that cannot start
+// it continues with the next. While the agent is paused it starts none: it records due times of schedules as skipped,
+// and other runs stay ready.
 func (r *Runner) Dispatch(ctx context.Context) (started int, err error) {
 	if err := SettleAbandoned(ctx, r.Pool, r.Logger); err != nil {
 		return 0, fmt.Errorf("dispatch automations: %w", err)

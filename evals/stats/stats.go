@@ -222,8 +222,8 @@ func gcd(a, b int) int {
 }
 
 // Difference returns the confidence interval of the mean difference, at the level of the plan. It inverts the test: the
-// interval has every difference that the test does not reject. With few cases the test rejects nothing, and the
-// interval is [-1, 1].
+// interval has the differences that the test does not reject. With many cases it rounds their differences, so near the
+// level the interval and the p-value may disagree. With few cases the test rejects nothing: the interval is [-1, 1].
 func Difference(pairs []Pair, plan Plan) Interval {
 	diffs := differences(pairs)
 	alpha := Alpha / 2 / float64(max(plan.Looks, 1))

@@ -316,7 +316,7 @@ declare
   a record;
 begin
   if tg_table_name = 'agent_approvals' then
-    raise exception '%', case when old.status = new.status
+    raise exception '%', case when old.status in ('pending', new.status)
         then 'the call of an approval cannot be changed; a call with other arguments needs its own approval'
         else format('an approval that is %s stays %1$s; the call needs its own approval', old.status) end
       using errcode = 'LK003', detail = format('approval %s', old.id);
