@@ -203,7 +203,7 @@ func (s *scenario) carryOut() bool {
 		var r *run
 		if inside := s.some(func(r *run) bool { // an execution makes one attempt of a run
 			return r.claimed && r.flow != "automation" &&
-				!slices.Contains(s.facts, tied{r.trace, edge{"did", "ran", j.ref(), r.ref()}})
+				!slices.Contains(s.facts, fact{r.trace, edge{"did", "ran", j.ref(), r.ref()}})
 		}); inside != nil && s.rng.IntN(3) == 0 {
 			r = inside
 			s.fact(r.trace, "did", "ran", j.ref(), r.ref())
@@ -718,10 +718,50 @@ func (s *scenario) say() bool {
 		with place as (update agent_threads set next_seq = next_seq + 1 where id = 'talk' returning next_seq - 1 as seq)
 		insert into agent_messages (thread_id, seq, turn, role, content, execution_id, trace_id, status)
 		select 'talk', seq, seq, 'assistant', 'hello', $1, $2, 'sent' from place`, r.id, r.trace)
-	said := tied{r.trace, edge{"led to", "said", r.ref(), "thread talk"}}
+	said := fact{r.trace, edge{"led to", "said", r.ref(), "thread talk"}}
 	if !slices.Contains(s.facts, said) { // one row for all messages
 		s.facts = append(s.facts, said)
 	}
+	return true
+}
+
+// crowd has two executions of other traces wait for one event. A third execution sends it, through one of a worker's
+// interfaces.
+func (s *scenario) crowd() bool {
+	by := s.some(working)
+	if by == nil {
+		return false
+	}
+	e := &event{name: "EVENT_COMPLETED", key: s.name("crowd"), by: by.ref(), trace: by.trace}
+	var waiting []*run
+	for range 2 {
+		r := s.start(executions.Spec{Flow: "waits", Surface: trace.Flow}, nil, cause{"outside", "outside", ""})
+		s.claimed(r)
+		s.want(r, s.park(r, "event", e.key), true)
+		waiting = append(waiting, r)
+	}
+	if s.rng.IntN(2) == 0 {
+		// The case makes the delivery follow the setting, which names the sender.
+		e.id = value[string](s.world, `
+			with by as materialized (select set_config('lanekeeper.raised_by', $2, true) as raiser)
+			select event_id::text
+			  from by
+			 cross join lateral lanekeeper.deliver_agent_event('EVENT_COMPLETED',
+			         case when by.raiser is not null then $1 end)`, e.key, e.by)
+	} else {
+		ctx := trace.With(s.ctx(), trace.Span{TraceID: trace.ID(by.trace), ExecutionID: by.id})
+		s.tx(func(tx pgx.Tx) error {
+			got, err := s.engine.Deliver(ctx, postgres.Beginner(tx), e.name, e.key, nil, "")
+			e.id = got.EventID
+			return err
+		})
+	}
+	s.events = append(s.events, e)
+	s.causes[e.ref()] = cause{"raised", e.by, e.trace}
+	for _, r := range waiting {
+		s.resumed(r, e, "waited", e.ref())
+	}
+	s.started(e)
 	return true
 }
 

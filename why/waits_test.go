@@ -235,14 +235,14 @@ func (s *scenario) ask() bool {
 	if r == nil {
 		return false
 	}
-	l := &leave{asker: r, parked: s.rng.IntN(2) == 0}
+	l := &approval{asker: r, parked: s.rng.IntN(2) == 0}
 	l.id = value[string](s.world, `
 		insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
 		  arguments_hash, expires_at)
 		select $1, $2, $3, $4, 'pay', revision, '{}', $3, clock_timestamp() + interval '1 day' from agent_skills
 		  where name = 'pay' returning id::text`,
 		r.trace, r.id, r.next(s.name("ask")), l.parked)
-	s.leaves = append(s.leaves, l)
+	s.approvals = append(s.approvals, l)
 	s.fact(r.trace, "led to", "asked", r.ref(), "approval "+l.id)
 	if l.parked {
 		s.want(r, s.park(r, "approval", l.id), true)
@@ -251,7 +251,7 @@ func (s *scenario) ask() bool {
 }
 
 func (s *scenario) decide() bool {
-	for _, l := range s.leaves {
+	for _, l := range s.approvals {
 		if l.decided || l.parked && l.asker.over {
 			continue
 		}
@@ -268,7 +268,7 @@ func (s *scenario) decide() bool {
 // use uses an approval that is open to any execution.
 func (s *scenario) use() bool {
 	r := s.some(working)
-	for _, l := range s.leaves {
+	for _, l := range s.approvals {
 		if r == nil || !l.decided || l.parked || l.used {
 			continue
 		}
