@@ -341,6 +341,10 @@ func TestRemoteInterruptCancelsTurn(t *testing.T) {
 	pgtest.Equal(t, d.pool, "olga", `select cancelled_by from agent_executions`)
 	why := d.must("why", pgtest.Value[string](t, d.pool, `select trace_id from agent_executions`))
 	assert.Contains(t, why, "by olga via cli with token "+id)
+	execution := pgtest.Value[string](t, d.pool, `select id::text from agent_executions`)
+	assert.Contains(t, d.must("why", execution), "by olga via cli with token "+id)
+	assert.Contains(t, d.must("trace", execution), "cancelled")
+	d.mustFail(1, "see agent executions ls", "why", "00000000-0000-0000-0000-000000000001")
 	w := remote.start("operate", "--watch")
 	pgtest.Eventually(t, func() bool { return strings.Contains(w.err.String(), "no admin is active") },
 		"the watch begins")

@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 )
 
@@ -19,20 +21,37 @@ func (c *cli) traceCommand() *cobra.Command {
 		Short: "Show one run as a tree",
 		Long: `Show all actions of one run as a tree: durations, tokens, cost, errors.
 
-ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits that tracing tools show.`,
+ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits that tracing tools show. The id of an
+execution shows the execution's trace.`,
 		Example: "  agent trace last\n  agent trace last --surface heartbeat\n  agent trace hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE " +
 			"--json",
 		Args: positionalArgs(1, 1, "a trace id, last, or ls"),
 		RunE: c.withReader(func(cmd *cobra.Command, args []string, s *session) error {
-			if withPrompts {
-				return c.showPrompts(cmd.Context(), s, args[0])
+			id, err := traceArgument(cmd.Context(), s, args[0])
+			if err != nil {
+				return err
 			}
-			return c.showTrace(cmd.Context(), s, args[0])
+			if withPrompts {
+				return c.showPrompts(cmd.Context(), s, id)
+			}
+			return c.showTrace(cmd.Context(), s, id)
 		}),
 	}
 	promptsFlag(cmd, &withPrompts)
 	cmd.AddCommand(c.traceLastCommand(), c.traceListCommand())
 	return cmd
+}
+
+// traceArgument returns the trace of an execution for the execution's id, and another argument as it is.
+func traceArgument(ctx context.Context, s *session, id string) (string, error) {
+	if strings.Count(id, "-") != 4 {
+		return id, nil
+	}
+	x, err := executions.Get(ctx, s.Read, id)
+	if errors.Is(err, executions.ErrNotFound) {
+		return "", hint(err, "see agent executions ls, or agent trace ls")
+	}
+	return x.TraceID, err
 }
 
 func (c *cli) showTrace(ctx context.Context, s *session, id string) error {

@@ -16,11 +16,15 @@ func (c *cli) whyCommand() *cobra.Command {
 		Short: "Explain a run: its cause, waits and outcome",
 		Long: `Explain a run: its causes across traces, actions, waits, lane holders, lost workers, rejected writes, effects
 in other traces, and cost. ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits of tracing
-tools. In SQL: select * from why('hb_01JD…').`,
+tools. The id of an execution explains the execution's trace. In SQL: select * from why('hb_01JD…').`,
 		Example: "  agent why last\n  agent why last --surface heartbeat\n  agent why hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE --json",
 		Args:    positionalArgs(1, 1, "a trace id, or last"),
 		RunE: c.withReader(func(cmd *cobra.Command, args []string, s *session) error {
-			return c.showWhy(cmd, s, args[0])
+			id, err := traceArgument(cmd.Context(), s, args[0])
+			if err != nil {
+				return err
+			}
+			return c.showWhy(cmd, s, id)
 		}),
 	}
 	cmd.AddCommand(c.whyLastCommand())
