@@ -77,7 +77,7 @@ func TestOverviewFiltersAreChecked(t *testing.T) {
 	t.Parallel()
 	_, server := openRoom(t)
 	for query, why := range map[string]string{
-		"surface=none": "surface", "status=fine": "status", "skill=" + strings.Repeat("x", 301): "skill",
+		"surface=none": "surface", "status=fine": "status", "skill=" + strings.Repeat("x", maxFilterBytes+1): "skill",
 		"since=yesterday": "since", "until=1": "until", "row=1": "row",
 	} {
 		wantError(t, server.URL+"/activity?"+query, 400, why)

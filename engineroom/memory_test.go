@@ -71,7 +71,7 @@ func TestMemoryFiltersCombine(t *testing.T) {
 		assert.Truef(t, strings.Join(got, " ") == want, "%q has %q, want %q", query, got, want)
 	}
 	wantError(t, server.URL+"/memory?before=x", 400, "before")
-	wantError(t, server.URL+"/memory?q="+strings.Repeat("x", 301), 400, "q is")
+	wantError(t, server.URL+"/memory?q="+strings.Repeat("x", maxFilterBytes+1), 400, "q is")
 }
 
 func TestMemoryEntryShowsWriters(t *testing.T) {

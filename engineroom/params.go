@@ -70,10 +70,6 @@ var uuidPattern = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}
 func filtersOf(values url.Values, known ...string) (map[string]string, error) {
 	q := map[string]string{}
 	for name, given := range values {
-		longest := maxFilterBytes
-		if name == "label" {
-			longest = maxLabelBytes
-		}
 		switch {
 		case len(known) == 0:
 			return nil, problem.BadParameter("there is no filter %.60q here; this page has no filters", name)
@@ -81,9 +77,9 @@ func filtersOf(values url.Values, known ...string) (map[string]string, error) {
 			return nil, problem.BadParameter("there is no filter %.60q here; there are %s", name, strings.Join(known, ", "))
 		case len(given) > 1:
 			return nil, problem.BadParameter("filter %s is given %d times", name, len(given))
-		case len(given[0]) > longest || !utf8.ValidString(given[0]) ||
+		case len(given[0]) > maxFilterBytes || !utf8.ValidString(given[0]) ||
 			strings.ContainsFunc(given[0], unicode.IsControl):
-			return nil, problem.BadParameter("filter %s has to be text of at most %d bytes", name, longest)
+			return nil, problem.BadParameter("filter %s has to be text of at most %d bytes", name, maxFilterBytes)
 		case strings.TrimSpace(given[0]) != "":
 			q[name] = given[0]
 		}
@@ -91,11 +87,8 @@ func filtersOf(values url.Values, known ...string) (map[string]string, error) {
 	return q, nil
 }
 
-// These bound a filter's value, in bytes. The longest label, name=value, fits maxLabelBytes.
-const (
-	maxFilterBytes = 300
-	maxLabelBytes  = 1000
-)
+// maxFilterBytes bounds a filter's value. The longest label, name=value, fits.
+const maxFilterBytes = 1000
 
 // checkOneOf rejects a value outside the filter's list; empty is no filter.
 func checkOneOf(name, value string, allowed []string) error {

@@ -101,7 +101,7 @@ func TestSpendRejectsInvalidFilters(t *testing.T) {
 		"days=3": "days is", "by=lane": "by is", "per=week": "per is", "per=hour&days=30": "1 or 7 days",
 		"surface=moon":       "surface is",
 		"by=purpose&skill=a": "by skill or by purpose", "by=skill&purpose=a": "by skill or by purpose",
-		"skill=" + strings.Repeat("x", 301): "skill is not text",
+		"skill=" + strings.Repeat("x", maxFilterBytes+1): "skill is not text",
 	} {
 		wantError(t, server.URL+"/spend?"+query, 400, why)
 	}
