@@ -142,7 +142,8 @@ const columns = `a.id::text, a.trace_id, a.execution_id::text, a.skill_name, a.s
 
 // joinRequester joins the requesting execution. Within it, an automation or an objective may have another agent.
 const joinRequester = ` left join lateral (
-	select x.surface, coalesce((select n.agent from agent_activity n where n.id = a.activity_id), x.agent) as agent, x.flow, x.thread_id, t.participant
+	select x.surface, x.flow, x.thread_id, t.participant,
+	       coalesce((select n.agent from agent_activity n where n.id = a.activity_id), x.agent) as agent
 	  from agent_executions x left join agent_threads t on t.id = x.thread_id where x.id = a.execution_id) w on true`
 
 // Get returns one approval, or [ErrNotFound].

@@ -30,7 +30,7 @@ const (
 	maxSource    = 1 << 20 // bytes of HTML that become text
 )
 
-// longerNote ends a text of which a part was dropped.
+// longerNote is the last line of a text that was cut.
 const longerNote = "\n[The mail is longer.]"
 
 // errUnreadable reports a mail that no attempt can read.
