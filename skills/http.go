@@ -9,9 +9,11 @@ import (
 	"io"
 	"mime"
 	"net/http"
+	"net/http/httptrace"
 	"net/url"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"unicode/utf8"
 
 	"golang.org/x/text/encoding/htmlindex"
@@ -42,6 +44,8 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 		return nil, err
 	}
 	redactText := redact.Secrets(secrets)
+	var sent atomic.Bool
+	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteHeaders: func() { sent.Store(true) }})
 	request, err := h.request(ctx, args)
 	if err != nil {
 		return nil, err
@@ -54,12 +58,12 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	}
 	response, err := r.client.Do(request)
 	if err != nil {
-		return nil, classifyHTTPError(request, redactText, err)
+		return nil, classifyHTTPError(request, sent.Load(), redactText, err)
 	}
 	defer func() { _ = response.Body.Close() }()
 	body, err := io.ReadAll(io.LimitReader(response.Body, maxResultBytes+1))
 	if err != nil {
-		return nil, classifyHTTPError(request, redactText, err)
+		return nil, classifyHTTPError(request, true, redactText, err)
 	}
 	contentType := response.Header.Get("Content-Type")
 	if len(body) <= maxResultBytes {
@@ -120,14 +124,18 @@ func carriesBody(method string) bool {
 }
 
 // classifyHTTPError classifies an error of the connection. Its message omits the URL's query, which contains arguments.
-func classifyHTTPError(request *http.Request, redactText func(string) string, err error) error {
+func classifyHTTPError(request *http.Request, sent bool, redactText func(string) string, err error) error {
 	if ue, ok := errors.AsType[*url.Error](err); ok {
 		err = ue.Err
 	}
 	if ce, ok := errors.AsType[*CallError](err); ok {
 		return newCallError(ce.Class, "%s: %s", requestTarget(request), redactText(ce.Message))
 	}
-	return newCallError(ClassNetwork, "%s: %s", requestTarget(request), redactText(err.Error()))
+	class := ClassNetwork
+	if sent {
+		class = ClassNoAnswer
+	}
+	return newCallError(class, "%s: %s", requestTarget(request), redactText(err.Error()))
 }
 
 func requestTarget(request *http.Request) string {
@@ -167,7 +175,7 @@ func decodeResponse(contentType string, body []byte, redactText func(string) str
 	textual := isJSON || strings.HasPrefix(kind, "text/") || strings.HasSuffix(kind, "xml") ||
 		kind == "application/x-ndjson"
 	if !textual || !utf8.Valid(body) && kind == "" {
-		return nil, newCallError(ClassHandler, "the answer is %q, neither JSON nor text", contentType)
+		return nil, newCallError(ClassNoAnswer, "the answer is %q, neither JSON nor text", contentType)
 	}
 	return redactText(strings.ToValidUTF8(string(body), "\uFFFD")), nil
 }

@@ -146,7 +146,7 @@ func TestHTTPResponses(t *testing.T) {
 		"latin json":   {200, "application/json; charset=windows-1252", `{"a": "5 ` + "\x80" + `"}`, `{"a":"5 €"}`, "", ""},
 		"no charset":   {200, "text/plain; charset=nonsense", "ni\xf1o", `"ni` + "\uFFFD" + `o"`, "", ""},
 		"nothing":      {204, "", "", `null`, "", ""},
-		"binary":       {200, "application/pdf", "%PDF", "", skills.ClassHandler, "application/pdf"},
+		"binary":       {200, "application/pdf", "%PDF", "", skills.ClassNoAnswer, "application/pdf"},
 		"not found":    {404, "text/plain", "no such\nthing", "", skills.ClassHTTPStatus, "404 Not Found: no such thing"},
 		"server error": {503, "text/plain", testSecret, "", skills.ClassHTTPStatus, "503"},
 		"cut secret":   {500, "text/plain", strings.Repeat("x", 494) + testSecret, "", skills.ClassHTTPStatus, "[secre"},
@@ -345,7 +345,38 @@ func TestHTTPSendsRequestOnce(t *testing.T) {
 	}
 	_, err := r.Invoke(t.Context(), call)
 	require.NoError(t, err)
-	if _, err := r.Invoke(t.Context(), call); errorClass(err) != skills.ClassNetwork || requests.Load() != 2 {
+	if _, err := r.Invoke(t.Context(), call); errorClass(err) != skills.ClassNoAnswer || requests.Load() != 2 {
 		t.Errorf("%d requests for 2 calls, %v", requests.Load(), err)
+	}
+}
+
+// The service received the request, so a repetition may act twice.
+func TestAPostWithoutUsableAnswerMayHaveActed(t *testing.T) {
+	t.Parallel()
+	server := startServer(t, func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/large":
+			_, _ = w.Write(make([]byte, 300<<10))
+		case "/image":
+			w.Header().Set("Content-Type", "image/png")
+			_, _ = w.Write([]byte{1})
+		case "/short":
+			w.Header().Set("Content-Length", "9")
+			_, _ = w.Write([]byte{1})
+		default:
+			panic(http.ErrAbortHandler)
+		}
+	})
+	r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.1"}})
+	for url, want := range map[string]bool{
+		server.URL: true, server.URL + "/large": true, server.URL + "/image": true, server.URL + "/short": true,
+		"http://127.0.0.1:1": false,
+	} {
+		for method, acts := range map[string]bool{"POST": want, "GET": false} {
+			s := row(t, skills.Definition{Name: "h", Handler: "http:" + method + " " + url})
+			_, err := r.Invoke(t.Context(), skills.Call{Skill: s})
+			require.Error(t, err)
+			assert.Equal(t, acts, r.MayHaveActed(s, errorClass(err)), method, url, err)
+		}
 	}
 }

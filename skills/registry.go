@@ -233,10 +233,11 @@ func (r *Registry) Invoke(ctx context.Context, c Call) (json.RawMessage, error) 
 	return result, nil
 }
 
-// MayHaveActed reports whether a call that failed with a class may have taken effect, and is not safe to repeat: it
-// timed out, and is neither idempotent, nor a query, nor a request with GET or HEAD. The timeout rolls a query back.
+// MayHaveActed reports whether a call that failed with a class may have taken effect, and is not safe to repeat. It
+// timed out, or gave no answer or a too large one. It is neither idempotent, nor a query, nor a request with GET or
+// HEAD. The failure rolls a query back.
 func (r *Registry) MayHaveActed(s Skill, class string) bool {
-	if class != ClassTimeout || s.Idempotent {
+	if s.Idempotent || !slices.Contains([]string{ClassTimeout, ClassNoAnswer, ClassTooLarge}, class) {
 		return false
 	}
 	p, err := r.prepare(s)
