@@ -51,7 +51,7 @@ func (l *Loop) offerSkills(
 	return skillOffer{Skills: append(chosen, trials...), More: len(all) - len(chosen)}, nil
 }
 
-// addNamedSkills adds the skills that Turn.ExtraSkills names.
+// addNamedSkills adds the enabled skills that Turn.ExtraSkills names, each once.
 func (l *Loop) addNamedSkills(
 	ctx context.Context, db postgres.DB, t *Turn, all []skills.Skill,
 ) ([]skills.Skill, error) {
@@ -59,17 +59,17 @@ func (l *Loop) addNamedSkills(
 		return nil, nil
 	}
 	for _, name := range t.ExtraSkills {
+		if slices.Contains(skillNames(all), name) {
+			continue
+		}
 		s, err := skills.Get(ctx, db, name)
 		switch {
 		case errors.Is(err, skills.ErrNotFound):
 			continue
 		case err != nil:
 			return nil, err
-		}
-		at, has := slices.BinarySearchFunc(all, name,
-			func(s skills.Skill, name string) int { return strings.Compare(s.Name, name) })
-		if !has && s.Enabled && l.Skills.Runnable(s) == nil {
-			all = slices.Insert(all, at, s)
+		case s.Enabled && l.Skills.Runnable(s) == nil:
+			all = append(all, s)
 		}
 	}
 	return all, nil

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -75,6 +76,23 @@ func TestSearchFindsSkillsBeyondTheOffer(t *testing.T) {
 	assert.Equal(t, "unknown_tool", refused[0].Class)
 	require.Equal(t, 1, len(searches))
 	assert.Equal(t, `{"found": ["send_invoice"]}`, string(searches[0].Output))
+}
+
+// The database sorts names by its own collation, in which "probe" precedes "Query".
+func TestAnExtraSkillInScopeIsOfferedOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Done."))
+	w.builtins["Query"] = w.builtins["probe"]
+	w.put(t, skills.Definition{Name: "Query"})
+	var list []skills.Skill
+	for _, name := range []string{"probe", "Query", "sizes"} {
+		s, err := skills.Get(t.Context(), w.pool, name)
+		require.NoError(t, err)
+		list = append(list, s)
+	}
+	w.turn.Available, w.turn.ExtraSkills = &reason.Available{Skills: list}, []string{"probe"}
+	w.completed(t)
+	assert.Equal(t, "Query probe sizes", strings.Join(toolNames(w.model.Requests()[0]), " "))
 }
 
 func TestOffer(t *testing.T) {
