@@ -151,6 +151,7 @@ func (e *InvalidParams) Error() string {
 // violations lists the innermost causes of a validation error. The library's own flat list omits causes behind a
 // reference.
 func violations(e *jsonschema.ValidationError) []Violation {
+	schema.Order(e)
 	var all []Violation
 	seen := map[Violation]bool{}
 	var add func(e *jsonschema.ValidationError)
@@ -213,11 +214,11 @@ func unstorable(path string, value any, found []Violation) []Violation {
 			found = unstorable(fmt.Sprintf("%s/%d", path, i), item, found)
 		}
 	case map[string]any:
-		for key, item := range v {
+		for _, key := range slices.Sorted(maps.Keys(v)) {
 			if strings.ContainsRune(key, 0) {
 				found = append(found, Violation{Path: path, Message: "has a NUL character in a name"})
 			}
-			found = unstorable(path+"/"+replaceNUL(key), item, found)
+			found = unstorable(path+"/"+replaceNUL(key), v[key], found)
 		}
 	}
 	return found

@@ -239,3 +239,21 @@ func TestTool(t *testing.T) {
 	assert.NoError(t, err, got)
 	assert.Equal(t, want, string(got), got)
 }
+
+// A resumed turn checks the arguments again. Its transcript must show the model the same text.
+func TestViolationsHaveAnOrder(t *testing.T) {
+	t.Parallel()
+	r := registry(t, skills.Options{})
+	closed := object(map[string]any{"a": map[string]any{"type": "integer"}, "b": map[string]any{"type": "integer"}})
+	closed["additionalProperties"] = false
+	s := row(t, skills.Definition{Name: "h", Handler: "builtin:h", Parameters: closed})
+	for args, want := range map[string]string{
+		`{"x":1,"y":1,"z":1}`:         "additional properties 'x', 'y', 'z' not allowed",
+		`{"a":"x","b":"x"}`:           "/a: got string, want integer; /b: got string, want integer",
+		`{"a":"\u0000","b":"\u0000"}`: "/a: has a NUL character; /b: has a NUL character",
+	} {
+		for range 20 {
+			assert.Equal(t, "call h: invalid parameters: "+want, r.Check(s, json.RawMessage(args)).Error())
+		}
+	}
+}

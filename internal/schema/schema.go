@@ -4,12 +4,15 @@ package schema
 
 import (
 	"bytes"
+	"cmp"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
 	"strings"
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
+	"github.com/santhosh-tekuri/jsonschema/v6/kind"
 )
 
 const url = "schema:root"
@@ -77,8 +80,25 @@ func Given(s map[string]any) (value any, has bool) {
 	return nil, false
 }
 
+// Order sorts the causes of a validation error, which the library lists in random order.
+func Order(e *jsonschema.ValidationError) {
+	if undeclared, ok := e.ErrorKind.(*kind.AdditionalProperties); ok {
+		slices.Sort(undeclared.Properties)
+	}
+	for _, cause := range e.Causes {
+		Order(cause)
+	}
+	slices.SortStableFunc(e.Causes, func(a, b *jsonschema.ValidationError) int {
+		return cmp.Or(slices.Compare(a.InstanceLocation, b.InstanceLocation),
+			slices.Compare(a.ErrorKind.KeywordPath(), b.ErrorKind.KeywordPath()))
+	})
+}
+
 // OneLine returns the text of a validation error without its headline, and without the empty path of the whole value.
 func OneLine(err error) string {
+	if invalid, ok := errors.AsType[*jsonschema.ValidationError](err); ok {
+		Order(invalid)
+	}
 	lines := strings.Split(err.Error(), "\n")
 	if len(lines) > 1 {
 		lines = lines[1:]
