@@ -14,7 +14,7 @@ import (
 )
 
 // Form is the required JSON of a turn's answer. Each request carries the schema. The loop validates the answer and
-// requests one correction; then the turn ends as EndedForm.
+// requests one correction, except of a cut, withheld or declined answer. Then the turn ends as EndedForm.
 type Form struct {
 	Name        string `json:"name,omitempty"`
 	Description string `json:"description,omitempty"`
@@ -28,7 +28,7 @@ const (
 	maxSchema       = 64 << 10
 	maxFormDepth    = 64
 	maxChecks       = 200_000 // of schema parts per answer
-	maxViolations   = 1_000   // bytes of a correction
+	maxQuote        = 1_000   // bytes that quote a client or a model
 	checksURL       = "form:checks"
 	formMismatch    = "the answer did not have the requested form"
 	formCorrection  = "Your answer does not have the form that was asked for: %s. Answer again, with that JSON alone."
@@ -70,7 +70,7 @@ func (f Form) compile() (*jsonschema.Schema, error) {
 	}
 	compiled, err := schema.Compile([]byte(f.Schema), countChecks)
 	if err != nil {
-		return nil, errors.New(truncateQuote(schema.OneLine(err)))
+		return nil, errors.New(truncate(schema.OneLine(err), maxQuote))
 	}
 	return compiled, nil
 }
@@ -102,7 +102,7 @@ func (f Form) parse(text string) (answer, problem string) {
 	answer = trimFence(text)
 	value, err := jsonschema.UnmarshalJSON(strings.NewReader(answer))
 	if err != nil {
-		return answer, "it is not JSON alone: " + truncateQuote(err.Error())
+		return answer, "it is not JSON alone: " + truncate(err.Error(), maxQuote)
 	}
 	if f.Schema == "" {
 		if _, ok := value.(map[string]any); !ok {
@@ -115,7 +115,7 @@ func (f Form) parse(text string) (answer, problem string) {
 		err = validate(compiled, value)
 	}
 	if err != nil {
-		return answer, truncateQuote(schema.OneLine(err))
+		return answer, truncate(schema.OneLine(err), maxQuote)
 	}
 	return answer, ""
 }
@@ -143,14 +143,6 @@ func trimFence(text string) string {
 		return text
 	}
 	return strings.TrimSpace(strings.TrimPrefix(inner, "json"))
-}
-
-// truncateQuote bounds a text that quotes a client or a model.
-func truncateQuote(text string) string {
-	if len(text) <= maxViolations {
-		return text
-	}
-	return text[:runeStart(text, maxViolations)] + "…"
 }
 
 // schema returns the form for a request; nil for words.

@@ -230,6 +230,15 @@ func TestPromptIsRecordedInFormThatServerTook(t *testing.T) {
 	assert.Truef(t, len(found) == 0, "logged: %v", found)
 }
 
+// Only empty answers in a row end the turn as a stall.
+func TestAMalformedAnswerEndsARowOfEmptyAnswers(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text(""), modeltest.Text("one"), modeltest.Text(""), modeltest.Text(`{"n":1}`))
+	w.turn.Form = &reason.Form{}
+	_, got := w.completed(t)
+	assert.Equal(t, reason.Answered+` {"n":1}`, got.Ended+" "+got.Text)
+}
+
 // A request sent as prepared is recorded once.
 func TestPromptThatWasSentAsPreparedIsNotAmended(t *testing.T) {
 	t.Parallel()

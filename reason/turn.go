@@ -182,8 +182,8 @@ func (w *turn) finishText(ctx context.Context, text string) error {
 	return nil
 }
 
-// finishForm ends the turn with a valid answer in its form. It requests one correction, except for a cut or withheld
-// answer.
+// finishForm ends the turn with a valid answer in its form. It requests one correction, except of a cut, withheld or
+// declined answer.
 func (w *turn) finishForm(ctx context.Context, reply *reply) error {
 	text := strings.TrimSpace(reply.Message.Content)
 	if text == "" && reply.Message.Refusal == "" && reply.Cut == "" {
@@ -199,8 +199,9 @@ func (w *turn) finishForm(ctx context.Context, reply *reply) error {
 	case problem == "":
 		return w.finishText(ctx, answer)
 	case text == "":
-		problem = fmt.Sprintf(formNotAnswered, truncateQuote(reply.Message.Refusal))
+		problem = fmt.Sprintf(formNotAnswered, truncate(reply.Message.Refusal, maxQuote))
 	default:
+		w.emptyAnswers = 0
 		w.malformedAnswers++
 		final = w.malformedAnswers > 1
 	}
