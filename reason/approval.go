@@ -18,7 +18,8 @@ type approvalRequest struct {
 	row   approvals.Approval
 }
 
-// requireApproval defers a call until the turn has made the reply's other calls, or only records the request.
+// requireApproval handles a call that needs an approval: a sandbox decides at once, Park defers the call until the turn
+// has made the reply's other calls, and Defer records the request as the result.
 func (w *turn) requireApproval(ctx context.Context, c *call, s skills.Skill) error {
 	hash, err := approvals.Hash(c.args)
 	if err != nil {

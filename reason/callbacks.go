@@ -192,8 +192,8 @@ func (c *call) event() ToolEvent {
 	return e
 }
 
-// firstTime reports whether the turn reaches a place for the first time. Without callbacks it records nothing and
-// returns false.
+// firstTime reports whether the turn reaches a place for the first time. Without OnTool and OnApproval it records
+// nothing and returns false.
 func (w *turn) firstTime(ctx context.Context, place string) (first bool, err error) {
 	if w.OnTool == nil && w.OnApproval == nil {
 		return false, nil

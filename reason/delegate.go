@@ -93,7 +93,7 @@ func (l *Loop) childTurn(ctx context.Context, e *executions.Engine, d delegateIn
 // within scopes, or only the named skills. A child that acts as another agent uses that agent's skills within scopes.
 // The child gets a part of the remaining budget, and its usage counts for the turn. It handles approvals like the turn.
 // The turn waits durably; a cancelled turn cancels the child. A failed child is a result for the model. Delegations
-// nest two deep.
+// nest at most two deep.
 func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	return Tool{
 		Name: "delegate",

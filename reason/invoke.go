@@ -12,8 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Invoke calls a skill as a durable step and passes its outcome to AfterCall. Calls outside a turn use it too, so each
-// call has an activity. Errors of the skill are *executions.StepError. A write to the memory is based on the revision
+// Invoke calls a skill as a durable step and passes its outcome to AfterCall. Calls outside a turn use it too, so they
+// have an activity. Errors of the skill are *executions.StepError. A write to the memory is based on the revision
 // in the arguments. The error of a conflict has class builtins.ClassConflict, with the answer.
 func (l *Loop) Invoke(
 	ctx context.Context, step string, s skills.Skill, args json.RawMessage, call executions.Call,
@@ -86,8 +86,8 @@ func isMisconfigured(err error) bool {
 	return ok && callErr.Class == skills.ClassConfiguration
 }
 
-// admit permits a call of an enabled skill, and one trial of a disabled skill. It reads the current state, because the
-// turn chose its tools earlier.
+// admit permits a call of an enabled skill, and what AdmitTrial admits of a skill that was offered on trial. It reads
+// the current state, because the turn chose its tools earlier.
 func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
 	current, err := executions.RetryTransient(ctx, func(ctx context.Context) (skills.Skill, error) {
 		return skills.Get(ctx, l.Pool, s.Name)

@@ -36,8 +36,8 @@ type unknownSpend struct {
 	USD    float64 `json:"usd"`
 }
 
-// callInput is the input of a model call's activity: its new messages and the tools' names. So the activities of a turn
-// together have its transcript after the history, bounded per row.
+// callInput is the input of a model call's activity: its new messages and the tools' names. With the outputs, the
+// activities of a turn together show its transcript after the history, as trimmed and bounded per row.
 type callInput struct {
 	Messages []models.Message `json:"messages"`
 	Earlier  int              `json:"earlier_messages"`

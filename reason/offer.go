@@ -25,7 +25,7 @@ type skillOffer struct {
 }
 
 // Above maxOffered skills in scope, the turn offers all skills on trial, and enabled skills up to offeredOfMany in all.
-// skill_search finds the remaining skills, at most maxFound by a call.
+// skill_search finds the enabled skills in scope, at most maxFound by a call.
 const (
 	maxOffered    = 40
 	offeredOfMany = 30
@@ -88,7 +88,7 @@ func (w *turn) skillSearch() Tool {
 	}
 }
 
-// findSkills searches the turn's scopes, as a durable step.
+// findSkills searches the skills that the turn may call, as a durable step.
 func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error) {
 	var params struct {
 		Query string `json:"query"`

@@ -27,8 +27,8 @@ import (
 //	history
 //	prompt: a preface (the time, and data of the runtime), then the prompt
 //
-// The system message has no time. So the turns of a conversation share it and the tools byte for byte, until the
-// agent's document, a pinned entry or the offered skills change.
+// The runtime puts no time into the system message. So the turns of a conversation share it and the tools byte for
+// byte, until the agent's document, a pinned entry or the offered skills change.
 
 // prepared is the record of a turn's first step.
 type prepared struct {
@@ -165,8 +165,7 @@ func pinnedNames(a agents.Agent) []memory.Name {
 	return names
 }
 
-// system composes the system message. The message is equal for all turns of an agent on a surface, until the document
-// or a pinned entry changes.
+// system composes the system message. It depends on the surface's rules, the agent's document and the pinned entries.
 func (p *prepared) system(rules string) string {
 	if p.Agent == nil {
 		return rules

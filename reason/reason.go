@@ -18,13 +18,13 @@
 // # Answers in a form
 //
 // A turn may require JSON that conforms to a schema ([Form]). Each request carries the schema, as response_format, or
-// in words for servers without structured outputs. The loop validates the answer and requests one correction.
+// in words for servers without structured outputs. The loop validates the answer and requests at most one correction.
 //
 // # Context
 //
 // The loop trims the context before every request: it drops the oldest exchanges whole, and keeps the leading system
-// messages, the prompt and the newest exchange. It cuts overlong messages with a marker. The model reads the rest of a
-// cut result with read_result, and finds skills beyond the offered skills with skill_search.
+// messages, the prompt and the turn's newest exchange. It cuts overlong messages with a marker. The model reads the
+// rest of a cut result with read_result, and finds skills beyond the offered skills with skill_search.
 //
 // # Memory
 //
@@ -105,7 +105,7 @@ type Loop struct {
 	// Zone is the time zone of messages about limits; UTC when nil.
 	Zone *time.Location
 	// AdmitTrial, if set, decides whether a disabled skill gets its one trial call. AfterCall, if set, receives the
-	// outcome of each skill call.
+	// outcome of each call that reached its skill; a process that dies may lose it.
 	AdmitTrial func(ctx context.Context, skill, owner string) (bool, error)
 	AfterCall  func(ctx context.Context, skill skills.Skill, err error) error
 	// Sandbox isolates the turns; nil for turns that act.
@@ -190,7 +190,7 @@ func (t *Turn) budget(loop Budget) Budget {
 type Outcome struct {
 	Text       string         `json:"text"`           // the answer; without one, the reason and a summary of the calls
 	Ended      string         `json:"ended"`          // one of the ends below
-	Until      time.Time      `json:"until,omitzero"` // when the limit that ended the turn resets; zero for never
+	Until      time.Time      `json:"until,omitzero"` // when the limit that ended the turn resets; zero if it does not
 	Cut        string         `json:"cut,omitempty"`  // why the last answer is incomplete: length or content_filter
 	Iterations int            `json:"iterations"`
 	Calls      []string       `json:"calls"` // names of the called skills and tools, such as "mail" and "mail (denied)"

@@ -15,9 +15,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// Sandbox isolates the turns of a Loop, for evals. A turn reads the declared agents and skills, and calls the model.
-// The sandbox provides skills, memory, approvals, the time and the budget. All functions except Stop are required. A
-// resumed turn repeats OnResult and OnCall for its recorded calls.
+// Sandbox isolates the turns of a Loop, for evals. A turn reads the declared agents and skills, unless World replaces
+// them, and calls the model. The sandbox answers the calls of skills and of the turn's Tools, and provides memory,
+// approvals, the time and the budget. All functions except Stop are required. A resumed turn repeats OnResult and
+// OnCall for its recorded calls.
 type Sandbox struct {
 	Agent   string // the agent and its version; 0 for the version of the installation
 	Version int
@@ -28,7 +29,7 @@ type Sandbox struct {
 
 	// Pinned returns the pinned memory of the given names.
 	Pinned func(names []memory.Name) []memory.Entry
-	// Invoke answers a call of a skill, or of the tool delegate. An *executions.StepError is the result of the call.
+	// Invoke answers a call of a skill or of one of the turn's Tools. An *executions.StepError is the call's result.
 	Invoke func(ctx context.Context, skill string, args json.RawMessage) (any, error)
 	// Approve decides on a call that needs an approval.
 	Approve func(skill string, args json.RawMessage) (approved bool, reason string)

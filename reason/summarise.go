@@ -10,7 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
-// Summarise merges messages into a summary of at most 6000 bytes, by one durable model call within the loop's budget.
+// Summarise merges messages into a summary of at most 6000 bytes, by a durable model call within the loop's budget.
 // The messages are data for the model, and long ones are cut. An empty answer is an error. Without messages, Summarise
 // returns the previous summary.
 func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages []models.Message) (string, error) {

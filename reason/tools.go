@@ -21,7 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// After repeatsBeforeAdvice equal calls in a row, the model gets advice. After maxRepeats, the turn ends.
+// The model gets advice at the repeatsBeforeAdvice-th equal call in a row. The turn makes at most maxRepeats of them.
 const (
 	repeatsBeforeAdvice = 3
 	maxRepeats          = 5
@@ -51,8 +51,8 @@ func newCall(c models.ToolCall) *call {
 	return &call{id: c.ID, name: c.Name, args: args}
 }
 
-// runCalls makes the calls of one reply: calls without an approval first, then each other call after its decision.
-// Every call gets its tool reply, in the reply's order; corrections follow.
+// runCalls makes the calls of one reply: calls without an approval first, then each other call after its decision. If
+// no error ends the turn, the transcript gets one tool reply for each call, in the reply's order, and then corrections.
 func (w *turn) runCalls(ctx context.Context, toolCalls []models.ToolCall) error {
 	calls := make([]*call, len(toolCalls))
 	w.lastCalls = calls

@@ -14,9 +14,9 @@ import (
 const minKept = 256
 
 // trimContext trims the next request to the turn's context, by estimated tokens, tools included. It drops the oldest
-// exchanges whole: first the history's, then the turn's. The leading system messages, the prompt and the
-// newest exchange stay. Then it cuts the longest messages, the leading system messages last. A request stays longer if
-// its tools take more than three quarters of the context, or if no part above minKept is left.
+// exchanges whole: first the history's, then the turn's. The leading system messages, the prompt and the turn's newest
+// exchange stay. Then it cuts the longest messages, the leading system messages last. A request stays longer if its
+// tools take more than three quarters of the context, or if no part above minKept is left.
 func (w *turn) trimContext() {
 	limit := max(w.budget.Context-w.toolTokens(), w.budget.Context/4)
 	for models.EstimateTokens(w.messages) > limit {
