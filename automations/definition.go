@@ -113,6 +113,7 @@ func (r *resolved) checkTexts() fielderr.List {
 	return problems
 }
 
+// checkTrigger trims the conditions, and checks that the fields fit the trigger.
 func (r *resolved) checkTrigger() fielderr.List {
 	r.When, r.Signal = strings.TrimSpace(r.When), strings.TrimSpace(r.Signal)
 	var problems fielderr.List
@@ -167,6 +168,7 @@ func checkCondition(field, text string, env any) fielderr.List {
 	return nil
 }
 
+// checkAction checks that the automation has exactly one of a skill, a flow and a prompt, and encodes its arguments.
 func (r *resolved) checkAction() fielderr.List {
 	var problems fielderr.List
 	r.Prompt = strings.TrimSpace(r.Prompt)

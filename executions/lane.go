@@ -79,6 +79,8 @@ func LaneWait(ctx context.Context, name string, timeout time.Duration, opts ...l
 	})
 }
 
+// acquireLane acquires a lane for the running execution and watches the lease. A lane that is acquired after ctx has
+// ended stays with the execution, whose end releases it. [ErrStale]: the execution has another claim by now.
 func acquireLane(
 	ctx context.Context, name string, acquire func(r *run, ctx context.Context) (*lanes.Lease, error),
 ) (*Hold, error) {

@@ -248,6 +248,7 @@ func (c *compiler) expression(given any, path string) *expression {
 	return e
 }
 
+// parameters compiles the parameters of an action, and reports unknown, missing and contradictory ones.
 func (c *compiler) parameters(a *action, given map[string]any, path string, depth int) {
 	for _, name := range slices.Sorted(maps.Keys(given)) {
 		p, known := a.parameter(name)
@@ -349,6 +350,8 @@ func (c *compiler) oneOf(given any, kind paramKind, path string) string {
 	return word
 }
 
+// parameter compiles one parameter by its kind: expressions and templates are parsed, nested actions compiled. Names of
+// skills, agents and flows are recorded, and checked against the database later.
 func (c *compiler) parameter(a *action, p Parameter, given any, path string, depth int) {
 	switch p.kind {
 	case exprKind:
@@ -540,6 +543,7 @@ func (c *compiler) cases(given any, path string, depth int) []branch {
 	return all
 }
 
+// switchCase compiles a case of a switch: its condition, or the value that it equals, and its actions.
 func (c *compiler) switchCase(fields map[string]any, path string, depth int) branch {
 	keys := []string{"condition", "equals", "actions"}
 	for _, key := range slices.Sorted(maps.Keys(fields)) {

@@ -152,6 +152,8 @@ type compiledFlow struct {
 	actions         []*action
 }
 
+// compile checks a definition as far as it can without the database, and parses its expressions and templates. Its
+// error joins all problems, each beginning with the path of its key.
 func compile(d Definition) (*compiledFlow, error) {
 	c := &compiler{ids: map[string]string{}}
 	if !flowNameRegexp.MatchString(d.Name) {

@@ -119,6 +119,7 @@ func timeoutSchema(key string) node {
 	return ref("actions")
 }
 
+// parameterSchema returns the JSON Schema of the action's parameters.
 func (a Action) parameterSchema() node {
 	properties := node{}
 	var required []string

@@ -32,6 +32,7 @@ type flowRun struct {
 	collectors []map[string]any // for each open scope, the variables set in it
 }
 
+// newFlowRun validates the input of an execution, and sets its first variables and labels.
 func newFlowRun(ctx context.Context, in *Interpreter, flow *compiledFlow, input json.RawMessage) (*flowRun, error) {
 	exec, _ := executions.Current(ctx)
 	m := &flowRun{in: in, flow: flow, exec: exec, vars: maps.Clone(flow.variables), seen: memory.Seen{}}

@@ -87,6 +87,7 @@ var (
 	defaultFilter = regexp.MustCompile(`^default\s*:\s*(.+)$`)
 )
 
+// parseReference parses what stands between two pairs of braces: a variable with an optional default, or a quoted text.
 func parseReference(inner string) (part, error) {
 	if strings.HasPrefix(inner, `"`) || strings.HasPrefix(inner, "'") {
 		value, err := parseDefault(inner)

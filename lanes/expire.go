@@ -33,6 +33,9 @@ const (
 	expireAfter = 10 * time.Second
 )
 
+// clearExpired deletes waiters that expired a minute ago, and releases lanes that expired expireAfter ago. It skips the
+// lanes of threads, parked lanes and those with loans. It reads at most expireBatch held lanes after the name after;
+// next is where the following call continues, "" for the beginning.
 func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, err error) {
 	_, err = k.db.Exec(ctx, `
 		delete from agent_lock_waiters w

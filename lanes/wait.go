@@ -51,6 +51,8 @@ type waiter struct {
 	dbTime        time.Time     // the database's clock in that response
 }
 
+// wait tries to acquire the lane until timeout or the end of ctx. The first try enqueues the waiter; later tries follow
+// a notification, an expiry or a hand-over. The error of a timeout is a [BusyError] with the holder.
 func (w *waiter) wait(ctx context.Context, timeout time.Duration) (*Lease, error) {
 	deadline := time.NewTimer(timeout)
 	defer deadline.Stop()

@@ -82,6 +82,8 @@ func Of(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error) 
 	return p, nil
 }
 
+// read returns a page of a trace's model calls, oldest first, each with the parts of its prompt. Calls refer to parts
+// by digest, and a part that several calls share is returned once.
 func read(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error) {
 	traceID, err := findTrace(ctx, db, id)
 	if err != nil {

@@ -38,6 +38,8 @@ type httpHandler struct {
 
 func (h httpHandler) ready(*Registry) error { return nil }
 
+// call sends the request of the skill and decodes the response. Redaction removes the values of header variables from
+// its result and errors.
 func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[string]any) (any, error) {
 	headers, secrets, err := h.resolveHeaders(r.getenv)
 	if err != nil {
@@ -79,6 +81,8 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	return decodeResponse(contentType, body, redactText)
 }
 
+// request builds the request without the configured headers. Arguments that the URL does not use go into the body, or
+// into the query of a method without one. A body template replaces the arguments.
 func (h httpHandler) request(ctx context.Context, args map[string]any) (*http.Request, error) {
 	address, err := h.fill(args)
 	if err != nil {
@@ -180,6 +184,8 @@ func decodeResponse(contentType string, body []byte, redactText func(string) str
 	return redactText(strings.ToValidUTF8(string(body), "\uFFFD")), nil
 }
 
+// resolveHeaders fills environment variables into the headers. It returns their values as secrets. A missing variable
+// is an error of [NewConfigError].
 func (h httpHandler) resolveHeaders(
 	getenv func(string) string,
 ) (headers map[string]string, secrets []string, err error) {

@@ -174,6 +174,7 @@ type resolved struct {
 	timeout           time.Duration
 }
 
+// resolve checks a definition and fills in its defaults. Its error joins all problems, each beginning with the field.
 func resolve(d Definition) (resolved, error) {
 	r := resolved{
 		name: d.Name, description: strings.TrimSpace(d.Description), handler: strings.TrimSpace(d.Handler),

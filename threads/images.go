@@ -35,6 +35,7 @@ func (i Image) Part() models.Part {
 	return models.Part{Image: &models.Image{URL: url, Detail: i.Detail}}
 }
 
+// saveImages inserts the images of new messages; posted and drafts have the same order.
 func saveImages(ctx context.Context, db postgres.DB, posted []Message, drafts []NewMessage) error {
 	b := &pgx.Batch{}
 	for n, d := range drafts {

@@ -17,8 +17,7 @@ import (
 // channel (default chat), target, agent, participant and idle time, and created is true. [ErrForeign]: another owner
 // has the id.
 func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (thread Thread, created bool, err error) {
-	name := t.Name
-	name = cmp.Or(name, t.ID)
+	name := cmp.Or(t.Name, t.ID)
 	if err := CheckID(name); err != nil {
 		return Thread{}, false, fmt.Errorf("open thread: %w", err)
 	}
@@ -108,7 +107,6 @@ func Ensure(ctx context.Context, db postgres.DB, t Thread) (thread Thread, creat
 	case t.Owner != "":
 		p.Owner = t.Owner // read as the key with access by an earlier release
 	}
-	key := t.Owner
 	thread, created, err = Open(ctx, db, p, t)
 	if inExecution && errors.Is(err, ErrForeign) {
 		var may bool
@@ -119,8 +117,8 @@ func Ensure(ctx context.Context, db postgres.DB, t Thread) (thread Thread, creat
 			thread, err = Get(ctx, db, t.ID)
 		}
 	}
-	if err == nil && created && key != "" {
-		_, err = Grant(ctx, db, thread.ID, Key(key), thread.ID, string(p.Kind))
+	if err == nil && created && t.Owner != "" {
+		_, err = Grant(ctx, db, thread.ID, Key(t.Owner), thread.ID, string(p.Kind))
 	}
 	return thread, created, err
 }

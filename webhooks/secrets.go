@@ -81,6 +81,8 @@ func CheckTokens(scheme signature.Scheme, references []string, getenv func(strin
 	return errors.Join(problems...)
 }
 
+// resolveSecret reads the environment variable or file that a reference names. White space around the text of a file is
+// no part of the secret. Errors name the reference and never the value.
 func resolveSecret(reference string, getenv func(string) string) (string, error) {
 	if path, isFile := strings.CutPrefix(reference, "file:"); isFile {
 		raw, err := os.ReadFile(path)

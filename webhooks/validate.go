@@ -77,6 +77,7 @@ func checkName(name, description string) fielderr.List {
 	return problems
 }
 
+// checkScheme checks the signature scheme and its settings.
 func (d EndpointDefinition) checkScheme() fielderr.List {
 	var problems fielderr.List
 	if !slices.Contains(signature.Schemes(), d.Scheme) {
@@ -133,6 +134,7 @@ func (s Settings) checkChallenge() fielderr.List {
 	return nil
 }
 
+// check reports settings outside their limits.
 func (s Settings) check() fielderr.List {
 	problems := s.checkChallenge()
 	if s.Format != FormatJSON && s.Format != FormatText {
@@ -187,6 +189,7 @@ func isNotScalar(v any) bool {
 	return !is
 }
 
+// checkEvent checks the fields of an action that starts a flow or raises an event.
 func (a Action) checkEvent() fielderr.List {
 	var problems fielderr.List
 	if a.EventName() == "" && a.Resume != "" {

@@ -80,6 +80,7 @@ func parseReference(text string) (r reference) {
 	return r
 }
 
+// writeBody writes the text twice, as plain text and as HTML: multipart/alternative, quoted-printable, with CRLF.
 func writeBody(out io.Writer, h mail.Header, markdown string) error {
 	page, err := safeHTML(markdown)
 	if err != nil {

@@ -102,6 +102,7 @@ func Open(c channels.Config) (channels.Transport, error) {
 	return t, t.openServer(set)
 }
 
+// openServer reads the settings of the SMTP server that sends the answers. The default is STARTTLS.
 func (t *transport) openServer(set map[string]string) error {
 	t.smtp = server{
 		address: set["smtp"], mode: cmp.Or(set["smtp_tls"], "starttls"), user: set["username"], secret: t.Secrets["password"],

@@ -37,6 +37,8 @@ func (r *renderer) children(n *html.Node) {
 	}
 }
 
+// element writes an element as text. It drops hidden elements and those without text for a reader, marks quotes and
+// list items, and appends the address of a link that its text does not show.
 func (r *renderer) element(n *html.Node) {
 	link, hidden := "", false
 	for _, a := range n.Attr {

@@ -38,6 +38,7 @@ func (p *printer) blocks(n ast.Node, separator string) {
 	}
 }
 
+// block writes a block in the HTML subset of Telegram, which has no headings, rules, lists and tables.
 func (p *printer) block(n ast.Node) {
 	switch n := n.(type) {
 	case *ast.Heading:

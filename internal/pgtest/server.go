@@ -82,6 +82,8 @@ func (s *shared) stop() error {
 	return errors.Join(err, s.server.own.Stop(context.Background()))
 }
 
+// startServer connects to the server of AGENT_TEST_DATABASE_URL, or starts a server that the test programs of this
+// machine share. It installs PostgreSQL if that is missing and can be installed.
 func startServer() (*server, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Minute) // the start may include an installation
 	defer cancel()

@@ -37,6 +37,8 @@ type messageContent struct {
 	problem string
 }
 
+// decodeContent reads a message's content: a text, or parts of text, images and files. An error means that raw is
+// neither; a part that cannot be used is the problem of the result.
 func decodeContent(raw json.RawMessage) (c messageContent, err error) {
 	if words, ok := text(raw); ok {
 		return messageContent{words: words}, nil

@@ -37,6 +37,7 @@ type itemPage struct {
 	limit     int
 }
 
+// conversationItems lists the visible messages of a conversation of the caller, a page at a time.
 func (c *Chat) conversationItems(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
 	who, err := c.principal(r)
 	if err != nil {

@@ -16,6 +16,8 @@ import (
 // FilesHandler serves POST /v1/files: a document of the visitor, for a message that names its id.
 func (c *Chat) FilesHandler() http.Handler { return c.handler(c.upload) }
 
+// upload stores a document of the visitor. It creates the visitor if the request has no token. The document belongs to
+// a thread only if the header names a thread of the visitor.
 func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error {
 	secret, created, err := c.visitorToken(r)
 	if err != nil {
@@ -130,6 +132,7 @@ func (c *Chat) FileContentHandler() http.Handler { return c.handler(c.sendFile) 
 // DeleteFileHandler serves DELETE /v1/files/{id}. A file that a message or a flow uses stays: 409.
 func (c *Chat) DeleteFileHandler() http.Handler { return c.handler(c.deleteFile) }
 
+// listFiles lists the caller's own documents, newest first unless the query asks for order=asc.
 func (c *Chat) listFiles(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
 	caller, err := c.principal(r)
 	if err != nil {

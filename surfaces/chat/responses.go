@@ -133,6 +133,7 @@ func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, started *
 	return responsewire.Write(w, head)
 }
 
+// streamResponse streams a response as events. An error after the first byte is an event of the stream.
 func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, started *startedTurn, in input) error {
 	stamp(w, started.exec.TraceID, started.name)
 	head := newResponse(started.exec, in)
@@ -168,6 +169,7 @@ func (c *Chat) response(r *http.Request) (*startedTurn, input, error) {
 	return &startedTurn{exec: x, name: in.name()}, in, nil
 }
 
+// showResponse sends the current state of a response, or streams it from its beginning.
 func (c *Chat) showResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
 	started, in, err := c.response(r)
 	if err != nil {

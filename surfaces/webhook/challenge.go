@@ -44,6 +44,8 @@ func (s *Surface) Challenge() http.Handler {
 	})
 }
 
+// metaChallenge returns hub.challenge of a request with the endpoint's verify token. Wrong tokens count as failed
+// logins of their address.
 func (s *Surface) metaChallenge(r *http.Request) (string, error) {
 	e, err := webhooks.GetEndpoint(r.Context(), s.requestPool(), r.PathValue("endpoint"))
 	switch {

@@ -43,6 +43,8 @@ func (e expected) cause(err error) error {
 
 type expectedKey struct{}
 
+// expect finds the endpoint of a request and checks everything that the headers alone can prove, before the body is
+// read. Later calls for the same request return the first result.
 func (s *Surface) expect(r *http.Request) (expected, error) {
 	if cached, ok := r.Context().Value(expectedKey{}).(expected); ok {
 		return cached, nil
