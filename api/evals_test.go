@@ -76,6 +76,7 @@ func TestTrialLabelsOverHTTP(t *testing.T) {
 	put("1", "none")
 	a.get("/v1/evals/labels", &labels)
 	assert.Equal(t, 0, len(labels.Items))
+	pgtest.Exec(t, a.pool, `update agent_eval_trials set verdict = 'undecided' where run_id = $1 and trial = 2`, run)
 	for body, want := range map[string]int{
 		`{"run":"` + run + `","case":"late","trial":2,"label":"good"}`:          409,
 		`{"run":"` + run + `","case":"late","trial":3,"label":"good"}`:          404,

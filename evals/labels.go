@@ -29,7 +29,7 @@ const maxNote = 2000
 var (
 	ErrLabel    = errors.New("a label is good, bad or none, with a note of at most 2000 bytes")
 	ErrTrial    = fmt.Errorf("a trial has a number from 1 to %d", maxTrials)
-	ErrNoAnswer = errors.New("the trial has no answer yet")
+	ErrNoAnswer = errors.New("the trial has no answer")
 )
 
 // Label is a person's verdict about the answer of a trial. It contains the answer, so it outlives the run.
@@ -64,8 +64,8 @@ type NewLabel struct {
 }
 
 // PutLabel stores or withdraws the caller's label of a trial, and records the change in the audit. It returns
-// [ErrNotFound] for an unknown trial, [ErrNoAnswer] for an undecided trial, and [ErrTrial] or [ErrLabel] for an invalid
-// label.
+// [ErrNotFound] for an unknown trial, [ErrNoAnswer] for a trial without an answer, and [ErrTrial] or [ErrLabel] for an
+// invalid label.
 func PutLabel(
 	ctx context.Context, db postgres.Beginner, l NewLabel,
 ) (stored Label, recorded activity.Recorded, err error) {
@@ -87,7 +87,7 @@ func PutLabel(
 		switch {
 		case err != nil:
 			return nil, err
-		case t.Verdict == "":
+		case t.Answer == "":
 			return nil, ErrNoAnswer
 		}
 		input["eval"] = run.Suite
