@@ -20,9 +20,9 @@ import (
 // ErrNoCase reports a trace that yields no case.
 var ErrNoCase = errors.New("the trace has no message to a model")
 
-// FromTrace creates a case from a trace: the messages of its first model call, and a stub for each call of that
-// execution. The rows of a trace are redacted. A stub omits a redacted argument, so it matches any value. The case
-// approves a skill with an approved call.
+// FromTrace creates a case from a trace: the messages of its first model call, and a stub for each call that this
+// execution made and that ended. The rows of a trace are redacted. A stub omits a redacted argument, so it matches any
+// value. The case approves a skill with an approved call. Without a message of a user, FromTrace returns [ErrNoCase].
 func FromTrace(t activity.Trace, name string) (Case, error) {
 	c := Case{Name: name, From: t.TraceID, Skills: map[string][]Stub{}, Approvals: map[string]string{}}
 	if c.Name == "" {
@@ -181,7 +181,7 @@ type suiteNames struct {
 	Cases []struct{ Name string }
 }
 
-// lastSuite reads the last document of a file, up to its cases.
+// lastSuite reads the last document of a file, which must be a suite.
 func lastSuite(text []byte) (suite suiteNames, err error) {
 	documents := yaml.NewDecoder(bytes.NewReader(text))
 	for {

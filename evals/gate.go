@@ -16,9 +16,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// The gate of apply. A suite with gate: lets an apply pass only after a run of the exact result of the apply: the same
-// cases, agent, skills and model, played by the same version of this program. The newest finished run counts. It must
-// not be worse than the newest run of the present agent, on the cases that both have.
+// The gate of apply. A suite with gate: lets an apply that changes its agent or its cases pass only after a run of the
+// exact result of the apply: the same cases, agent, skills and model, played by the same version of this program. The
+// newest finished run counts. All its trials must have passed, or it must be decided and not worse than the newest run
+// of the present agent, on the cases that both have. With pass_rate, a mean pass rate suffices unless the run is worse.
 //
 // The stricter of the gates before and after an apply counts. So an apply cannot loosen its own gate.
 

@@ -37,7 +37,8 @@ type Observed struct {
 	Latency    time.Duration
 }
 
-// Judge returns the reasons why a trial fails the expectations of its case, or nil if it meets them.
+// Judge returns the reasons why a trial fails the expectations of its case, or nil if it meets them. It ignores the
+// expectations that a model judges.
 func Judge(c Case, o Observed) []string {
 	var reasons []string
 	for i, e := range c.Expect {

@@ -114,7 +114,7 @@ func (r *Report) addJudges(ctx context.Context, db postgres.DB) error {
 	return err
 }
 
-// Follows reports whether a control run follows at least half of its recorded turns.
+// Follows reports whether a control run follows at least half of the recorded turns that it played, and one at least.
 func (r *Report) Follows() bool {
 	return r.Coverage != nil && r.Coverage.Followed > 0 && 2*r.Coverage.Followed >= r.Coverage.Played
 }

@@ -24,8 +24,8 @@ type SampleFilter struct {
 	Share        float64
 }
 
-// executions reads the executions of completed turns with a model call. It orders by a hash of the trace ids, so each
-// call returns the same sample.
+// executions reads the executions of completed turns with a model call. It orders by a hash of the trace ids, so the
+// same turns give the same sample.
 func (s SampleFilter) executions(ctx context.Context, db postgres.DB) ([]sampledTurn, error) {
 	return postgres.Rows[sampledTurn](ctx, db, "sample recorded turns", `
 		select e.trace_id, e.id::text as execution_id, e.surface::text as surface, m.purpose
@@ -95,8 +95,8 @@ func DrawSample(ctx context.Context, db postgres.DB, filter SampleFilter) ([]Cas
 // Coverage reports the decided share of a sample.
 type Coverage struct {
 	Sampled  int            `json:"sampled"`
-	Played   int            `json:"played"`   // cases with a verdict
-	Decided  int            `json:"decided"`  // played cases without a diverged trial or an error
+	Played   int            `json:"played"`   // cases with a decided trial
+	Decided  int            `json:"decided"`  // played cases whose every trial passed or failed
 	Followed int            `json:"followed"` // decided cases whose every trial made the recorded calls
 	Diverged map[string]int `json:"diverged"` // cases, by the skill of the first unrecorded call
 	Skipped  map[string]int `json:"skipped"`  // turns that cannot be played, by reason

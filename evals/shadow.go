@@ -26,13 +26,13 @@ type Shadow struct {
 	Status       string     `json:"status"` // status of the run; in a list the result of [Report.State]
 	Turns        int        `json:"turns"`
 	SeenAt       time.Time  `json:"-"`
-	VisibleUntil time.Time  `json:"-"` // turns that completed by then are committed and can be sampled
+	VisibleUntil time.Time  `json:"-"` // turns that completed by then can be sampled
 	Over         bool       `json:"-"` // stopped, or its time has passed
 }
 
 const shadowColumns = `s.run_id::text, s.share, s.until, s.stopped_at, r.agent, r.agent_version as version, r.model, r.status,
 	(select count(*)::int from agent_eval_trials t where t.run_id = r.id) as turns, s.seen_at,
-	least(clock_timestamp() - interval '2 seconds', s.until, s.stopped_at) as visible_until, -- a completion is visible by then
+	least(clock_timestamp() - interval '2 seconds', s.until, s.stopped_at) as visible_until, -- misses a slower commit
 	s.stopped_at is not null or s.until <= clock_timestamp() as over`
 
 // PutShadow makes a run a shadow that ends after duration.

@@ -116,7 +116,7 @@ func (in Installation) Subjects(ctx context.Context, db postgres.DB) (map[string
 	return subjects, nil
 }
 
-// AgentDigest identifies the agent as a trial sees it. It ignores schedule, keys and greeting.
+// AgentDigest identifies the agent as a trial sees it. It ignores heartbeat, keys, greeting and whether it is default.
 func (s Subject) AgentDigest() string {
 	a := s.Agent
 	a.Default, a.Keys, a.Greeting, a.Heartbeat = false, nil, "", nil

@@ -28,8 +28,8 @@ var judgeForm = reason.Form{
 		"properties":{"reason":{"type":"string"},"pass":{"type":"boolean"}}}`,
 }
 
-// judge calls a judge about an answer until a majority of its votes is equal. The model calls are steps of the
-// execution and reserve in the budget of the run.
+// judge calls a judge about an answer until a majority of its votes is equal, or until all votes are used. The model
+// calls are steps of the execution and reserve in the budget of the run.
 func (r *Runner) judge(
 	ctx context.Context, run evals.Run, s evals.Subject, j evals.JudgeRule, answer string,
 ) (evals.Judgement, error) {
@@ -125,7 +125,8 @@ func (r *Runner) judgeTrial(
 }
 
 // calibrateJudges calls the judges concurrently about labelled answers without a verdict, before the trials. It does
-// not call a judge with too few labels. It stores the calibrations with the run, so later labels change no verdict.
+// not call a judge with too few labels. It stores the calibrations with the run, so later labels change no verdict. If
+// ctx ends meanwhile, it stores none.
 func (r *Runner) calibrateJudges(ctx context.Context, run evals.Run, s evals.Subject, concurrent int) error {
 	calibrations, err := evals.ReadCalibrations(ctx, r.Pool, run.ID, s)
 	if err != nil || calibrations.Frozen || len(calibrations.List) == 0 {
@@ -151,7 +152,8 @@ func (r *Runner) calibrateJudges(ctx context.Context, run evals.Run, s evals.Sub
 	return evals.FreezeCalibrations(ctx, r.Pool, run.ID, s)
 }
 
-// judgeLabel starts and runs the execution that judges a labelled answer. If it fails, the answer has no verdict.
+// judgeLabel starts and runs the execution that judges a labelled answer. If the execution fails, the answer has no
+// verdict.
 func (r *Runner) judgeLabel(
 	ctx context.Context, run evals.Run, s evals.Subject, j evals.JudgeRule, l evals.JudgeLabel,
 ) error {

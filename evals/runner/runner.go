@@ -165,7 +165,7 @@ type trialData struct {
 	recorded     *evals.Recorded
 }
 
-// readTrial reads the inputs of a trial, which are immutable.
+// readTrial reads the inputs of a trial, which are fixed before its execution starts.
 func (r *Runner) readTrial(ctx context.Context, in trial) (trialData, error) {
 	return executions.RetryTransient(ctx, func(ctx context.Context) (g trialData, err error) {
 		if g.run, err = evals.GetRun(ctx, r.Pool, in.Run); err != nil {

@@ -39,8 +39,9 @@ type claim struct {
 	Until time.Time
 }
 
-// Serve plays the runs that were started with Options.Background, until ctx ends. One process at a time plays a run. If
-// the process dies, another process claims the run. A run that cannot be played ends undecided.
+// Serve plays the runs that were started with Options.Background, until ctx ends. A process plays a run while it renews
+// its claim. If the process dies, the claim expires and another process claims the run. A run that cannot be played
+// ends as undecided, or as failed if one of its trials failed.
 func (r *Runner) Serve(ctx context.Context) error {
 	var playing sync.WaitGroup
 	defer playing.Wait()
@@ -150,7 +151,7 @@ func (r *Runner) abandon(ctx context.Context, run evals.Run, cause error) (ended
 			return false, errors.Join(cause, err)
 		}
 	}
-	r.Logger.WarnContext(ctx, "run of an eval cannot be played, ended undecided", "run", run.ID, "error", cause)
+	r.Logger.WarnContext(ctx, "run of an eval cannot be played, ended", "run", run.ID, "error", cause)
 	return true, nil
 }
 

@@ -21,8 +21,9 @@ const pollInterval = 500 * time.Millisecond
 // errTimeout is the cause that ends the work on a run after its timeout.
 var errTimeout = errors.New("the time of the run is over")
 
-// Work plays the trials of a run that have no verdict, several concurrently, and then ends the run. Any process may
-// call it again for a run whose process died. Work calls onTrial with each decided trial, possibly concurrently.
+// Work plays the trials of a run that have no verdict, at most concurrent at once, and then ends the run. After the
+// run's time, the remaining trials are undecided. Any process with the same Setup may call Work again for a run whose
+// process died; another gets [ErrOtherSetup]. Work calls onTrial with each trial that it played, possibly concurrently.
 //
 // Work first plays the control of a run. If the control does not follow its recorded turns, Work does not play the
 // run's own trials, and they are undecided.
@@ -113,7 +114,8 @@ func (r *Runner) playTrial(ctx context.Context, run evals.Run, t evals.Trial) (e
 	return decided, err
 }
 
-// runUntil runs an execution unless another process does, and polls until isDone returns true.
+// runUntil runs an execution unless another process does, and polls until isDone returns true. If ctx ends, it returns
+// the cause.
 func (r *Runner) runUntil(ctx context.Context, id string, isDone func() (bool, error)) error {
 	for {
 		if err := r.Engine.ClaimAndRun(ctx, id); err != nil {
