@@ -11,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -149,5 +150,37 @@ func TestLargeTraceIsBoundedAndRedacted(t *testing.T) {
 	}
 	for _, r := range answer.Reasons {
 		assert.Truef(t, !strings.Contains(r.What+string(r.Detail), "hunter2"), "a secret is shown: %+v", r)
+	}
+}
+
+// Every part that is cut ends with a row of kind more, and most is at most 1,000.
+func TestEachCutPartEndsWithMore(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	for _, c := range []struct {
+		rows, most int
+		part       why.Part
+	}{{3, 2, why.Because}, {3, 2, why.Did}, {3, 2, why.LedTo}, {1002, 1000, why.Did}} {
+		id := trace.New(trace.Flow)
+		w.exec(`
+			insert into agent_executions (trace_id, surface, flow) select $1, 'flow', 'root' from generate_series(1, $2)`,
+			id, c.rows)
+		w.exec(`select raise_agent_event('EVENT_COMPLETED', $1 || n, '{}', null, $1) from generate_series(1, $2::int) n`,
+			string(id), c.rows)
+		got := pgtest.Column[string](t, w.pool, `select kind from why($1, $2) where part = $3`, string(id), c.most, c.part)
+		assert.Truef(t, len(got) == c.most+1 && got[c.most] == why.More, "%d of %d rows of %s: %d, the last is of kind %s",
+			c.most, c.rows, c.part, len(got), got[len(got)-1])
+	}
+}
+
+func TestTrialIsFoundByEachFormOfItsTrace(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	id := trace.New(trace.Eval)
+	w.exec(`insert into agent_activity (trace_id, kind, skill_name, surface, status)
+		values ($1, 'phase', 'turn', 'eval', 'success')`, id)
+	for _, form := range []string{string(id), id.Suffix(), id.OTel()} {
+		got := value[string](w, `select trace_id from why($1)`, form)
+		assert.Equal(t, string(id), got)
 	}
 }

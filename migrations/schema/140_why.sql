@@ -18,7 +18,7 @@ create index agent_links_effect on agent_links (effect, kind);
 comment on index agent_links_effect is 'Finds the cause of an effect.';
 comment on table agent_links is 'Causes and effects that no other table records.';
 comment on column agent_links.cause is
-  'A reference as why returns it: execution ID, trace ID, event ID, approval ID; or principal NAME.';
+  'A reference as why returns it: execution ID, trace ID, event ID, run ID, approval ID; or principal NAME.';
 comment on column agent_links.kind is
   'The relation: the cause raised, woke, started, ran, told, allowed or asked for the effect.';
 comment on column agent_links.effect is 'A reference: event ID, execution ID, run ID, outgoing ID.';
@@ -26,7 +26,8 @@ comment on column agent_links.at is 'When it happened.';
 
 -- Code
 -- Every read uses an index, whatever the statistics say: a limit of 1 keeps the planner from scanning a table that is
--- small today. Every list has a bound. The settings of why() apply to the views and functions that it reads.
+-- small today. Every part of the answer has a bound. The settings of why() apply to the views and functions that it
+-- reads.
 
 create or replace view lanekeeper.agent_causes as
   select 'execution' as subject, x.id, case
@@ -210,7 +211,7 @@ create or replace view lanekeeper.agent_why_of_runs as
          where r.subject = 'run' and r.id = lanekeeper.agent_uuid(substr(l.cause, 5)) offset 0) u) c on true
    where x.flow <> 'automation'
   union all
-  -- Its waits, and the holders of a lane that it waited for.
+  -- Its waits, and the first 20 holders of each lane that it waited for.
   select x.id, 3, 'waits', w.since, w.step, r.n, r.at, r.kind, r.what, r.from_ref, 'execution ' || x.id, r.trace_id,
          r.execution_id, jsonb_strip_nulls(r.detail)
     from agent_executions x
@@ -526,14 +527,14 @@ begin
                     from lanekeeper.agent_past_waits(x.id) c
                    where c.event_id = v.id
                    limit p_most) k on true
-   where v.id = any (events || ends) limit p_most + 1;
+   where v.id = any (events || ends) limit p_most;
   -- Runs of automations: by its events, by its ends, and those that it asked for.
   made := array(select lanekeeper.agent_uuid(substr(l.effect, 5)) from agent_links l
                  where l.cause = any (select 'event ' || e from unnest(events || ends) e
                                       union all
                                       select m from unnest(mine) m)
                    and l.kind = 'started'
-                 order by l.at, l.effect limit p_most + 1);
+                 order by l.at, l.effect limit p_most);
   return query
   select r.created_at, 'started', format('a run of automation %s is %s', a.name, r.status),
          case when v.id is null then l.cause
@@ -554,7 +555,7 @@ begin
   select l.at, 'ran', format('%s executed the run, and is %s', x.flow, x.status), l.cause, l.effect, x.trace_id, x.id,
          jsonb_build_object('status', x.status)
     from agent_links l join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.effect, 11))
-   where l.cause = any (select 'run ' || m from unnest(made) m) and l.kind = 'ran' order by l.at limit p_most + 1;
+   where l.cause = any (select 'run ' || m from unnest(made) m) and l.kind = 'ran' order by l.at limit p_most;
   return query
   select o.created_at, 'told',
          format('%s to target %s: %s%s', o.event, t.name, o.status,
@@ -565,7 +566,7 @@ begin
             from agent_links k
            where k.cause = any (mine) and k.kind = 'told'
            order by k.at, k.effect
-           limit p_most + 1) l
+           limit p_most) l
    cross join lateral (select n.*
                          from agent_webhook_outbox n
                         where n.id = lanekeeper.agent_uuid(substr(l.effect, 10))
@@ -587,12 +588,13 @@ declare
   -- The ids under which the trace may be stored. A ULID alone may belong to any surface.
   forms constant text[] := case
     when given ~* '^(hb|op|ch|wh|fl|ev)_[0-9a-z]{26}$' then array[lower(left(given, 3)) || upper(substr(given, 4))]
-    when given ~* '^[0-9a-z]{26}$' then array(select s || upper(given) from unnest('{hb_,op_,ch_,wh_,fl_}'::text[]) s)
+    when given ~* '^[0-9a-z]{26}$'
+      then array(select s || '_' || upper(given) from unnest('{hb,op,ch,wh,fl,ev}'::text[]) s)
     when given ~* '^[0-9a-f]{32}$'
-      then array(select lanekeeper.agent_trace_id(s, decode(given, 'hex')) from unnest('{hb,op,ch,wh,fl}'::text[]) s)
+      then array(select lanekeeper.agent_trace_id(s, decode(given, 'hex')) from unnest('{hb,op,ch,wh,fl,ev}'::text[]) s)
     else array[given] end;
   most_ constant int := greatest(least(coalesce(most, 100), 1000), 1);
-  scan constant int := 1000;
+  scan constant int := 1001;
   mine text; runs uuid[]; executions bigint; x record;
 begin
   mine := coalesce((select e.trace_id from agent_executions e where e.trace_id = any (forms) limit 1),
@@ -625,7 +627,7 @@ begin
       union all
       select 1, 'because', null, '', b.n, b.at, b.kind, b.what, b.from_ref, b.to_ref, b.trace_id, b.execution_id,
              b.detail
-        from lanekeeper.agent_why_because(mine, runs, most_)
+        from lanekeeper.agent_why_because(mine, runs, most_ + 1)
                with ordinality b (at, kind, what, from_ref, to_ref, trace_id, execution_id, detail, n)
       union all
       select v.rank, v.part, v.place_at, v.place, v.n, v.at, v.kind, v.what, v.from_ref, v.to_ref, v.trace_id,
@@ -636,7 +638,7 @@ begin
              case l.part when 'led to' then (l.reason).kind else '' end, 0, (l.reason).*
         from lanekeeper.agent_why_log(mine, most_ + 1, 10000) l
       union all
-      select 6, 'led to', e.at, e.kind, 0, e.* from lanekeeper.agent_why_events(mine, runs, most_) e),
+      select 6, 'led to', e.at, e.kind, 0, e.* from lanekeeper.agent_why_events(mine, runs, most_ + 1) e),
     placed as (
       select t.*, row_number() over (partition by t.rank order by t.place_at, t.place, t.n, t.to_ref, t.kind) as nth,
              count(*) filter (where t.kind = 'ran') over (partition by t.rank) as ran
@@ -658,5 +660,5 @@ comment on function why is
   'The causes and effects of a trace, from top to bottom. The parts: because (its causes, the first one first), did '
   '(its executions), waits (with the causes of their ends), lanes, trouble (lost workers, refused writes, calls with '
   'unknown effect), led to (effects elsewhere), spend. trace is an id in any form. from_ref caused to_ref; trace_id '
-  'and execution_id name the other end. most bounds the rows of each part; a row of kind more counts the rest. No '
-  'rows: unknown trace.';
+  'and execution_id name the other end. most (1 to 1,000) bounds the rows of each part; a row of kind more stands for '
+  'the rest. No rows: unknown trace.';
