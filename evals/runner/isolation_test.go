@@ -127,7 +127,7 @@ func attemptWrite(ctx context.Context, pool *pgxpool.Pool, sql, traceID string, 
 	return err
 }
 
-// The database rejects every write of a trial with an effect outside the trial. The same write of a chat succeeds.
+// The database rejects these writes of a trial. The same write of a chat succeeds.
 func TestDatabaseRefusesWritesOfTrials(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

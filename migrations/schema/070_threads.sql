@@ -1,7 +1,8 @@
 -- Threads: conversations, each with an owner and an order.
 --
--- A message gets its number when it is delivered. Only the holder of the lane thread:ID sends. Messages of other
--- senders are queued until the lane is free. agent_thread_access lists the other participants of a thread.
+-- A message gets its number when it joins its thread. A received message joins at once. While the lane thread:ID is
+-- held, its holder and the executions that may borrow the lane send. Messages of other senders are queued.
+-- agent_thread_access lists the other participants of a thread.
 
 create table agent_threads (
   id text primary key check (id ~ '^[^[:cntrl:]]{1,200}$' and id ~ '[^[:space:]]'),
@@ -175,7 +176,7 @@ comment on column agent_messages.sent_at is 'When it joined the thread.';
 comment on column agent_messages.target is 'On channel webhook: the name of an outgoing target.';
 comment on column agent_messages.dedupe_key is 'A second send with the same key adds nothing.';
 comment on column agent_messages.next_attempt_at is
-  'When the next attempt is due. Null: an earlier message comes first.';
+  'On channels webhook and log: when the next attempt is due. Null: none is, or an earlier message comes first.';
 comment on column agent_messages.delivered_at is 'When the channel confirmed it.';
 
 create table agent_message_drafts (
@@ -349,8 +350,8 @@ begin
   if people and p_channel = 'chat' then p_channel := t.channel; end if;
   if p_channel not in ('chat', 'webhook', 'log') and (not people or p_channel <> t.channel)
      or coalesce(btrim(p_content), '') = '' then
-    raise exception 'a message needs content and a channel: chat, webhook, log or the thread''s, not %',
-      quote_literal(p_channel)
+    raise exception 'a message of % characters on channel % is not valid: give content, and the channel chat, webhook, '
+      'log or the thread''s', coalesce(length(btrim(p_content)), 0), quote_literal(p_channel)
       using errcode = '22023';
   elsif p_channel = 'webhook' and not exists (select from agent_webhook_targets w where w.name = p_target) then
     raise exception 'there is no outgoing webhook target %', quote_literal(p_target) using errcode = '22023',
@@ -490,7 +491,8 @@ begin
 end $$;
 comment on function lanekeeper.flush_agent_thread is
   'Send the queued messages of a thread that may be sent now, in order, at most p_limit. Call it whenever the lane of '
-  'the thread changes hands. Without p_wait it does nothing if another transaction has locked the thread.';
+  'the thread changes hands. It stops at a sender whose execution another transaction has locked. Without p_wait it '
+  'does nothing if another transaction has locked the thread.';
 
 create or replace function lanekeeper.receive_agent_message(p_thread text, p_content text,
                                       p_channel text default 'chat', p_data jsonb default '{}', p_id text default null,

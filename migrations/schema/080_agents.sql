@@ -50,7 +50,7 @@ comment on table agent_memory is 'The memory of agents: a value for each owner, 
 comment on column agent_memory.category is 'A group of keys.';
 comment on column agent_memory.key is 'The name of the memory.';
 comment on column agent_memory.value is 'The memory.';
-comment on column agent_memory.expires_at is 'When the memory is deleted. Null: never.';
+comment on column agent_memory.expires_at is 'When the memory expires. Null: it does not.';
 comment on column agent_memory.search is 'The words of key and value, for full-text search.';
 comment on column agent_memory.owner is 'The agent that owns the memory. Empty: all agents share it.';
 
@@ -194,7 +194,8 @@ comment on column agent_objective_steps.position is 'The order of the steps.';
 comment on column agent_objective_steps.status is 'In the present round.';
 comment on column agent_objective_steps.result is 'The outcome of the last round that did the step.';
 comment on column agent_objective_steps.attempts is 'How often it was tried in this round.';
-comment on column agent_objective_steps.started_at is 'When the round began. Older actions are no evidence.';
+comment on column agent_objective_steps.started_at is
+  'When the step was added or last became pending again. Older actions are no evidence.';
 
 create table agent_objective_evidence (
   id uuid default lanekeeper.agent_uuid7() primary key,
@@ -269,7 +270,7 @@ begin
 end $$;
 comment on function lanekeeper.agent_objectives_check is
   'A step is done only with evidence of this round: a successful call of the trace that reports it, or the '
-  'confirmation of an admin (LK010). Progress of a step makes its objective due at once.';
+  'confirmation of an admin (LK010). Progress of a step ends the delay of its objective after idle runs.';
 
 create or replace function lanekeeper.agent_revise() returns trigger language plpgsql volatile as $$
 begin
@@ -300,8 +301,9 @@ begin
   return new;
 end $$;
 comment on function lanekeeper.agent_revise is
-  'Increase the revision. The trigger''s condition names the columns that count. A forgotten memory continues its '
-  'revisions, after the insert, which may have waited for a delete. An edited objective is due at once.';
+  'Increase the revision. The trigger''s condition decides which changes count. A forgotten memory continues its '
+  'revisions, after the insert, which may have waited for a delete. An edit of an objective ends its delay after idle '
+  'runs.';
 
 create or replace trigger agent_objective_evidence_check before insert or update or delete on agent_objective_evidence
   for each row execute function lanekeeper.agent_objectives_check();

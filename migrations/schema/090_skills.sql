@@ -31,12 +31,12 @@ comment on column agent_skills.trust is
 comment on column agent_skills.idempotent is 'The runtime may call it again after a crash.';
 comment on column agent_skills.timeout_ms is 'The time limit of a call, in milliseconds.';
 comment on column agent_skills.disabled_reason is 'Why it was disabled.';
-comment on column agent_skills.disabled_by is 'self-heal or an admin. Empty: it is enabled.';
+comment on column agent_skills.disabled_by is 'self_heal, or the admin. Empty: it is enabled.';
 comment on column agent_skills.disabled_at is 'When it was disabled.';
 comment on column agent_skills.enabled_at is 'When it was enabled again. Earlier failures do not count.';
 comment on column agent_skills.trial_at is 'When the one trial after the cool-down was offered.';
 comment on column agent_skills.evidence is 'The figures for which self-heal disabled the skill.';
-comment on column agent_skills.source is 'workspace or builtin.';
+comment on column agent_skills.source is 'workspace, builtin or mcp.';
 comment on column agent_skills.state_revision is
   'Counts changes of the skill''s definition, and of enabled and its reason.';
 comment on column agent_skills.four_eyes is
@@ -108,7 +108,8 @@ comment on column agent_approvals.decided_token_id is
 comment on column agent_approvals.decided_via is 'Channel of the decision: page, http, cli, slack, telegram, or sql.';
 comment on column agent_approvals.decided_message is
   'The provider''s id of the message with the button. Empty: no button.';
-comment on column agent_approvals.four_eyes is 'Principals of requested_by cannot decide. Only root and SQL may.';
+comment on column agent_approvals.four_eyes is
+  'Principals of requested_by other than root cannot decide. Without a known requester, root or SQL decides.';
 comment on column agent_approvals.requested_by is 'The known principals that requested the execution.';
 
 create table agent_mcp_servers (
@@ -129,7 +130,7 @@ create table agent_mcp_servers (
   constraint agent_mcp_servers_check1 check ((transport = 'stdio') = (cardinality(command) > 0))
 );
 comment on table agent_mcp_servers is
-  'MCP servers, as the workspace declares them. Headers and environment hold references to secrets, never secrets.';
+  'MCP servers, as the workspace declares them. Secrets in headers and environment are references.';
 comment on column agent_mcp_servers.transport is 'The transport to the server: http or stdio.';
 comment on column agent_mcp_servers.command is 'For stdio: the program and its arguments.';
 comment on column agent_mcp_servers.headers is 'For http: headers of each request.';
@@ -252,8 +253,8 @@ begin
   return next a;
 end $$;
 comment on function decide_agent_approval is
-  'Approve or reject, once, and resume the execution that waits. No row: the approval was decided, expired or void '
-  'before. LK011: four eyes, and p_by requested the call, or its requester is unknown.';
+  'Approve or reject, once, and resume the execution that waits. No row: the approval is unknown, decided, expired or '
+  'void. LK011: four eyes, and p_by requested the call, or its requester is unknown.';
 
 create or replace function lanekeeper.agent_approval_outcome(p_approval agent_approvals) returns text
 language sql stable parallel safe as $$
@@ -298,7 +299,8 @@ begin
            and exists (select from agent_skills s where s.name = a.skill_name and s.revision = a.skill_revision))
           or (a.status = 'consumed' and a.consumed_for = p_execution_id || ' ' || p_step));
   if not found then
-    raise exception 'approval % is not a live grant: used, rejected, expired, or its skill has changed', p_id
+    raise exception 'approval % is no live grant of this step: it may be undecided, used, rejected, expired or another '
+      'execution''s, or its skill has changed', p_id
       using errcode = 'LK003';
   end if;
   insert into agent_links (cause, kind, effect)

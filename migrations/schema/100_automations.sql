@@ -1,6 +1,6 @@
 -- Automations: work that a clock, an event or a signal starts.
 --
--- Each run is a row before it begins, unique for its time or event. The unique row prevents duplicate runs; failed
+-- Each run is a row before it begins. The run of a scheduled time or of an event is unique, so it starts once; failed
 -- attempts are retried.
 
 create table agent_automations (
@@ -178,7 +178,8 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_events_start_automations is
-  'Insert a due run for each enabled automation of an event, in the transaction of the event.';
+  'Insert a due run for each enabled automation of an event, in the transaction of the event. The end of a run, or of '
+  'a flow that a run started, starts no run that could repeat it.';
 
 -- Lock order: a skill's row before its automations' rows. An insert, or a change of skill_name, locks the skill: so it
 -- sees the skill disabled, or the disabling sees the automation. A change of the skill first locks the rows of its

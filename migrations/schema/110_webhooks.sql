@@ -1,7 +1,7 @@
 -- Webhooks: deliveries that come in, and messages that go out.
 --
--- A delivery is stored before its acknowledgement, and runs once, even if it comes again. An outgoing message is a row
--- of the outbox, written in the transaction of its cause.
+-- A delivery is stored before its acknowledgement. A repeat of it starts no run. An outgoing message is a row of the
+-- outbox, written in the transaction of its cause.
 
 create table agent_webhook_endpoints (
   id uuid default lanekeeper.agent_uuid7() primary key,
@@ -85,7 +85,7 @@ create table agent_webhook_conflicts (
   constraint agent_webhook_conflicts_once unique (delivery, body_sha256)
 );
 comment on table agent_webhook_conflicts is
-  'Other signed bodies under the id of a delivery. A few are kept for each delivery; none is run.';
+  'Other bodies under the id of a delivery, from verified senders. A few are kept for each delivery; none is run.';
 comment on column agent_webhook_conflicts.delivery is 'The delivery with the id.';
 comment on column agent_webhook_conflicts.headers is 'Headers of the request.';
 comment on column agent_webhook_conflicts.body is 'Body of the request.';
@@ -110,7 +110,8 @@ create table agent_webhook_targets (
 comment on table agent_webhook_targets is 'URLs that receive events.';
 comment on column agent_webhook_targets.secrets is 'References to the secrets that sign; several while one is rotated.';
 comment on column agent_webhook_targets.events is 'Types such as execution.failed, families such as execution.*, or *.';
-comment on column agent_webhook_targets.max_failures is 'Failures in a row that disable the target.';
+comment on column agent_webhook_targets.max_failures is
+  'So many failures in a row, over at least a day, disable the target. An answer 410 disables it at once.';
 comment on column agent_webhook_targets.disabled_reason is 'Why it was disabled.';
 comment on column agent_webhook_targets.disabled_by is 'The person or program that disabled it. Empty: it is enabled.';
 comment on column agent_webhook_targets.disabled_at is 'When it was disabled.';
@@ -184,7 +185,7 @@ begin
   return n;
 end $$;
 comment on function lanekeeper.emit_agent_webhook is
-  'Write a message for each target of this type of event, in this transaction. Returns their number.';
+  'Write a message for each enabled target of this type of event, in this transaction. Returns their number.';
 
 create or replace function lanekeeper.emit_agent_row() returns trigger language plpgsql as $$
 declare

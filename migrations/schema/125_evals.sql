@@ -1,6 +1,6 @@
 -- Evals: suites of cases for agents.
 --
--- A trial is an execution of the surface eval. Triggers refuse its writes that have an effect outside the trial.
+-- A trial is an execution of the surface eval. Triggers refuse its writes to tables with an effect outside the trial.
 
 create table agent_evals (
   name text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), version int not null check (version > 0),
@@ -147,9 +147,9 @@ comment on column lanekeeper.agent_trial_transactions.id is 'The transaction.';
 
 -- Code
 
--- A trial of an eval runs under a trace of the prefix ev. The database refuses writes with an effect outside the trial.
--- The triggers have the condition, so other rows run no function. For executions and the log, the functions of their
--- own triggers have the condition.
+-- A trial of an eval runs under a trace of the prefix ev. The triggers have the condition, so other rows run no
+-- function. For executions and the log, the functions of their own triggers have the condition. The program holds the
+-- rest of the isolation: a trial calls no handler and holds no lane.
 create or replace function lanekeeper.refuse_agent_eval() returns trigger language plpgsql as $$
 begin
   raise exception 'a trial of an eval cannot write to %', tg_table_name

@@ -168,7 +168,7 @@ comment on column agent_skill_health.streak is 'Failures in the 7 days since the
 comment on column agent_skill_health.p50_ms is 'Median duration in milliseconds. Null: no calls.';
 comment on column agent_skill_health.p95_ms is '95th percentile of the durations in milliseconds. Null: no calls.';
 comment on column agent_skill_health.state is 'enabled, disabled, or on trial: disabled, but one trial is offered.';
-comment on column agent_skill_health.disabled_by is 'self-heal or an admin. Empty: enabled.';
+comment on column agent_skill_health.disabled_by is 'self_heal, or the admin. Empty: enabled.';
 comment on column agent_skill_health.disabled_reason is 'Why it was disabled. Empty: enabled.';
 comment on column agent_skill_health.disabled_at is 'When it was disabled. Null: enabled.';
 
