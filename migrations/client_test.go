@@ -92,6 +92,22 @@ func TestClientCannotSetActor(t *testing.T) {
 		`select coalesce(input ->> 'via', '') from agent_activity where skill_name = 'cancel_execution'`))
 }
 
+// The log has a row for an admin's cancel, whatever its reason, and none for the children that end with it.
+func TestEachCancelOfAdminIsRecorded(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `
+		insert into agent_executions (trace_id, surface, flow) values ('fl_1', 'flow', 'parent'), ('fl_2', 'flow', 'other');
+		insert into agent_executions (trace_id, surface, flow, parent_id, awaited)
+		select 'fl_1', 'flow', 'child', id, true from agent_executions where flow = 'parent';
+		select cancel_agent_execution(id, 'admin', 'enough') from agent_executions where flow = 'parent';
+		select cancel_agent_execution(id, 'admin', 'its parent was cancelled: no') from agent_executions where flow = 'other'`)
+	assert.Equal(t, "other, parent", pgtest.Value[string](t, db, `
+		select string_agg(input ->> 'flow', ', ' order by input ->> 'flow')
+		  from agent_activity where skill_name = 'cancel_execution'`))
+	assert.Equal(t, 3, pgtest.Value[int](t, db, `select count(*) from agent_executions where status = 'cancelled'`))
+}
+
 // The role sees only the contract: no table, no other function, no other schema.
 func TestClientHasNoOtherPrivileges(t *testing.T) {
 	t.Parallel()

@@ -1141,7 +1141,8 @@ begin
     end if;
     perform pg_sleep(0.005);
   end loop;
-  select x.status, x.claimed_by, x.flow, x.trace_id into e from agent_executions x where x.id = p_id for update;
+  select x.status, x.claimed_by, x.flow, x.trace_id, x.awaited, x.parent_id into e
+    from agent_executions x where x.id = p_id for update;
   delete from agent_cancel_requests r
    where r.execution_id = p_id and r.cancelled_by = p_cancelled_by returning r.actor into actor_;
   delete from agent_cancel_requests r where r.execution_id = p_id;
@@ -1155,7 +1156,10 @@ begin
     perform pg_notify('agent_cancel', p_id::text);
   end if;
   if (p_cancelled_by = 'admin' or exists (select from agent_principals p where p.name = p_cancelled_by))
-     and coalesce(p_reason, '') not like 'its parent was cancelled: %' then
+     and not (e.awaited and coalesce(p_reason, '') like 'its parent was cancelled: %' and exists (
+            select from agent_executions p where p.id = e.parent_id
+               and (p.status = 'cancelled'
+                    or exists (select from agent_cancel_requests r where r.execution_id = p.id)))) then
     insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at,
                                 duration_ms)
     values (lanekeeper.agent_trace_id('op'), 'note', 'admin', 'operate', 'cancel_execution', coalesce(p_reason, ''),
