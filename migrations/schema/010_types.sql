@@ -10,7 +10,7 @@
 -- 2. Lock the row, then read clock_timestamp(), in the next statement.
 -- 3. A protected write takes FOR KEY SHARE on the row that has its token. Takeovers change the key, so they wait for
 --    the write. Renewals do not change it, so they pass.
--- 4. A try does not wait for a holder. A try that fails changes no lane.
+-- 4. A try does not wait for a holder. A try that fails changes no lane, except that it returns an expired loan.
 -- 5. Lock order: executions by id, then lanes by name, then budgets.
 --
 -- The rules need READ COMMITTED, PostgreSQL's default. Under a stricter level the functions stay safe, but may fail

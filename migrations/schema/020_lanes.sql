@@ -1,10 +1,10 @@
 -- Lanes: the right to act on something, held by one owner at a time.
 --
 -- A lane is a lease with an owner, a fencing token and an end (agent_locks). It has one holder. A token is larger than
--- every token before it, also after the row was removed, and after a failover. A lease that has ended is lost, even
--- when nobody else has taken the lane. A release serves waiters in the order of their arrival. A child borrows lanes
--- from a parent that waits for it (agent_lock_loans). agent_workers has a lease for each process: its claims on
--- executions live as long as that lease.
+-- every token before it, also after the row was removed, and after a failover to a server whose clock is not behind. A
+-- lease that has ended is lost, even when nobody else has taken the lane. A release serves waiters in the order of
+-- their arrival. A child borrows lanes from a parent that waits for it (agent_lock_loans). agent_workers has a lease
+-- for each process: its claims on executions live as long as that lease.
 
 create type agent_lock_answer as (
   acquired      boolean,
@@ -31,7 +31,8 @@ create index agent_locks_threads on agent_locks (lane) where (lane ~~ 'thread:%'
 comment on index agent_locks_threads is 'Lists the threads whose lane may expire.';
 comment on table agent_locks is
   'Every lane that has been held, with its holder. A lane without a row was never held, or long ago.';
-comment on column agent_locks.lane is 'The name of the lane, such as thread:ID. Any text names a lane.';
+comment on column agent_locks.lane is
+  'The name of the lane, such as thread:ID. Any 1 to 255 printable characters name a lane.';
 comment on column agent_locks.locked_by is 'The owner that holds the lane. Empty: the lane is free.';
 comment on column agent_locks.fencing_token is
   'Grows whenever the holder changes. A protected write names the token, and an older one is refused.';

@@ -76,7 +76,7 @@ comment on index agent_executions_waits is 'Finds the executions that an event r
 alter index agent_executions_pkey set (deduplicate_items=off);
 comment on table agent_executions is
   'One row for each run. It holds the state machine, and all data that a process needs to continue the run.';
-comment on column agent_executions.surface is 'The origin of the run: heartbeat, operate, chat, webhook or flow.';
+comment on column agent_executions.surface is 'The origin of the run: heartbeat, operate, chat, webhook, flow or eval.';
 comment on column agent_executions.agent is 'The agent that acts in it.';
 comment on column agent_executions.flow is 'The code that runs it: the name of a flow.';
 comment on column agent_executions.parent_id is 'The execution that started it.';
@@ -137,7 +137,8 @@ comment on column agent_claims_lost.claim is 'The claim that ended.';
 comment on column agent_claims_lost.worker is 'The worker that held the claim.';
 comment on column agent_claims_lost.worker_name is 'The name of the worker.';
 comment on column agent_claims_lost.how is
-  'lost: the worker''s lease ended. no progress: it recorded no step in time. handed back: it shut down.';
+  'lost: the worker''s lease ended. no progress: it recorded no step in time. handed back: it shut down, was paused or '
+  'lacks the flow.';
 comment on column agent_claims_lost.at is 'When the claim ended.';
 
 create table agent_cancel_requests (
@@ -202,7 +203,7 @@ create table agent_flows (
 );
 create unique index agent_flows_current on agent_flows (name) where current;
 comment on index agent_flows_current is 'Allows one current version of a flow.';
-comment on table agent_flows is 'Versions of flows that are data. A version is never changed.';
+comment on table agent_flows is 'Versions of flows that are data. A change of a flow adds a version.';
 comment on column agent_flows.digest is 'SHA-256 of the definition.';
 comment on column agent_flows.definition is 'The flow, as the interpreter reads it.';
 comment on column agent_flows.source is 'The declaring side, such as workspace.';

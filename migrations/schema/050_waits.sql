@@ -21,7 +21,8 @@ comment on table agent_events is
 comment on column agent_events.event is 'The kind of event, such as MESSAGE_RECEIVED or AGENT_COMPLETED.';
 comment on column agent_events.key is 'The subject of the event. Kind and key together find the waits that it ends.';
 comment on column agent_events.data is 'The content, which becomes the outcome of the wait.';
-comment on column agent_events.external_id is 'The id from the sender. A second delivery with the id is ignored.';
+comment on column agent_events.external_id is
+  'The id from the sender. A repeat of the event is ignored, and another event with the id is refused.';
 comment on column agent_events.execution_id is 'The execution that emitted it.';
 comment on column agent_events.consumed_by is 'The execution whose wait consumed the event.';
 
