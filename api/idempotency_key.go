@@ -25,9 +25,9 @@ func derivedKey(r *http.Request, parts ...string) string {
 	return "request " + hex.EncodeToString(sum[:])
 }
 
-// withFreshKey runs do under a derived key. do returns the id of the row that has the key. Rows outlive keys: if the
-// row is older than the lifetime of an Idempotency-Key, the key is free again, and withFreshKey repeats do with a new
-// key, derived from the old key and the id.
+// withFreshKey runs do under a derived key. do returns the id of the row that has the key. Rows outlive keys. If the
+// row is older than the lifetime of an Idempotency-Key, withFreshKey repeats do with a key derived from the old key and
+// the id.
 func withFreshKey(ctx context.Context, db postgres.DB, key string, do func(key string) (id string, err error)) error {
 	for next := key; ; {
 		id, err := do(next)

@@ -15,11 +15,10 @@
 // another run uses it twice. No output of a model reaches [Decide].
 //
 // A skill may require four eyes: then the database refuses the decision of a principal that requested the execution.
-// Requesters are the principal in the context of every start, fork, retry or manual run, the linked sender of a
-// channel's message, the sender of an event that the execution waited for, and the requesters of its parents. In a
-// loop, the first 1,000 events count, and the events of the last 16 iterations. A decision closes the list. Without a
-// requester only root and the database decide, except for a visitor's chat. Root may decide its own requests, and the
-// audit records that.
+// Requesters are the principals of each start, fork, retry and manual run, and the linked sender of a channel's
+// message. The senders of awaited events and the requesters of parents are requesters too. In a loop, the first 1,000
+// events count, and the events of the last 16 iterations. A decision closes the list. Without a requester only root and
+// the database decide, except for a visitor's chat. Root may decide its own requests, and the audit records that.
 package approvals
 
 import (

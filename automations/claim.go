@@ -12,9 +12,9 @@ import (
 )
 
 // Claim claims one time of an automation's schedule. In one transaction it inserts the run and moves the automation to
-// its next time. Of concurrent callers, at most one gets ok. ok is false if another caller has claimed this time, if
-// the automation has no schedule or is disabled (and cannot try its skill), or if scheduledFor is in the future or is
-// not its next_run_at. executionID may be empty. [ErrNotFound] reports an unknown automation.
+// its next time. Of concurrent callers, at most one gets ok. ok is false for a time that is claimed, lies in the future
+// or is not the automation's next_run_at. It is false without a schedule, and for a disabled automation that may not
+// try its skill. executionID may be empty. [ErrNotFound] reports an unknown automation.
 func Claim(
 	ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, executionID, traceID string,
 ) (run Run, ok bool, err error) {

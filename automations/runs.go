@@ -100,9 +100,9 @@ func Payload(ctx context.Context, db postgres.DB, runID string) (json.RawMessage
 }
 
 // Ready returns the runs to claim now, the longest waiting first, at most one per automation, because an automation's
-// runs are serial. These are runs due by an event or a signal, failed runs whose retry is due, and manual runs that
-// their caller has not reserved, or not in time. Runs of disabled automations wait, except manual runs and a trial of
-// their skill. limit is 100 when 0.
+// runs are serial. These are runs of an event or a signal, failed runs whose retry is due, and manual runs whose
+// reservation has ended (see [RunManually]). Runs of disabled automations wait, except manual runs and a trial of their
+// skill. limit is 100 when 0.
 func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 	return postgres.Rows[Run](ctx, db, "list runs that are ready", `
 		with ready as (

@@ -12,8 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
-// hub has a topic for each viewed URL, and further topics for viewers without the scopes of linked pages, and for each
-// viewer of a page that is perViewer. A topic lives while it has viewers.
+// hub has a topic for each viewed URL. Viewers without the scopes of linked pages have topics of their own, and so has
+// each viewer of a page that is perViewer. A topic lives while it has viewers.
 type hub struct {
 	room          *Room
 	readSlots     chan struct{} // a semaphore of maxConcurrentReads

@@ -74,8 +74,9 @@ func rejectOtherOwner(ctx context.Context, pool *pgxpool.Pool) error {
 var created = regexp.MustCompile(
 	`(?im)^create\s+(?:or\s+replace\s+)?(?:table|view|function|domain|type)\s+(?:if\s+not\s+exists\s+)?([a-z0-9_]+)\b[^.]`)
 
-// rejectForeignObjects returns an error, before anything is written, if a database without migrations has a table,
-// view, function or type with a name of the files, or a foreign schema of such a name.
+// rejectForeignObjects reads a database without migrations. It returns an error if a table, view, function or type
+// there already has a name that the files create. The schema lanekeeper is refused too, and a schema river in which
+// this user may not create.
 func rejectForeignObjects(ctx context.Context, pool *pgxpool.Pool, r release) error {
 	var names []string
 	for _, n := range r.files {

@@ -14,8 +14,8 @@ type Quote struct {
 	TokenUSD     float64 // of each output token
 }
 
-// Quote estimates a request's worst case without a tokenizer. It counts one token for two letters or blanks, one for
-// every other byte, also of a run above 24 bytes, eight for each message and tool, and 1500 for each image. Opaque
+// Quote estimates a request's worst case without a tokenizer. It counts one token for two letters or blanks, and one
+// for every other byte, also of a run above 24 bytes. A message and a tool add eight tokens, an image 1500. Opaque
 // fields count one token for four bytes. Tokenizers rarely exceed that; ordinary prompts use about half. A model
 // without a price costs nothing. The same rule estimates missing usage.
 func (c *Client) Quote(req Request) Quote {

@@ -11,8 +11,8 @@
 // invalid parameters, gets the protocol's tool reply and a system message; the model may correct the call twice. A
 // valid call resets that count. After an empty answer, the loop requests an answer once more.
 //
-// The third equal call in a row adds a warning. The loop makes no sixth. A reply that ends with the fifth, or a later
-// one, ends the turn as stalled, with a summary, an activity of class stall, and a log line. A turn at its limit of
+// The third equal call in a row adds a warning. The loop makes no sixth. A reply that ends with the fifth or a later
+// one ends the turn as stalled. It leaves a summary, an activity of class stall, and a log line. A turn at its limit of
 // iterations has the same summary, activity and log line, and ends as iterations.
 //
 // # Answers in a form
@@ -28,10 +28,10 @@
 //
 // # Memory
 //
-// Memory writes use optimistic locking: a write of an entry carries the revision that the turn has read, and a write of
-// a key that the turn has not read requires a new key. The turn tracks the revision of each entry that a request showed
-// whole. It computes these revisions from recorded results, so a resumed turn has read the same entries. A conflict
-// shows the model both values and counts as read.
+// Memory writes use optimistic locking. A write carries the revision of the entry that the turn has read. Without a
+// read entry the key must be new. The turn tracks the revision of each entry that a request showed whole. It computes
+// these revisions from recorded results, so a resumed turn has read the same entries. A conflict shows the model both
+// values and counts as read.
 //
 // # Agents and approvals
 //

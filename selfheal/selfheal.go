@@ -9,8 +9,8 @@
 // Failures with evidence of another cause do not count ([Policy.Decide]). One cause is an outage: failures of three or
 // more skills that worked before, without a success of any skill between. Another cause is a single caller: one thread
 // (or trace) has all failures of a streak or most failures of a rate. If the skill then worked for three other callers
-// in the window, the rule needs a failure of a second caller, or a tripped rate without that caller. Package faults
-// measures the rule on a public labelled set.
+// in the window, it stays enabled until a second caller fails, or until the rate trips without the first. Package
+// faults measures the rule on a public labelled set.
 //
 // The view agent_skill_calls defines the calls that count. A call with its retries is one row. Skipped calls do not
 // count. A model's invalid arguments, a stall, a cancellation and a lost process are no failures of the skill. Calls

@@ -56,9 +56,9 @@ type SendResult struct {
 	staleFor     time.Duration
 }
 
-// Send sends a message for the execution of ctx. It is a step named send, so crashes do not repeat the message. If the
-// execution holds, borrows or acquires the lane, the message is sent and the lane renewed for the idle time of the
-// thread (ten minutes by default). Otherwise it is queued, which is no error. The thread must exist (see [Ensure]):
+// Send sends a message for the execution of ctx. It is a step named send, so crashes do not repeat the message. An
+// execution that holds, borrows or acquires the lane sends the message, and renews the lane for the thread's idle time
+// (ten minutes by default). Otherwise it is queued, which is no error. The thread must exist (see [Ensure]):
 // ErrNotFound.
 func Send(ctx context.Context, o Outgoing) (SendResult, error) {
 	id, claim, err := executions.Claim(ctx)

@@ -18,9 +18,8 @@
 //
 // # Loops
 //
-// Mail without a return path, mail from the channel itself, and mail whose headers mark it as an automatic reply, a
-// list or bulk mail are stored and not answered. A bounce marks the message as failed; its return path names the
-// message and is signed.
+// Some mail is stored and not answered: without a return path, from the channel itself, automatic replies, lists and
+// bulk mail. A bounce marks the message as failed; its return path names the message and is signed.
 //
 // # Approvals
 //

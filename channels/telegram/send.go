@@ -38,9 +38,9 @@ func (t *transport) Edit(ctx context.Context, externalID string, m channels.Mess
 	return err
 }
 
-// callText is call with two fallbacks: to the supergroup that a group has become, and as plain text if Telegram cannot
-// parse the markup, or if the markup leaves no text or makes it too long. A message with buttons does not move: its
-// buttons are valid only in the declared conversation.
+// callText is call with two fallbacks. It follows a group that has become a supergroup. It sends plain text if Telegram
+// cannot parse the markup, or if the markup leaves no text or makes it too long. A message with buttons does not move:
+// its buttons are valid only in the declared conversation.
 func (t *transport) callText(ctx context.Context, method string, p map[string]any, m channels.Message, into any) error {
 	err := t.call(ctx, method, p, into)
 	if refused, ok := errors.AsType[*apiError](err); ok && refused.MovedTo != 0 && len(m.Buttons) == 0 {

@@ -1,9 +1,9 @@
 // Package heap sets when the garbage collector of a serving process runs.
 //
-// Go collects whenever the heap has doubled. The live heap of an agent is small, often a few megabytes, so under load
-// it would be collected twenty times a second, which costs a tenth of the process's CPU time. SetMinimumHeap lets a
-// small heap grow by [MinGrowth] before a collection, and a larger one by [growth] per cent. GOGC in the environment
-// takes precedence; GOMEMLIMIT applies as usual.
+// Go collects whenever the heap has doubled. The live heap of an agent is often a few megabytes. Under load Go would
+// collect it twenty times a second, for a tenth of the process's CPU time. SetMinimumHeap lets a small heap grow by
+// [MinGrowth] before a collection, and a larger one by [growth] per cent. GOGC in the environment takes precedence;
+// GOMEMLIMIT applies as usual.
 package heap
 
 import (

@@ -4,8 +4,8 @@
 // logs does not repeat them. They precede the groups of a logger, so one search finds all lines of a trace. A line that
 // sets one of them itself keeps its own.
 //
-// No line shows a secret. Attributes under a secret's name, and attributes and messages that look like a secret, are
-// redacted as stored values are (see package redact), even inside groups, errors, structured values and the values of a
+// No line shows a secret. Messages and attributes are redacted by the rules of package redact: by the attribute's name,
+// and by the look of the text. The rules reach into groups, errors, structured values and the values of a
 // [slog.LogValuer].
 //
 // This applies to the loggers of [New], the handlers of [Handler] and all that derive from them. They are safe for

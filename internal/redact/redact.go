@@ -22,8 +22,8 @@
 //     more than 1 MiB is cut there first, at a space if one is near.
 //   - Redaction is idempotent for one limit.
 //
-// It cannot recognize a secret that looks like ordinary text under an ordinary name, one with the shape of an id or a
-// hash, or an encoded one (base64, percent) without a telling name.
+// Under an ordinary name it cannot recognize a secret that looks like ordinary text, an id or a hash. The same holds
+// for an encoded secret (base64, percent).
 //
 // Everything here is safe for concurrent use.
 package redact
