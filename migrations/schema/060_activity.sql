@@ -39,7 +39,8 @@ comment on column agent_activity.step is 'The step of the execution.';
 comment on column agent_activity.kind is
   'call: of a skill. model: of a model. phase: a part of a turn. note: something that happened.';
 comment on column agent_activity.agent is 'The agent that acted, or admin.';
-comment on column agent_activity.surface is 'The origin of the work: heartbeat, operate, chat, webhook or flow.';
+comment on column agent_activity.surface is
+  'The origin of the work: heartbeat, operate, chat, webhook, flow or eval. Empty: none.';
 comment on column agent_activity.skill_name is 'The skill, or the name of the phase or note.';
 comment on column agent_activity.skill_id is 'The skill, if a skill has the name.';
 comment on column agent_activity.purpose is
@@ -47,7 +48,7 @@ comment on column agent_activity.purpose is
 comment on column agent_activity.status is
   'running: in flight. unknown: it may or may not have taken effect.';
 comment on column agent_activity.input is 'The arguments, redacted.';
-comment on column agent_activity.output is 'The result, redacted.';
+comment on column agent_activity.output is 'The result, redacted. That of record_stale_agent_write is as given.';
 comment on column agent_activity.error_class is 'The kind of error, such as timeout or invalid_params. Empty: none.';
 comment on column agent_activity.model is 'The model of a model call.';
 comment on column agent_activity.token_usage is
@@ -142,7 +143,8 @@ create table agent_activity_counted (
 );
 comment on table agent_activity_counted is 'The progress of the counts. One row.';
 comment on column agent_activity_counted.single is 'Always true: there is one row.';
-comment on column agent_activity_counted.counted_upto is 'Ids below it are counted.';
+comment on column agent_activity_counted.counted_upto is
+  'Rows with ids below it are counted or listed in agent_activity_uncounted.';
 comment on column agent_activity_counted.candidate is 'Ids below it are counted next, once candidate_xid allows it.';
 comment on column agent_activity_counted.candidate_xid is
   'The count continues when no transaction below this one is in progress.';
@@ -506,8 +508,9 @@ begin
 end $$;
 comment on function record_stale_agent_write is
   'Record the refused write of a worker outside with a void lock, as a stale_write in the activity log. Each of the '
-  'first five refusals of a lock has a row; the fifth row counts the rest. False: unknown execution. LK001 rolls back '
-  'its transaction, so call this in the next one. p_output is stored unchanged: leave secrets out.';
+  'first five refusals of a lock has a row; the fifth row counts the rest. An execution has at most 50 such rows; then '
+  'the last one counts the rest. False: unknown execution. LK001 rolls back its transaction, so call this in the next '
+  'one. p_output is stored unchanged: leave secrets out.';
 
 create or replace function lanekeeper.record_agent_prompt(
   p_activity_id uuid, p_tools bytea, p_messages bytea[], p_options jsonb, p_digests bytea[], p_bodies text[],
