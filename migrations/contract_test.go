@@ -196,6 +196,38 @@ func TestOnlyARunningExecutionIsClaimed(t *testing.T) {
 	}
 }
 
+func TestClaimCannotGoBack(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	id := insertClaimed(t, db)
+	if _, err := db.Exec(t.Context(), `update agent_executions set claim = 0 where id = $1::uuid`,
+		id); !postgres.IsCode(err, "LK002") {
+		t.Errorf("a claim with a smaller number: %v, want SQLSTATE LK002", err)
+	}
+}
+
+// void_agent_leases refuses to work beside a process of agent. Afterwards old claims and tokens are void.
+func TestLeasesOfRestoredCopyAreVoid(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	id := insertClaimed(t, db)
+	pgtest.Equal(t, db, true, `select try_acquire_agent_lock('pipeline:prices', 'old')`)
+	config := db.Config().ConnConfig.Copy()
+	config.RuntimeParams["application_name"] = "agent serve"
+	process, err := pgx.ConnectConfig(t.Context(), config)
+	require.NoError(t, err)
+	_, err = db.Exec(t.Context(), `select void_agent_leases()`)
+	assert.Truef(t, postgres.IsCode(err, "55000"), "void_agent_leases beside a process: %v, want SQLSTATE 55000", err)
+	require.NoError(t, process.Close(t.Context()))
+	pgtest.Eventually(t, func() bool {
+		_, err = db.Exec(t.Context(), `select void_agent_leases()`)
+		return err == nil
+	}, "void_agent_leases works after the end of the process")
+	_, err = db.Exec(t.Context(), `select fence_agent_execution($1::uuid, 1)`, id)
+	assert.Truef(t, postgres.IsCode(err, "LK001"), "a write under the old claim: %v, want SQLSTATE LK001", err)
+	pgtest.Equal(t, db, false, `select is_agent_lock_held('pipeline:prices')`)
+}
+
 func TestWaitsAreBounded(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
