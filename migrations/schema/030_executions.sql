@@ -107,7 +107,7 @@ comment on column agent_executions.max_attempts is 'The number of lost claims wi
 comment on column agent_executions.on_lost is
   'The effect of a lost claim. resume: run it again. fail: end it. hand_on: another outside worker may lock it.';
 comment on column agent_executions.progress_seconds is
-  'The time without a recorded step after which the sweep takes the claim away. 0: no bound.';
+  'The time without a recorded step after which the run fails or, with on_lost hand_on, loses its claim. 0: no bound.';
 comment on column agent_executions.result_type is 'success, failure, timeout or cancelled, set with the end.';
 comment on column agent_executions.result_summary is 'The outcome in a sentence.';
 comment on column agent_executions.result is 'The outcome as data.';
@@ -954,8 +954,9 @@ begin
 end $$;
 comment on function lanekeeper.lose_agent_claims is
   'Take the claims of an expired worker, or the claim of an execution without progress. on_lost and the attempts '
-  'decide whether the run continues or fails. The next call handles locked executions. A worker without claims is '
-  'deleted, and the lanes of its jobs are released. Returns the number of claims.';
+  'decide whether the run continues or fails; without progress only hand_on continues. The next call handles locked '
+  'executions. A worker without claims is deleted, and the lanes of its jobs are released. Returns the number of '
+  'claims.';
 
 -- A takeover waits for the writes under the claim. It takes its strongest lock first: two transactions that upgrade
 -- weaker locks could deadlock.
