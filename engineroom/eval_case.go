@@ -344,7 +344,7 @@ func (room *Room) caseLabel(ctx context.Context, req *pageRequest) (any, error) 
 	labels, err := evals.Labels(ctx, room.Read, "", subject.Run.ID, subject.Case, maxTrialRows)
 	return map[string]any{
 		"Run": subject.Run, "Trial": trial, "Labels": labelsOf(labels, trial), "Here": req.URL,
-		"Reached": trial.Verdict != "",
+		"Answered": trial.Answer != "",
 	}, err
 }
 
