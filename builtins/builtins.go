@@ -2,7 +2,7 @@
 //
 //	recall, memory_search  read the memory (package memory)
 //	memory_write           store a value, if the key is new or at the revision that the run has read
-//	memory_forget          delete an entry at the revision that the run has read, after an admin's approval
+//	memory_forget          delete an entry at the revision that the run has read
 //	objectives_list        list objectives and their progress (package objectives)
 //	objective_propose      propose an objective, which an admin accepts or rejects
 //	objective_update       note progress at the revision that the run has read, and plan steps
@@ -16,7 +16,8 @@
 // nothing. All are idempotent: they read, or their write has a key, so a repeated call after a crash finds its own
 // work. Invalid arguments have the class invalid_params and are no failure of the skill. A write to a changed memory
 // entry or note is rejected, and the answer has both values ([IsConflict]). The caller tracks what a run has read
-// ([Sights], [WithRevisions]). recall and skill_list bound their answers and report how many entries they omit.
+// ([Sights], [WithRevisions]). recall reports how many found entries exceed its size limit, skill_list how many skills
+// exceed its limit.
 //
 // [New] is the code, for [skills.Options]; [Put] writes the rows. A row outlives the process, and a workspace may
 // replace it: Put never changes a row of another source. Put is safe in concurrent processes, because each row is one

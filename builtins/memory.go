@@ -101,8 +101,8 @@ func memoryWrite(ctx context.Context, db postgres.Beginner, who memoryUser, args
 	}, nil
 }
 
-// wroteBefore reports whether the current value is from an earlier attempt of the same call: the same trace wrote the
-// same value at the next revision.
+// wroteBefore reports whether the current value may be from an earlier attempt of the same call: the same trace wrote
+// the same value, at the next revision unless the run had read none.
 func wroteBefore(note memory.Note, conflict *memory.ConflictError) bool {
 	current := conflict.Theirs
 	return current != nil && current.TraceID == note.TraceID && sameJSON(current.Value, conflict.Yours) &&

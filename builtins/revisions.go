@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// anyRevision replaces any revision. Only people's writes use it, never a model's.
+// anyRevision replaces any revision. In a turn of a model, [WithRevisions] overwrites it.
 const anyRevision = -1
 
 // noteRevision converts the argument revision to the revision of a [memory.Note] or an objective's note. An argument

@@ -34,7 +34,7 @@ const readableIDs = `
 	 where r.depth = 0 and r.surface = 'operate'`
 
 // ListReadable returns up to limit documents that an execution may read, newest first: those of its thread, its own,
-// and its ancestors' own. Without a thread it may read the admin's documents, too.
+// and its ancestors' own. Without a thread, these include the admin's documents that belong to no thread and execution.
 func ListReadable(ctx context.Context, db postgres.DB, execution string, limit int) ([]Document, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_documents

@@ -8,7 +8,8 @@
 // A document belongs to one thread or one execution and is deleted with it (package retention). An admin's document may
 // belong to neither. An upload by a key or a visitor is unused until a message has it. It expires after [UnusedTTL].
 //
-// Content is never logged. An activity has the name, the size and the SHA-256.
+// The activity of an upload has the name, the size and the SHA-256 ([Document.Audit]). Text that a model reads is part
+// of its prompt and of the call's result, which are recorded and redacted like others.
 package documents
 
 import (

@@ -30,7 +30,7 @@ const (
 	ConflictTaken = "taken" // the late value replaced it
 )
 
-// maxConflicts bounds the open conflicts.
+// maxConflicts bounds the open conflicts. Concurrent writers may exceed it by one each.
 const maxConflicts = 1000
 
 // Conflict is a row of agent_memory_conflicts: a value that was rejected because its key had changed, after the run

@@ -6,8 +6,8 @@
 // what a run has read. A rejected value whose writer has ended becomes a [Conflict], which an admin decides. An entry
 // has the trace of its last write, if the writer had one.
 //
-// An entry belongs to an [Owner]: the shared memory, or one agent's. The owner is a part of the key, so one owner's
-// entries cannot be read or changed through another.
+// An entry belongs to an [Owner]: the shared memory, or one agent's. The owner is a part of the key, so the methods of
+// one Owner neither read nor change the entries of another.
 //
 // A value that looks like a secret (package redact) is rejected, because models and people read the memory. A
 // category holds at most 5,000 entries. Concurrent writers may exceed that bound by one entry each.

@@ -33,8 +33,8 @@ func EvidenceOf(ctx context.Context, db postgres.DB, objectiveID string) ([]Evid
 }
 
 // FindEvidence returns the activities that prove a pending step: successful calls since its round began that prove no
-// step yet. If the step's title names skills, it returns the calls of these skills, up to maxEvidence. Otherwise it
-// returns the oldest call whose skill no other pending step names. It returns none if there is no such call.
+// step yet. If the step's title names skills of such calls, it returns the calls of these skills, up to maxEvidence.
+// Otherwise it returns the oldest call whose skill no other pending step names, or none if there is no such call.
 func FindEvidence(ctx context.Context, db postgres.DB, stepID string, f EvidenceFilter) ([]string, error) {
 	rows, err := db.Query(ctx, `
 		select a.id, a.skill_name

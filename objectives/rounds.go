@@ -10,8 +10,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Advanced records that a run worked on an objective under traceID, and returns the objective. If none of its steps is
-// pending, Advanced first settles it:
+// Advanced records that a run worked on an objective under traceID, and returns the objective. If the objective is
+// active and due and none of its steps is pending, Advanced settles it:
 //
 //   - With review_every, the next round begins. It is due one review_every from now. All steps but the skipped ones are
 //     pending again, without attempts. Their last results stay readable.

@@ -39,7 +39,7 @@ func Steps(ctx context.Context, db postgres.DB, objectiveID string) ([]Step, err
 const MaxAttempts = 3
 
 // FailStep counts a failed attempt of a pending step, stores the reason, and returns the step. It stays pending until
-// [MaxAttempts] failures. It returns false if the step is not pending any more.
+// [MaxAttempts] failures. It returns false if the step is unknown or not pending any more.
 func FailStep(ctx context.Context, db postgres.DB, stepID, reason, traceID string) (Step, bool, error) {
 	rows, err := db.Query(ctx, `
 		update agent_objective_steps
@@ -127,8 +127,8 @@ const maxStepResult = 8 << 10
 func truncate(text string) string { return textcut.Stored(text, maxStepResult) }
 
 // CompleteStep completes a pending step. It stores its evidence, its result, cut at 8 KiB, and the trace. It returns
-// false if the step is not pending any more. It returns [ErrNoEvidence] unless activities are successful calls of that
-// trace, at least one, made since the round began, that prove no other step.
+// false if the step is unknown or not pending any more. It returns [ErrNoEvidence] unless activities are successful
+// calls of that trace, at least one, made since the round began, that prove no other step.
 func CompleteStep(
 	ctx context.Context, db postgres.Beginner, stepID, result, traceID string, activities []string,
 ) (bool, error) {
@@ -142,7 +142,7 @@ func CompleteStep(
 }
 
 // ConfirmStep completes a pending step by an admin's confirmation, which is stored with the admin and the reason. It
-// returns false if the step is not pending any more.
+// returns false if the step is unknown or not pending any more.
 func ConfirmStep(ctx context.Context, db postgres.Beginner, stepID, by, reason, traceID string) (bool, error) {
 	if strings.TrimSpace(by) == "" || strings.TrimSpace(reason) == "" {
 		return false, errors.New("complete step: a confirmation needs an admin and a reason")
