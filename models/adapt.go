@@ -34,9 +34,9 @@ func adaptHistory(messages []Message, d dialect, known ModelInfo) []Message {
 	return messages
 }
 
-// foldSystem returns a history with one system message, at the front. It appends a later system text to the preceding
-// message, or makes it a user message after an answer of the model. Consecutive user messages become one, because these
-// servers demand alternating roles.
+// foldSystem returns a history with at most one system message, at the front. It appends a later system text to the
+// preceding message, or makes it a user message after an answer of the model. Consecutive user messages become one,
+// because these servers demand alternating roles.
 func foldSystem(messages []Message) []Message {
 	var out []Message
 	for _, m := range messages {
@@ -76,7 +76,7 @@ func isBlank(text string) bool { return text == "" }
 // needsFolding reports whether folding changes the history.
 func needsFolding(messages []Message) bool {
 	for i, m := range messages {
-		if i > 0 && m.Role == RoleSystem {
+		if i > 0 && (m.Role == RoleSystem || m.Role == RoleUser && messages[i-1].Role == RoleUser) {
 			return true
 		}
 	}
@@ -128,8 +128,8 @@ func (r Request) hasOpaque() bool {
 	})
 }
 
-// repairHistory returns a history that servers accept. A model may call an impossible name (multi_tool_use.parallel) or
-// send arguments that are no object. The next request quotes that call, so repairHistory repairs it. Servers also
+// repairHistory repairs what servers reject in a history. A model may call an impossible name (multi_tool_use.parallel)
+// or send arguments that are no object. The next request quotes that call, so repairHistory repairs it. Servers also
 // reject messages without content, above all tool results.
 func repairHistory(history []Message) []Message {
 	messages := make([]Message, len(history))

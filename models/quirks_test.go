@@ -118,6 +118,19 @@ func TestCorrectionIsSystemMessageUntilRejected(t *testing.T) {
 	}
 }
 
+// A message of the user stays without an answer if its turn failed.
+func TestMessagesOfOneRoleAreJoinedAfterARefusal(t *testing.T) {
+	t.Parallel()
+	server := modeltest.New(t, modeltest.Refusal(400, "invalid_request_error", "",
+		"Conversation roles must alternate user/assistant/user/assistant", 0), modeltest.Text("ok"))
+	complete(t, client(t, server), models.Request{Messages: []models.Message{
+		{Role: models.RoleUser, Content: "Hello?"}, {Role: models.RoleUser, Content: "Still there?"},
+	}})
+	sent := server.Requests()[1].Messages
+	require.Equal(t, 1, len(sent), sent)
+	assert.Equal(t, "Hello?\n\nStill there?", sent[0].Content)
+}
+
 func TestResponsesAPIIsLearnedPerModel(t *testing.T) {
 	t.Parallel()
 	server := modeltest.OpenAI(t, append(replies(), modeltest.Text("again"), modeltest.Text("other"))...)
