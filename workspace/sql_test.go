@@ -41,6 +41,10 @@ var sqlCases = map[string]struct{ text, want string }{
 		"config:\n  query: \"select 'a',\\n\\\"statis\\\" from orders limit @limit\"" + withLimit,
 		`a.yaml:5:24: sql: column "statis" does not exist`,
 	},
+	"escape by number": {
+		"config:\n  query: \"select '\\u0041', statis from orders limit @limit\"" + withLimit,
+		`a.yaml:5:10: sql: column "statis" does not exist`,
+	},
 	"plain text": {
 		"config:\n  query: select id\n    from orders where statis = 'x' limit @limit" + withLimit,
 		`a.yaml:6:23: sql: column "statis" does not exist`,

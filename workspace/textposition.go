@@ -29,7 +29,7 @@ func (s source) offsetPosition(path string, offset int) Position {
 	scan := scanner{rest: strings.Join(text, ""), at: begin, style: node.Style}
 	scan.skipQuote()
 	for _, r := range value {
-		if !unicode.IsSpace(r) && !scan.readRune() {
+		if !unicode.IsSpace(r) && !scan.readRune(r) {
 			return start
 		}
 	}
@@ -89,17 +89,16 @@ func (w *scanner) skipSpaces() {
 	}
 }
 
-// readRune skips the source of one non-space character; false at the end of the file.
-func (w *scanner) readRune() bool {
+// readRune skips the source of one non-space character. It returns false if the source has another one, or an escape by
+// number.
+func (w *scanner) readRune(want rune) bool {
 	w.skipSpaces()
-	if w.rest == "" {
-		return false
-	}
 	r := w.read()
-	doubled := r == '\'' && w.style&yaml.SingleQuotedStyle != 0
-	escaped := r == '\\' && w.style&yaml.DoubleQuotedStyle != 0
-	if doubled || escaped {
+	switch {
+	case r == '\'' && w.style&yaml.SingleQuotedStyle != 0:
 		w.read()
+	case r == '\\' && w.style&yaml.DoubleQuotedStyle != 0:
+		r = w.read()
 	}
-	return true
+	return r == want
 }
