@@ -95,7 +95,7 @@ func (a *assembly) addPart(p *part) string {
 	return text
 }
 
-// maxPlausibleTokens exceeds every model's limits.
+// maxPlausibleTokens is above the limits of known models.
 const maxPlausibleTokens = 10_000_000
 
 // plausible reports whether a count is plausible. Servers without counts send -1 or the largest number. Such a count

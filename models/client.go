@@ -15,8 +15,8 @@
 //   - An idle attempt ends: the client cancels an attempt that receives no byte for [Config.IdleTimeout], and retries.
 //   - Tool calls have one form for all servers: ordered, each with a name and an id, arguments as text. The client does
 //     not validate the arguments, which may be invalid JSON.
-//   - Usage is always set. Without the server's report, usage is a high estimate with [Usage.Estimated] set. The cost
-//     comes from a price table; a model without a price costs 0, and [Response.Priced] is false. A server may bill
+//   - A response has its usage. Without the server's report, usage is a high estimate with [Usage.Estimated] set. The
+//     cost comes from a price table; a model without a price costs 0, and [Response.Priced] is false. A server may bill
 //     an attempt that it received, unless it rejected the attempt or reported usage. The client notifies the caller
 //     before the next attempt ([Request.BeforeRetry]) or at the end ([Response.Unknown]). A rejected attempt has status
 //     4xx (except 408), 501, 503 or 529.

@@ -52,7 +52,8 @@ type Settings struct {
 	Model   string // AGENT_MODEL
 }
 
-// New validates the whole configuration. It opens no connection.
+// New returns a client, or all problems of the configuration. It opens no connection. It does not check Headers, Query
+// and Extra.
 func New(config Config) (*Client, error) {
 	config = withDefaults(config)
 	var problems []error

@@ -118,7 +118,7 @@ func apiError(status int, header http.Header, body []byte) *Error {
 }
 
 // streamError returns an error inside a stream. The server accepted the request, so the error is retryable unless its
-// text says otherwise.
+// code or status says otherwise.
 func streamError(chunk []byte) *Error {
 	e := &Error{}
 	e.read(chunk)

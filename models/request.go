@@ -62,7 +62,7 @@ type Usage struct {
 // Complete sends the request and returns the whole answer. The package comment lists the retries.
 //
 // The error is an *[Error] for a failure of the server or the connection. It wraps the context's error if ctx ended.
-// Beside an error, the Response holds only Sent and Unknown.
+// Beside an error, the Response has no Message, FinishReason, Usage and CostUSD.
 func (c *Client) Complete(ctx context.Context, req Request) (Response, error) {
 	if len(req.Messages) == 0 {
 		return Response{}, &Error{Message: "the request has no messages"}

@@ -8,10 +8,11 @@
 // kind's Validate are problems. The reader reports the problems of all files at once, with file, line and column. It
 // stops reading a file at a syntax error. A workspace with problems is not applied.
 //
-// [Apply] makes the database match in one transaction. It creates and updates rows. It removes rows that came from a
-// workspace (source 'workspace') and that no file declares any more. It is idempotent. It keeps the state of the agent
-// and the decisions of admins: enabled states with their reasons, progress of objectives, memories, next runs of
-// automations. [Plan] is Apply with a rollback, so both agree.
+// [Apply] makes the database match in one transaction. It creates and updates rows. With [Options.Prune], it removes
+// rows that came from a workspace (source 'workspace') and that no file declares any more. It is idempotent. It keeps
+// the state of the agent and the decisions of admins: enabled states with their reasons, progress of objectives,
+// memories, next runs of automations. [Plan] is Apply with a rollback, so both report the same changes. Where the gate
+// refuses an apply, Plan returns warnings.
 //
 // Concurrent applies are safe. Each apply first acquires the same transaction-level advisory lock ([Lock]), so a
 // second apply sees the commit of the first. Such a lock works behind PgBouncer, and PostgreSQL releases it if its

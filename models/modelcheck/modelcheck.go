@@ -82,7 +82,8 @@ func (t Target) withDefault(client *models.Client) Target {
 	return t
 }
 
-// Calls returns how many calls [Run] makes. Each part of the protocol that the server refuses adds one.
+// Calls returns how many calls [Run] makes if each passes. A skipped check makes none. Retries, and parts of the
+// protocol that the server refuses, add calls.
 func Calls(client *models.Client, t Target) int {
 	if client.SupportsImages(t.withDefault(client).Model) {
 		return 7

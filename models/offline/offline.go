@@ -14,9 +14,10 @@
 //  4. Objective tools, if offered, report steps, plan steps and remember figures.
 //  5. A text answer quotes the figures found and names each failed, denied or pending call.
 //
-// Guarantees: the model calls a tool that changes something only on an order by name. Webhooks, events, documents and
-// quotations order nothing. The model never repeats a call with the same arguments, so every conversation ends. The
-// server keeps no state: equal requests get equal bytes. Usage counts four bytes a token.
+// Guarantees: rule 3 calls no tool whose name or description says that it changes something. Webhooks, events,
+// documents and quotations order nothing. The model does not repeat a call that the request shows, with the same
+// arguments, so a turn ends. The server keeps no state: equal requests get equal bytes. Usage counts four bytes a
+// token.
 package offline
 
 import (
