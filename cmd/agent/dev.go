@@ -123,7 +123,7 @@ func (c *cli) prepareDev(ctx context.Context, s *session, opts devOptions) error
 	if _, err := s.migrate(ctx, c); err != nil {
 		s.close(ctx)
 		if s.server != nil && (errors.Is(err, migrations.ErrChanged) || errors.Is(err, migrations.ErrNewer)) {
-			return hint(err, "or remove %s to start over; --ephemeral does that for one run", stateDir)
+			return hint(err, "or remove %s to start over; --ephemeral uses a new database for one run", s.server.Dir())
 		}
 		return err
 	}
@@ -250,7 +250,7 @@ func (c *cli) printWelcome(s *session, listener net.Listener, about string, acti
 	kept, asClient := "DATABASE_URL", ""
 	if s.server != nil {
 		asClient = fmt.Sprintf("\n  SQL client   psql '%s'", clientURL(s.url))
-		kept = s.server.Dir() + " (kept; --ephemeral removes it)"
+		kept = s.server.Dir() + " (kept; --ephemeral uses a new one)"
 		if opts.ephemeral {
 			kept = "a temporary folder, removed at the end"
 		}

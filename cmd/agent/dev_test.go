@@ -34,7 +34,7 @@ func TestDevStartsItsOwnServer(t *testing.T) {
 	first := p.start("dev")
 	first.find(t, `\^C stops`)
 	assert.Contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example",
-		"(kept; --ephemeral removes it)")
+		"(kept; --ephemeral uses a new one)")
 	client := connect(t, first.find(t, `SQL client +psql '(.*)'`))
 	pgtest.Equal(t, client, true, `select try_acquire_agent_lock('shelf', 'importer', 30)`)
 	_, err := client.Exec(t.Context(), `select from agent_locks`)
@@ -53,8 +53,12 @@ func TestDevStartsItsOwnServer(t *testing.T) {
 		assert.Truef(t, !strings.Contains(second.err.String(), word),
 			"the second start is %s something again:\n%s", word, second.err.String())
 	}
+	database := connect(t, second.find(t, `database +(postgres://\S+)`))
+	pgtest.Exec(t, database, `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`)
+	database.Close()
 	second.stop()
 	assert.Equal(t, 0, <-second.ended, second.err.String())
+	p.mustFail(2, "or remove "+second.find(t, `data in +(\S+)`)+" to start over", "dev")
 }
 
 // An invalid .env stops dev before it creates anything.
