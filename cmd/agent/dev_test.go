@@ -86,6 +86,9 @@ func TestDevReadsDotEnv(t *testing.T) {
 	newProgramWithoutDatabase(t).mustFail(2, "no database; set DATABASE_URL", "lanes", "ls")
 	_, err := os.Stat(stateDir)
 	assert.Error(t, err, "a data directory was made")
+	started := filepath.Join(stateDir, "pg", "15", "data.new") // of a dev that was killed early
+	require.NoError(t, os.MkdirAll(started, 0o755))
+	newProgramWithoutDatabase(t).mustFail(2, "no database; set DATABASE_URL", "lanes", "ls")
 }
 
 // Commands in the folder use dev's settings; a command with a database ignores the folder.

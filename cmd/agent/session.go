@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"maps"
 	"net"
-	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -221,16 +220,17 @@ func (s *session) connect(ctx context.Context) error {
 	return nil
 }
 
-// startServer starts or joins the local PostgreSQL. It creates one only if create is set.
+// startServer starts or joins the local PostgreSQL. It creates the data only if create is set.
 func (s *session) startServer(ctx context.Context, c *cli, create, ephemeral bool) error {
-	if _, err := os.Stat(stateDir); errors.Is(err, os.ErrNotExist) && !create {
+	s.ephemeral = ephemeral
+	config := s.serverConfig(c)
+	if !create && !pgserver.HasData(config.Dir) {
 		return &exitError{
 			exitUsage,
 			hint(errNoDatabase, "set DATABASE_URL, or run `agent dev` in this folder first"),
 		}
 	}
-	s.ephemeral = ephemeral
-	started, err := pgserver.Start(ctx, s.serverConfig(c))
+	started, err := pgserver.Start(ctx, config)
 	if err != nil {
 		return fmt.Errorf("start the local PostgreSQL: %w", err)
 	}

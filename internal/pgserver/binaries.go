@@ -176,6 +176,19 @@ func resolve(ctx context.Context, config Config) (Binaries, error) {
 	return all[0], nil
 }
 
+// HasData reports whether dir ([Config.Dir]) has the data of a supported version, or a folder closed to this user.
+func HasData(dir string) bool {
+	for _, base := range []string{dir, followPointer(dir)} {
+		for major := oldestMajor; base != "" && major <= newestMajor; major++ {
+			_, err := os.Lstat(filepath.Join(base, strconv.Itoa(major), dataDir))
+			if !errors.Is(err, os.ErrNotExist) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
 func hasData(dir string, major int) bool {
 	for _, base := range []string{dir, followPointer(dir)} {
 		if base != "" && exists(filepath.Join(base, strconv.Itoa(major), dataDir)) {
