@@ -115,15 +115,16 @@ func TestDevReportsDotEnv(t *testing.T) {
 	here, err := os.Getwd()
 	require.NoError(t, err)
 	text := "AGENT_PG_BIN=" + here + "\nPATH=" + here + "\nLD_PRELOAD=" + here +
-		"/x.so\nOPENAI_API_KEY_FILE=/etc/passwd\nAGENT_NAME=robin\nMY_SECRET=hunter2\n"
+		"/x.so\nOPENAI_API_KEY_FILE=/etc/passwd\nAGENT_NAME=robin\nMY_SECRET=hunter2\nNOTIFY_SOCKET=/no/such/socket\n"
 	testkit.WriteFile(t, ".env", text)
 	p := newProgramWithoutDatabase(t, "AGENT_LISTEN=127.0.0.1:0", "HOME="+here).start("dev", "--ephemeral")
-	p.find(t, `(\.env sets AGENT_NAME, LD_PRELOAD, MY_SECRET)`)
+	p.find(t, `(\.env sets AGENT_NAME, LD_PRELOAD, MY_SECRET, NOTIFY_SOCKET)`)
 	p.find(t, `(\.env cannot set AGENT_PG_BIN, OPENAI_API_KEY_FILE, PATH; set)`)
 	p.find(t, `(\^C stops)`)
 	p.stop()
 	<-p.ended
 	assert.True(t, !strings.Contains(p.err.String(), "hunter2"), "a value is shown")
+	assert.True(t, !strings.Contains(p.err.String(), "service manager"), "dev reports to a socket of the file")
 	_, err = os.Stat(ran)
 	assert.Error(t, err, "a program of the folder ran")
 }

@@ -60,7 +60,7 @@ type Options struct {
 	Config config.Config
 	Log    *slog.Logger
 	Database
-	Environ map[string]string   // the settings of OpenTelemetry
+	Environ map[string]string   // the settings of OpenTelemetry and systemd
 	Getenv  func(string) string // resolves secrets named in files
 	Version string              // of the program
 	// Commands runs commands of the command line for callers of POST /v1/commands; nil for none.

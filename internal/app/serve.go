@@ -98,7 +98,7 @@ func (s Stages) End() {
 
 // Serve runs the engine and HTTP until ctx ends, then shuts down in stages. It waits for extra.
 func (a *App) Serve(ctx context.Context, listener net.Listener, extra ...func(ctx context.Context) error) error {
-	manager := sdnotify.New(a.Getenv)
+	manager := sdnotify.New(func(name string) string { return a.Environ[name] })
 	watchdog, stopWatchdog := context.WithCancel(context.WithoutCancel(ctx))
 	var watchdogs sync.WaitGroup
 	watchdogs.Go(func() { manager.Watchdog(watchdog) })
