@@ -162,7 +162,7 @@ func (a *App) drain(work context.Context, stages Stages, server *http.Server) {
 	if err != nil {
 		a.Log.WarnContext(work, "requests cut off", "error", err)
 	}
-	a.Log.InfoContext(work, "requests answered", "after", time.Since(began))
+	a.Log.InfoContext(work, "HTTP stopped", "after", time.Since(began))
 }
 
 // notify reports a state to the service manager.
