@@ -121,7 +121,12 @@ func (o initOptions) write(files map[string][]byte) error {
 	if _, err := workspace.LoadDir(made); err != nil { // apply must accept it
 		return &exitError{exitUsage, err}
 	}
-	if err := os.Rename(made, filepath.Join(o.dir, workspaceDir)); err != nil {
+	target := filepath.Join(o.dir, workspaceDir)
+	err = os.Remove(target) // an empty folder
+	if err == nil || errors.Is(err, fs.ErrNotExist) {
+		err = os.Rename(made, target)
+	}
+	if err != nil {
 		return fmt.Errorf("make workspace: %w", err)
 	}
 	return nil

@@ -20,6 +20,7 @@ func TestInitCreatesWorkingWorkspace(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	dir := filepath.Join(t.TempDir(), "42 Sol's shop!")
+	require.NoError(t, os.MkdirAll(filepath.Join(dir, "workspace"), 0o755)) // an empty folder may exist
 	got := p.run("init", dir, "--purpose", "Answer questions about \"orders\": quickly.\nAnd {{kindly}}.",
 		"--timezone", "Europe/Madrid")
 	require.Truef(t, got.code == 0 && strings.Contains(got.err, "wrote "+filepath.Join(dir, "workspace", "agent.yaml")),
