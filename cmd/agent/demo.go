@@ -169,8 +169,8 @@ func (s *session) createDemoDatabase(ctx context.Context, c *cli) (drop func(ctx
 		return func(context.Context) error { return nil }, nil
 	}
 	address, err := url.Parse(s.url)
-	if err != nil {
-		return nil, usageError("DATABASE_URL: not a PostgreSQL URL")
+	if err != nil || address.Scheme == "" {
+		return nil, usageError("DATABASE_URL: agent demo needs a URL such as postgres://user:password@host:5432/name")
 	}
 	adminURL, name := s.url, "agent_demo_"+strings.ToLower(rand.Text()[:10])
 	if err := execOnServer(ctx, adminURL, "create database "+pgx.Identifier{name}.Sanitize()); err != nil {

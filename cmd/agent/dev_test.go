@@ -227,6 +227,12 @@ func checkNothingLeft(t *testing.T, url, stage string) {
 		"database %q is left: %v; %d rows in the given one", name, left, rows)
 }
 
+func TestDemoRequiresURL(t *testing.T) {
+	t.Parallel()
+	p := newProgramWithoutDatabase(t, "DATABASE_URL=host=/nowhere dbname=agent")
+	p.mustFail(2, "DATABASE_URL: agent demo needs a URL", "demo", "chained")
+}
+
 // A deviating story fails with the difference and cleans up.
 func TestDemoFailsOnDeviation(t *testing.T) {
 	t.Parallel()
