@@ -103,7 +103,7 @@ func (c *cli) channelSendsCommand() *cobra.Command {
 		}),
 	}
 	cmd.Flags().StringVar(&f.Channel, "channel", "", "only this channel")
-	cmd.Flags().StringVar(&f.Before, "cursor", "", "next page; see `next_cursor` of --json")
+	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd
 }

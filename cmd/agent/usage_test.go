@@ -160,6 +160,7 @@ func TestUsageErrors(t *testing.T) {
 		"no such request":          {[]string{"requests", "ls", "--kind", "favour"}, "not one of document, signature, test"},
 		"requests of no execution": {[]string{"requests", "ls", "--execution", "zz"}, "not an execution id (uuid)"},
 		"cursor of nothing":        {[]string{"executions", "ls", "--cursor", "zz"}, "not a cursor"},
+		"cursor of no message":     {[]string{"channels", "sends", "--cursor", "zz"}, "not a cursor"},
 		"show of no id": {
 			[]string{"executions", "show", "zz"},
 			`"zz" is not the id (uuid) of an execution; see agent executions ls`,
