@@ -163,7 +163,7 @@ func label(name string, v agentVersion) string { return fmt.Sprintf("%s version 
 func diffVersions(ctx context.Context, s *session, args []string) (from, to agentVersion, err error) {
 	versions, err := agents.Versions(ctx, s.Pool, args[0])
 	if errors.Is(err, agents.ErrNotFound) {
-		return from, to, hint(fmt.Errorf("there is no agent %q", args[0]), "see agent agents ls")
+		return from, to, hint(fmt.Errorf("there is no document of an agent %q", args[0]), "see agent agents ls")
 	}
 	if err != nil {
 		return from, to, err

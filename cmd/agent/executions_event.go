@@ -127,7 +127,7 @@ func receiveMessage(
 	arrived, err := threads.Receive(ctx, a.Engine, tx,
 		threads.Incoming{ThreadID: thread, Content: content, Data: object, ID: id})
 	if errors.Is(err, threads.ErrNotFound) {
-		err = hint(fmt.Errorf("thread %q: %w", thread, err), "see agent threads ls")
+		err = hint(fmt.Errorf("thread %q: %w", thread, threads.ErrNotFound), "see agent threads ls")
 	}
 	return executions.Delivered{EventID: arrived.EventID, Resumed: arrived.Resumed}, err
 }

@@ -293,7 +293,7 @@ func TestInvalidExecutionCommands(t *testing.T) {
 		{2, "printable", []string{"start", "external", "--thread", "a\nb"}},
 		{2, "is no external event", []string{"event", "AGENT_COMPLETED", "x"}},
 		{2, "a message needs content", []string{"event", "MESSAGE_RECEIVED", "x"}},
-		{1, "agent threads ls", []string{"event", "MESSAGE_RECEIVED", "x", "--data", `{"content": "hi"}`}},
+		{1, `"x": no such thread; see`, []string{"event", "MESSAGE_RECEIVED", "x", "--data", `{"content": "hi"}`}},
 		{1, "agent executions ls", []string{"fork", "0198c0de-0000-7000-8000-000000000000"}},
 		{1, "agent executions ls", []string{"retry", "0198c0de-0000-7000-8000-000000000000"}},
 		{1, "agent executions ls", []string{"replay", "0198c0de-0000-7000-8000-000000000000"}},

@@ -209,6 +209,7 @@ func TestAgentCommands(t *testing.T) {
 		want string
 	}{
 		{[]string{"agents", "show", "nobody"}, 1, `there is no agent "nobody"; see agent agents ls`},
+		{[]string{"agents", "diff", "agent"}, 1, `there is no document of an agent "agent"; see agent agents ls`},
 		{[]string{"chat", "--agent", "nobody", "hello"}, 1, `find agent "nobody": no such agent; see agent agents ls`},
 		{[]string{"agents", "show", "sales", "--version", "9"}, 1, "agent sales has no version 9: the latest is 2"},
 		{[]string{"agents", "diff", "sales", "one"}, 2, `invalid version "one"`},
