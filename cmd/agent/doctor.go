@@ -130,7 +130,8 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 		return
 	}
 	if add("rights", migrations.Rights(ctx, s.Pool), "owner of the tables, with write access") {
-		add("commits", tryCommit(ctx, s.Pool), "reach the disk, and the synchronous standbys if there are any")
+		durability, err := tryCommit(ctx, s.Pool)
+		add("commits", err, durability)
 	}
 	var workers, stuck int
 	err = s.Pool.QueryRow(ctx, `
@@ -182,28 +183,36 @@ func verdictText(s monitor.Status) string {
 // commitTimeout bounds a commit that is tried.
 const commitTimeout = 5 * time.Second
 
-// tryCommit tries a large write, and commits a record that changes no row. It waits for the disk and for synchronous
-// standbys.
-func tryCommit(ctx context.Context, pool *pgxpool.Pool) error {
+// tryCommit tries a large write, and commits a record that changes no row. It returns what a commit of the server waits
+// for.
+func tryCommit(ctx context.Context, pool *pgxpool.Pool) (durability string, err error) {
 	if err := api.TryWrite(ctx, pool); err != nil {
-		return withAdvice(err)
+		return "", withAdvice(err)
 	}
 	limited, cancel := context.WithTimeout(ctx, commitTimeout)
 	defer cancel()
-	_, err := pool.Exec(limited, `select pg_logical_emit_message(true, 'lanekeeper', 'doctor')`)
-	if err == nil || limited.Err() == nil || ctx.Err() != nil {
-		return err
+	_, err = pool.Exec(limited, `select pg_logical_emit_message(true, 'lanekeeper', 'doctor')`)
+	if err != nil && (limited.Err() == nil || ctx.Err() != nil) {
+		return "", err
 	}
-	var standbys string
-	if err := pool.QueryRow(ctx, `select current_setting('synchronous_standby_names')`).Scan(&standbys); err != nil {
-		return fmt.Errorf("read synchronous_standby_names: %w", err)
+	var fsync, mode, standbys string
+	failed := pool.QueryRow(ctx, `select current_setting('fsync'), current_setting('synchronous_commit'),
+		current_setting('synchronous_standby_names')`).Scan(&fsync, &mode, &standbys)
+	switch {
+	case failed != nil:
+		return "", fmt.Errorf("read the settings of commits: %w", failed)
+	case err != nil && standbys != "":
+		return "", hint(fmt.Errorf("a commit is not finished after %s", commitTimeout), "check that the standbys of "+
+			"synchronous_standby_names (%s) are connected: select * from pg_stat_replication", standbys)
+	case err != nil:
+		return "", hint(fmt.Errorf("a commit is not finished after %s", commitTimeout),
+			"check the disk of PostgreSQL's log (pg_wal)")
+	case fsync == "off" || mode == "off":
+		return fmt.Sprintf("do not wait for the disk: fsync is %s, synchronous_commit is %s", fsync, mode), nil
+	case mode == "local":
+		return "reach the disk, and do not wait for standbys: synchronous_commit is local", nil
 	}
-	err = fmt.Errorf("a commit is not finished after %s", commitTimeout)
-	if standbys != "" {
-		return hint(err, "check that the standbys of synchronous_standby_names (%s) are connected: "+
-			"select * from pg_stat_replication", standbys)
-	}
-	return hint(err, "check the disk of PostgreSQL's log (pg_wal)")
+	return "reach the disk, and the synchronous standbys if there are any", nil
 }
 
 // lockedTables replaces err by the sessions that lock tables against readers. Without one it returns err.

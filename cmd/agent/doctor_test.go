@@ -19,9 +19,9 @@ func TestDoctor(t *testing.T) {
 			OK            bool
 		}
 	}
-	p := newProgram(t, pgtest.URL(t))
+	p := newProgram(t, pgtest.URL(t)+"&synchronous_commit=off")
 	assert.Contains(t, p.must("doctor"), "ok   configuration", "ok   database", "ok   schema", "ok   rights", "none alive",
-		"ok   model answers")
+		"ok   model answers", "commits        do not wait for the disk: fsync is ")
 	var all findings
 	p.mustJSON(&all, "doctor")
 	for _, f := range all.Items {
