@@ -136,11 +136,11 @@ func (c *cli) token(server *url.URL) (token string, err error) {
 // loginPath returns the path of the login file.
 func (c *cli) loginPath() (string, error) {
 	dir := c.environ["XDG_CONFIG_HOME"]
-	if dir == "" && c.environ["HOME"] != "" {
+	if !filepath.IsAbs(dir) { // the specification ignores it
 		dir = filepath.Join(c.environ["HOME"], ".config")
 	}
 	if !filepath.IsAbs(dir) {
-		return "", usageError("HOME is not set; set it, or use AGENT_TOKEN")
+		return "", usageError("HOME is no absolute path; set it, or use AGENT_TOKEN")
 	}
 	return filepath.Join(dir, "lanekeeper", "login.json"), nil
 }

@@ -481,7 +481,7 @@ func TestLoginStoresTokenPerServer(t *testing.T) {
 	remote, _ := newProgram(t, pgtest.URL(t)).remote()
 	base := strings.TrimPrefix(remote.environ[0], "AGENT_SERVER=")
 	home := t.TempDir()
-	p := newProgramWithoutDatabase(t, "HOME="+home)
+	p := newProgramWithoutDatabase(t, "HOME="+home, "XDG_CONFIG_HOME=relative")
 	secret := strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
 	login := func(typed string) commandResult {
 		return p.runWith(t.Context(), strings.NewReader(typed), "login", base)
