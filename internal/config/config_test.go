@@ -237,7 +237,7 @@ func TestSecretsFromFiles(t *testing.T) {
 func TestUnknownVariables(t *testing.T) {
 	c, err := config.Load(map[string]string{
 		"AGENT_LISTN": "x", "AGENT_SELF_HEAL_RATE": "1", "AGENT_SOMETHING_ELSE": "1", "AGENT_EXTRA": "1", "PATH": "/bin",
-		"AGENT_ADMIN_TOKEN_FILE": "",
+		"AGENT_ADMIN_TOKEN_FILE": "", "AGENT_UNSET": "",
 	}, "AGENT_EXTRA")
 	require.NoError(t, err)
 	want := []string{

@@ -52,7 +52,7 @@ func Load(environ map[string]string, also ...string) (Config, error) {
 	if err != nil {
 		return Config{}, fmt.Errorf("read settings: %w", err)
 	}
-	c.Unknown = unknownWarnings(environ, list, also)
+	c.Unknown = unknownWarnings(values, list, also)
 	checks := checker{invalid: bad, problems: append(problems, bad.lines()...)}
 	checks.all(&c)
 	if len(checks.problems) > 0 {
