@@ -115,8 +115,15 @@ func (s *surfaces) background() []func(ctx context.Context) error {
 
 // modelSetup returns a short hash of the settings that determine the answers and costs of model calls.
 func modelSetup(cfg config.Config) string {
-	sum := sha256.Sum256(fmt.Appendf(nil, "%q %q %q %v %v", cfg.OpenAIBaseURL, cfg.OpenAIKey.Reveal(), cfg.Model,
-		cfg.Prices, cfg.Budget.MaxCostUSD))
+	text := fmt.Appendf(nil, "%q %q %q %v %v", cfg.OpenAIBaseURL, cfg.OpenAIKey.Reveal(), cfg.Model, cfg.Prices,
+		cfg.Budget.MaxCostUSD)
+	p := cfg.Provider
+	for i, part := range []string{p.HeadersJSON.Reveal(), p.QueryJSON.Reveal(), p.ExtraJSON} {
+		if part != "" {
+			text = fmt.Appendf(text, " %d %q", i, part)
+		}
+	}
+	sum := sha256.Sum256(text)
 	return hex.EncodeToString(sum[:4])
 }
 
