@@ -46,8 +46,8 @@ apply asks.
 An eval with gate: refuses a change of its agent, skills, model or cases that it has not passed: run agent eval run
 --candidate DIR first. --without-evals goes on, and writes --reason to the audit log.
 
---watch applies DIR again after each file change, until ^C. An error shows file, line and column, and the last good
-state stays. It never asks, removes only with --prune, and warns where an eval would refuse.`,
+--watch applies DIR again after each file change, until ^C. An error in a file shows line and column, and the last
+good state stays. It never asks, removes only with --prune, and warns where an eval would refuse.`,
 		Example: "  agent apply ./workspace --dry-run\n  agent apply ./workspace --prune\n  agent apply ./workspace --watch",
 		Args:    positionalArgs(1, 1, "a folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {

@@ -41,7 +41,8 @@ func (c *cli) applyAndWatch(cmd *cobra.Command, opts applyOptions) error {
 	return err
 }
 
-// watchDev watches the workspace of agent dev --watch until ctx ends. An error does not stop the server.
+// watchDev watches the workspace of agent dev --watch until ctx ends. A failed apply does not stop
+// the server.
 func (c *cli) watchDev(ctx context.Context, s *session, opts devOptions) error {
 	if !opts.watch {
 		return nil
@@ -77,7 +78,7 @@ type workspaceWatcher struct {
 	lastKept string // the last printed list of kept rows
 }
 
-// run applies the folder after each change, until ctx ends or the folder is gone.
+// run applies the folder after each change, until ctx ends, the folder is gone or the watch fails.
 func (w *workspaceWatcher) run(ctx context.Context) error {
 	w.cli.infof("watching %s; ^C stops", w.opts.dir)
 	for {

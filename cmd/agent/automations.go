@@ -32,9 +32,9 @@ func (c *cli) automationsCommand() *cobra.Command {
 			func(ctx context.Context, tx pgx.Tx, name, _ string) (bool, error) {
 				return automations.Accept(ctx, tx, name, actor(ctx))
 			}))
-	cmd.Long = `An automation calls a skill or runs a prompt on a schedule (in heartbeats), on an event, or when a
-condition over the agent's counters becomes true. Several missed times run once. A failed run retries after 1, 4, 16
-and then 60 minutes, and is dead after its last attempt.`
+	cmd.Long = `An automation calls a skill, starts a flow or runs a prompt on a schedule (in heartbeats), on an event, or
+when a condition over the agent's counters becomes true. Several missed times run once. A failed run retries after 1, 4,
+16 and then 60 minutes, and is dead after its last attempt.`
 	return cmd
 }
 

@@ -36,6 +36,8 @@ skipped with the holder, and the exit code is 75. The schedule stays as it is.`,
 	return cmd
 }
 
+// runAutomation runs an automation in this process and prints the result. If the automation's lane is busy, it records
+// the skip and returns exit code 75.
 func (c *cli) runAutomation(ctx context.Context, s *session, a *app.App, name, reason string) error {
 	automation, err := automations.Get(ctx, s.Pool, name)
 	if err != nil {

@@ -51,6 +51,7 @@ func (c *client) sendChat(ctx context.Context, thread, words string) error {
 	return c.send(ctx, http.MethodPost, "/v1/chat/completions", header, body, nil)
 }
 
+// send sends a JSON request and decodes the response into a value that is not nil. A status other than 2xx is an error.
 func (c *client) send(ctx context.Context, method, path string, header http.Header, body, into any) error {
 	var content io.Reader
 	if body != nil {

@@ -52,7 +52,7 @@ func (c *cli) doctorCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "doctor",
 		Short: "Check the setup and suggest fixes",
-		Long:  "Check configuration, database, schema, workers and model. Exit code 1 when something needs attention.",
+		Long:  "Check configuration, database, schema, workers and model. The exit code is 1 when a check is BAD.",
 		Args:  positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			found := c.diagnose(cmd.Context())

@@ -29,7 +29,8 @@ const (
 	exitInterrupted = 130
 )
 
-// exitError ends the program with an exit code. A nil cause prints nothing, because the message was printed before.
+// exitError ends the program with an exit code. A nil cause prints nothing, because the message was printed before. An
+// interrupt is printed with any cause.
 type exitError struct {
 	code  int
 	cause error

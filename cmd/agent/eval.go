@@ -128,8 +128,8 @@ func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []stri
 	return c.playRuns(ctx, s, a, runs, o)
 }
 
-// checkJUnit creates the file, so that an error shows before any model call is billed. A remote caller's file is
-// created at the end.
+// checkJUnit creates or empties the file, so that an error shows before any model call is billed. A remote caller's
+// file is created at the end.
 func (c *cli) checkJUnit(name string) error {
 	if _, remote := c.out.(*callerStream); remote || name == "" {
 		return nil

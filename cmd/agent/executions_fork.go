@@ -122,9 +122,9 @@ func (c *cli) printFork(x executions.Execution, from string) error {
 func (c *cli) executionsReplayCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "replay ID", Short: "Replay an execution against its checkpoints, without side effects", Args: executionID,
-		Long: `Run the flow in this process with recorded results only: no model, no network, no writes. Both digests cover
-steps, outputs, status and result. If the current code differs from the record, the command names the first different
-step, and the exit code is 1.`,
+		Long: `Run the code of the flow in this process. Its steps return their recorded results, so no model and no skill
+is called, and nothing is written. Both digests cover steps, outputs, status and result. If the current code differs
+from the record, the command names the first different step, and the exit code is 1.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			// Reasoning code estimates a call's cost before it reads the record, so replay needs a model client. It
 			// sends no request.

@@ -89,6 +89,8 @@ var reservedFlows = map[string]string{
 	"mcp.call": "agent skills call NAME", "eval": "agent eval run",
 }
 
+// startExecution starts an execution for the admin, after it has validated flow, input and thread. For a used
+// idempotency key it prints the earlier execution.
 func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) error {
 	if command := reservedFlows[executions.ReservedName(b.spec.Flow)]; command != "" {
 		return &exitError{exitUsage, hint(fmt.Errorf("flow %s cannot be started directly", b.spec.Flow), "use %s", command)}

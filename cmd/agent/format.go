@@ -50,7 +50,7 @@ func truncate(text string, n int) string {
 
 func plural(noun string, n int) string { return human.Plural(int64(n), noun) }
 
-// printable replaces control characters and line breaks by spaces.
+// printable replaces unprintable characters and line breaks by spaces.
 func printable(text string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {
@@ -60,7 +60,7 @@ func printable(text string) string {
 	}, text)
 }
 
-// printableText removes control characters, but keeps tabs and line breaks.
+// printableText removes unprintable characters, but keeps tabs and line breaks.
 func printableText(text string) string {
 	return strings.Map(func(r rune) rune {
 		if r == '\n' || r == '\t' || unicode.IsPrint(r) {

@@ -43,7 +43,7 @@ func (c *cli) initCommand() *cobra.Command {
 		Short: "Create a workspace: an agent, a skill on your database, an automation",
 		Long: `Create DIR/workspace (default: in this folder) with a commented agent, an sql: skill on your own database, an
 automation, and an eval that passes with the offline model. On a terminal it asks three questions; flags answer them,
-and --yes accepts the defaults. The database URL goes into DIR/.env, never into the workspace. Existing files stay
+and --yes accepts the defaults. The database URL goes into a new DIR/.env, not into the workspace. Existing files stay
 unchanged.
 --example orders creates a complete example instead, a shop's order desk with the SQL of its database (DIR/shop.sql).`,
 		Example: "  agent init\n  agent init shop --name nora --purpose 'Answer questions about orders.' --database " +
@@ -67,6 +67,7 @@ unchanged.
 	return cmd
 }
 
+// initWorkspace asks its questions before it writes anything. The folder of the workspace appears as a whole.
 func (c *cli) initWorkspace(ctx context.Context, opts initOptions) error {
 	if err := opts.requireEmpty(); err != nil {
 		return err

@@ -53,8 +53,8 @@ func (c *cli) lanesReleaseCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
 		Use: "release LANE", Short: "Release a lane by force",
-		Long: `Release a lane from any holder. The holder's fencing token becomes invalid at once, and its writes are
-rejected. The break is recorded under the holder's trace with the reason.`,
+		Long: `Release a lane from any holder. The holder's fencing token becomes invalid at once, and its fenced
+writes are rejected. The break is recorded under the holder's trace with the reason.`,
 		Args: positionalArgs(1, 1, "a lane"),
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			broken, err := lanes.Break(cmd.Context(), s.Pool, args[0], reason)
@@ -82,10 +82,10 @@ func (c *cli) lanesRunCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "run LANE [--ttl 1h] -- CMD…",
 		Short: "Run a command while holding a lane, like flock",
-		Long: `Run a command while holding a lane, so that it never runs twice at once anywhere. The exit code is the
-command's. If the lane is busy, the command does not run, the skip is recorded with the holder, and the exit code is
-75. The lane is renewed while the command runs and released when it ends; a lost lane ends the command. --ttl is how
-long the lane outlives a crash of this process.`,
+		Long: `Run a command while holding a lane, so that processes on all machines take turns. The exit code is the
+command's, or 1 if it lost the lane. If the lane is busy, the command does not run, the skip is recorded with the
+holder, and the exit code is 75. The lane is renewed while the command runs and released when it ends; a lost lane ends
+the command. --ttl is how long the lane outlives a crash of this process.`,
 		Example: "  agent lanes run pipeline:prices --ttl 1h -- ./import-prices.sh",
 		Args: func(cmd *cobra.Command, given []string) error {
 			if cmd.ArgsLenAtDash() == 1 && len(given) > 1 {

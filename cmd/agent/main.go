@@ -1,9 +1,10 @@
 // Command agent runs autonomous agents on PostgreSQL: heartbeat, surfaces, and the tools to observe and control them.
-// It is one binary with one database; `agent dev` needs nothing else.
+// It is one binary with one database; `agent dev` starts both.
 //
 // main starts the process; run is the program and the entry point of tests. A command prints its result to stdout and
-// everything else to stderr. With --json the result is one JSON document. Exit codes: 0 done, 1 failed, 2 wrong usage
-// or configuration, 3 an eval is undecided, 75 a lane is busy, 130 interrupted.
+// everything else to stderr. With --json each result is a JSON document. Exit codes: 0 done, 1 failed, 2 wrong usage or
+// configuration, 3 an eval is undecided, 75 a lane is busy, 130 interrupted. `agent lanes run` returns the code of its
+// command.
 package main
 
 import (
@@ -81,7 +82,7 @@ func (c *cli) execute(ctx context.Context) (err error) {
 	return root.ExecuteContext(ctx)
 }
 
-// signalContext cancels the context at the first interrupt and exits at the second.
+// signalContext cancels the context at the first SIGINT or SIGTERM and exits at the second.
 func signalContext(ctx context.Context) (context.Context, func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	caught := make(chan os.Signal, 2)

@@ -192,6 +192,8 @@ start and every 15 minutes. The exit code is 1 when a server is unreachable.`,
 	}
 }
 
+// syncMCP reads the tools of one MCP server, or of all. An unreachable server does not stop the others; it makes the
+// exit code 1.
 func (c *cli) syncMCP(ctx context.Context, s *session, server string) error {
 	known, err := readMCP(ctx, s, server)
 	if err != nil {

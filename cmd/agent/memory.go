@@ -200,7 +200,7 @@ values that look like secrets.`,
 	return cmd
 }
 
-// storeNote stores a note. Without an expected revision it retries on conflicts, so the replaced value is exact.
+// storeNote stores a note. Without an expected revision it retries up to 20 conflicts, so the replaced value is exact.
 func storeNote(ctx context.Context, s *session, note memory.Note, reason string) (set storedMemory, err error) {
 	const tries = 20
 	for range tries {

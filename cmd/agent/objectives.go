@@ -19,7 +19,7 @@ import (
 func (c *cli) objectivesCommand() *cobra.Command {
 	return group("objectives", "List objectives, decide proposals, confirm steps",
 		c.objectivesListCommand(), c.objectivesShowCommand(), c.objectivesAddCommand(),
-		c.objectivesDecideCommand("accept NAME", "Accept an objective proposed by the agent; the next heartbeat works on it",
+		c.objectivesDecideCommand("accept NAME", "Accept an objective proposed by the agent; it is due at once",
 			"accept_objective", objectives.Accept),
 		c.objectivesDecideCommand("reject NAME", "Reject an objective proposed by the agent",
 			"reject_objective", objectives.Reject),
@@ -157,9 +157,9 @@ func (c *cli) objectivesAddCommand() *cobra.Command {
 	var named int
 	cmd := &cobra.Command{
 		Use: "add NAME", Short: "Add an objective", Args: positionalArgs(1, 1, "a name"),
-		Long: `Add an objective. It is due at once, and the next heartbeat works on it. Without --step the agent plans the
-steps. The same name again replaces goal, criteria, priority and interval, and adds steps. Its agent stays.
---if-revision requires the revision of agent objectives show (0: new).`,
+		Long: `Add an objective. It is due at once. A heartbeat works on up to five due objectives, by priority. Without --step
+the agent plans the steps. The same name again replaces goal, criteria, priority and interval, and adds steps. Its
+agent stays. --if-revision requires the revision of agent objectives show (0: new).`,
 		Example: `  agent objectives add "tidy logs" --goal "Keep the log tables under 10 GB" \
     --success "no log table above 2 GB" --step "measure the log tables" --step "report" --every 7d`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {

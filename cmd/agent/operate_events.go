@@ -28,6 +28,7 @@ func (c *cli) newEventPrinter() *eventPrinter {
 	return &eventPrinter{out: c.out, status: c.err, json: c.json, live: live, colour: c.colour() && live}
 }
 
+// print prints one event. A failed write is kept in err.
 func (s *eventPrinter) print(e operate.Event) {
 	if s.json {
 		s.printJSON(e)

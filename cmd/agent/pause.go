@@ -21,8 +21,9 @@ func (c *cli) pauseCommand() *cobra.Command {
 		Use: "pause --reason WHY", Short: "Pause all autonomous work",
 		Args: positionalArgs(0, 0, "no arguments; name the reason with --reason"),
 		Long: `Pause all autonomous work in all processes until agent resume. No heartbeat, automation, webhook or flow
-starts; running ones stop before their next step. Scheduled times are recorded as skipped; deliveries, events and
-messages are stored. agent operate and the chat continue. In SQL: select pause_agent('why').`,
+starts by itself; running ones stop before their next step. Scheduled times are recorded as skipped; deliveries, events
+and messages are stored. agent operate, the chat, agent automations run and agent skills call continue. In SQL: select
+pause_agent('why').`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			pause, err := executions.PauseAll(cmd.Context(), s.Pool, actor(cmd.Context()), reason)
 			if err != nil {

@@ -14,7 +14,7 @@ import (
 func (c *cli) principalsCommand() *cobra.Command {
 	return group("principals", "Manage users of the API and the Engine Room",
 		c.principalsListCommand(), c.principalsShowCommand(), c.principalsAddCommand(), c.principalsRoleCommand(),
-		c.principalsSwitchCommand("disable", "Disable a principal: its tokens and sessions end at once", false),
+		c.principalsSwitchCommand("disable", "Disable a principal; its tokens and sessions are rejected", false),
 		c.principalsSwitchCommand("enable", "Enable a principal again", true),
 		c.principalsLinkCommand(), c.principalsUnlinkCommand(), c.principalsLoginLinkCommand())
 }

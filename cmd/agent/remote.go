@@ -19,15 +19,15 @@ import (
 )
 
 // A command with --server runs in the process of the server, with the server's database and settings. It is the same
-// command with the same arguments, so its output and exit code are the same. The client sends the arguments, standard
-// input and the named files, and prints the response (remotehost.go).
+// command with the same arguments; it asks questions only in the console of agent operate. The client sends the
+// arguments, standard input and the named files, and prints the response (remotehost.go).
 
 const (
 	// commandsPath is the route that runs commands.
 	commandsPath = "/v1/commands"
 	// maxSentBytes bounds the files and the standard input of a command, in bytes.
 	maxSentBytes = 20 << 20
-	// keepAliveInterval is the longest pause between two frames. After silenceLimit without a frame the client gives up.
+	// keepAliveInterval is the pause between two empty frames. After silenceLimit without a frame the client gives up.
 	keepAliveInterval = 10 * time.Second
 	silenceLimit      = 60 * time.Second
 )

@@ -131,7 +131,7 @@ const cancelTimeout = 10 * time.Second
 // notCancelled is printed when an interrupt could not cancel the turn.
 const notCancelled = "not cancelled: the approval is " + leftOpen
 
-// cancelTurn cancels a turn by a command of its own. It returns the text to print: said, or notCancelled.
+// cancelTurn cancels a turn by a command of its own. It returns the text to print: message, or notCancelled.
 func (r *remoteCall) cancelTurn(ctx context.Context, asked commandFrame, message string) string {
 	ctx, cancel := context.WithTimeout(ctx, cancelTimeout)
 	defer cancel()

@@ -185,6 +185,8 @@ repeatable; it is complete when all documents are there.`,
 	return cmd
 }
 
+// answerRequest raises the event that answers a request. If another answer ended the request first, it raises nothing
+// and returns an error.
 func (c *cli) answerRequest(cmd *cobra.Command, s *session, id string, a requestAnswer) error {
 	r, err := readRequest(cmd.Context(), s, id)
 	if err != nil {

@@ -47,8 +47,9 @@ func (c *cli) retentionSetCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "set KIND=TIME…", Short: "Set the retention of kinds of rows",
 		Args: positionalArgs(1, 20, "policies such as activity=90d executions=30d"),
-		Long: `Set how long finished rows are kept: a duration such as 90d, or forever. agent serve prunes older rows within
-the hour. The change is recorded. In SQL: select set_agent_retention('{"activity": "90 days"}').`,
+		Long: `Set how long finished rows are kept: a duration such as 90d, or forever. agent serve prunes older rows every
+hour, and activity that is kept for 60 days or longer by whole months. The change is recorded. In SQL: select
+set_agent_retention('{"activity": "90 days"}').`,
 		Example: `  agent retention set activity=90d executions=30d events=30d
   agent retention set messages=forever --reason "they are our only copy"`,
 		PreRunE: func(cmd *cobra.Command, args []string) error {
@@ -88,8 +89,8 @@ func (c *cli) retentionRunCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
 		Use: "run [KIND…]", Short: "Prune expired rows now", Args: positionalArgs(0, 20, "kinds, or nothing for all"),
-		Long: `Prune all expired rows now, as agent serve does every hour. It can be interrupted at any time, and it blocks
-no other work. --dry-run only counts.`,
+		Long: `Prune all expired rows now, as agent serve does every hour. It can be interrupted, and delays other
+work by a fraction of a second at most. --dry-run only counts.`,
 		RunE: c.withSession(func(cmd *cobra.Command, kinds []string, s *session) error {
 			o.Restart = true
 			if len(kinds) > 0 {

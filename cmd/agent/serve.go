@@ -33,6 +33,8 @@ at once. With NOTIFY_SOCKET it notifies systemd.`,
 	return cmd
 }
 
+// serve runs the agent until ctx ends. It opens the port before the database. Without migrate, the schema of another
+// version is an error.
 func (c *cli) serve(ctx context.Context, migrate bool) error {
 	cfg, log, err := c.loadSettings(config.LoadServe)
 	if err != nil {

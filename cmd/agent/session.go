@@ -101,7 +101,7 @@ func (s *session) prompt(ctx context.Context) (*session, error) {
 	return &prompt, nil
 }
 
-// close releases all connections and stops the local server.
+// close releases all connections and ends the use of the local server, which stops after its last user.
 func (s *session) close(ctx context.Context) {
 	if s.shared {
 		return
@@ -120,6 +120,8 @@ const stateDir = ".agent"
 // settings loads the configuration and builds the logger, which writes to stderr.
 func (c *cli) settings() (config.Config, *slog.Logger, error) { return c.loadSettings(config.Load) }
 
+// loadSettings loads the settings of the program and of OpenTelemetry, and reports the problems of both in one error. A
+// command that a caller sent has the settings of its server.
 func (c *cli) loadSettings(
 	load func(map[string]string, ...string) (config.Config, error),
 ) (config.Config, *slog.Logger, error) {

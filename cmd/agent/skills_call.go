@@ -57,7 +57,7 @@ func mayCall(ctx context.Context, s skills.Skill) error {
 	return nil
 }
 
-// callSkill validates the call before it records anything, then runs it.
+// callSkill validates the call before it starts an execution, then runs it.
 func (c *cli) callSkill(ctx context.Context, s *session, call app.SkillCall) error {
 	prompt, err := s.prompt(ctx)
 	if err != nil {

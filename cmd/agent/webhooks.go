@@ -228,6 +228,7 @@ func (c *cli) webhooksSwitchCommand(enable bool) *cobra.Command {
 	return cmd
 }
 
+// switchWebhook enables or disables an endpoint or a target, and records the change in one transaction.
 func (c *cli) switchWebhook(ctx context.Context, s *session, name string, target, enable bool, reason string) error {
 	set, kind, list, verb := webhooks.SetEndpoint, "endpoint", "endpoints; a target needs --target", "disable_webhook"
 	if enable {
