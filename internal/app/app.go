@@ -39,7 +39,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 )
 
-// App is the runtime of one process. Its methods may be called at any time after New; Run and Serve once.
+// App is the runtime of one process. One of Run, Serve and RunWithLeases may be called, once; it closes the clients of
+// MCP servers and of named databases.
 type App struct {
 	Options
 	Keeper    *lanes.Keeper

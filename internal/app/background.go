@@ -12,7 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/retention"
 )
 
-// linkRetention keeps trace links long enough for their traces to end.
+// linkRetention is twice the maximum of most waits of executions, 30 days.
 const linkRetention = 60 * 24 * time.Hour
 
 func (a *App) pruneLinks(ctx context.Context) {
@@ -26,7 +26,7 @@ const (
 	countEvery     = 5 * time.Second
 )
 
-// runHousekeeping prunes rows past their retention until ctx ends. Several processes may run it.
+// runHousekeeping prunes rows past their retention now and every hour until ctx ends. Several processes may run it.
 func (a *App) runHousekeeping(ctx context.Context) error {
 	tick := time.NewTicker(housekeepEvery)
 	defer tick.Stop()

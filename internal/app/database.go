@@ -83,7 +83,8 @@ func (d *Database) Sessions() *pgxpool.Pool { return cmp.Or(d.Direct, d.Pool) }
 // admin returns the pool of the admin's requests.
 func (d *Database) admin() *pgxpool.Pool { return cmp.Or(d.reserved.admin, d.Pool) }
 
-// idleTransaction bounds idle transactions by the lease. A lost worker's row locks must not outlive its claims.
+// idleTransaction bounds idle transactions by the lease, from 5 seconds to a minute. The row locks of a lost worker
+// should not outlive its claims for long.
 func idleTransaction(lease time.Duration) time.Duration {
 	return min(max(lease, 5*time.Second), time.Minute)
 }

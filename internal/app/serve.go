@@ -140,7 +140,7 @@ func (a *App) serveHTTP(
 	return nil
 }
 
-// drain runs the shutdown phases. After a failed engine it skips the waits.
+// drain runs the shutdown phases. After a failed engine it waits for cutTimeout at most.
 func (a *App) drain(work context.Context, stages Stages, server *http.Server) {
 	began := time.Now()
 	close(stages.draining)

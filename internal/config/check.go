@@ -20,13 +20,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
-// checker collects problems. It reports no further problem of a variable in invalid.
+// checker collects problems.
 type checker struct {
 	invalid  invalidValues
 	problems []string
 }
 
-// report reports a variable once.
+// report adds a problem of a variable, unless its value has the wrong type (invalid).
 func (k *checker) report(name, format string, args ...any) {
 	if _, done := k.invalid[name]; !done {
 		k.problems = append(k.problems, name+": "+fmt.Sprintf(format, args...)+"; set "+helpOf(name))
@@ -57,7 +57,7 @@ func (k *checker) all(c *Config) {
 	k.chat(c)
 }
 
-// connections validates addresses and tokens. It never quotes a secret.
+// connections validates addresses and tokens. It quotes no secret.
 func (k *checker) connections(c *Config) {
 	k.database("DATABASE_URL", c.DatabaseURL)
 	k.database("DATABASE_DIRECT_URL", c.DirectURL)

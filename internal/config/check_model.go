@@ -10,7 +10,7 @@ import (
 	"unicode"
 )
 
-// provider validates the model server's settings. It never quotes values of headers or query.
+// provider validates the model server's settings. It quotes no values of headers or query.
 func (k *checker) provider(p *Provider) {
 	apis := []string{"auto", "chat", "responses"}
 	if p.API = strings.ToLower(p.API); !slices.Contains(apis, p.API) {

@@ -1,12 +1,12 @@
 // Package config reads the program's settings from the environment.
 //
-// [Load] reads all settings and reports all problems at once, one line each with its fix. The result is validated:
+// [Load] reads all settings and reports a problem of each wrong one, in a line with its fix. The result is validated:
 // a schedule parses, a time zone exists, a limit is in range. Required settings depend on the command
 // ([Config.RequireServe], [Config.RequireDev]).
 //
 // An empty variable counts as unset. A secret may be in a file named by the variable with the suffix _FILE, as
-// container platforms provide them. Secrets never appear in logs, messages or JSON; only [Secret.Reveal] returns
-// them. [Config.Unknown] warns about each unknown AGENT_ variable, which is probably misspelt.
+// container platforms provide them. A [Secret] masks itself in logs, messages and JSON; [Secret.Reveal] returns the
+// text. [Config.Unknown] warns about each unknown AGENT_ variable, which is probably misspelt.
 //
 // The caller passes the environment, so tests need not change the process.
 package config

@@ -13,14 +13,14 @@ import (
 	"github.com/joho/godotenv"
 )
 
-// DotEnv is the content of a file .env. Another person may have written it, so it never sets a program, a file with a
-// secret, or a destination for secrets from elsewhere.
+// DotEnv is the content of a file .env. Another person may have written it, so it sets no program, no file with a
+// secret, and no destination for a secret of the environment.
 type DotEnv struct {
 	// Environ is the given environment with the settings of the file.
 	Environ map[string]string
-	// References are the other variables of the file: ${NAME} in a workspace may refer to them, and nothing else may.
+	// References are the other variables of the file, for ${NAME} in a workspace.
 	References map[string]string
-	// Set and Ignored are the sorted names that the file set, and those that it must never set.
+	// Set and Ignored are the sorted names that the file set, and those that it must not set.
 	Set, Ignored []string
 }
 

@@ -1,5 +1,4 @@
-// Package pgbouncer starts PgBouncer in front of a PostgreSQL server, for tests, in transaction pooling mode. Code that
-// works through it works through any pooler in that mode.
+// Package pgbouncer starts PgBouncer in front of a PostgreSQL server, for tests, in transaction pooling mode.
 //
 // A [Pooler] serves every database of one server, on a unix socket in a folder of its own. Each database has few server
 // connections, so a client's transactions often run on different ones. It accepts startup parameters as strictly as
@@ -38,8 +37,8 @@ const (
 
 // Config describes the pooler.
 type Config struct {
-	// Server is a connection string of the server behind it. Only its user, with its password, may log in to the
-	// pooler, for any database of the server.
+	// Server is a connection string of the server behind it. Only its user may log in to the pooler, without
+	// a password and for any database; the pooler logs in to the server with the password.
 	Server string
 	// PoolSize is the maximum of server connections per database; 8 if 0.
 	PoolSize int
@@ -172,7 +171,8 @@ func (p *Pooler) connString(database string, settings url.Values) string {
 	}).String()
 }
 
-// SupportsPreparedStatements reports whether this version can keep clients' prepared statements ([Config.Prepared]).
+// SupportsPreparedStatements reports whether this version can keep clients' prepared statements
+// ([Config.MaxPreparedStatements]).
 func (p *Pooler) SupportsPreparedStatements() bool { return p.version.atLeast(1, 21) }
 
 // Version is the program's version, for example "1.18.0".

@@ -134,8 +134,8 @@ func ownerOf(path string) (int, error) {
 	return int(stat.Uid), nil
 }
 
-// assignOwner creates config.Owner and makes it the owner of the database and of the superuser's objects in it, which
-// an earlier version created.
+// assignOwner creates config.Owner. If the database has another owner, config.Owner becomes the owner of the database
+// and of all objects in it.
 func (s *Server) assignOwner(ctx context.Context, config Config) error {
 	if config.Owner == "" {
 		return nil

@@ -97,8 +97,8 @@ func Fetch(ctx context.Context, major int, progress func(line string)) (Binaries
 	return inspect(filepath.Join(base, b.version, "bin"))
 }
 
-// bundleDir returns the folder for bundles: the user's cache, or for root a folder that the server's user can reach. It
-// is never below /tmp, which is often mounted noexec.
+// bundleDir returns the folder for bundles: the user's cache, or for root a folder that the server's user can reach.
+// Temporary folders are often mounted noexec.
 func bundleDir(getenv func(string) string) (string, error) {
 	if os.Geteuid() == 0 {
 		return "/var/cache/lanekeeper/postgres", nil

@@ -16,8 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
-// prepareData makes the data directory, or checks that an existing directory fits the binaries. It never upgrades a
-// directory: an upgrade is the owner's decision.
+// prepareData makes the data directory, or checks that an existing directory fits the binaries. An upgrade is the
+// owner's decision.
 func prepareData(ctx context.Context, l layout, bin Binaries, config Config) error {
 	if !config.Durable && rebooted(l) {
 		config.Progress("the machine was restarted: making the test server's directory anew")
@@ -39,7 +39,7 @@ func prepareData(ctx context.Context, l layout, bin Binaries, config Config) err
 	return l.user.chown(l.path(bootFile))
 }
 
-// initdb fills a folder beside the final folder and renames it. So an interrupted initdb never leaves a data directory.
+// initdb fills a folder beside the final folder and renames it. So an interrupted initdb leaves no data directory.
 func initdb(ctx context.Context, l layout, bin Binaries, durable bool) error {
 	unfinished := l.path(dataDir + ".new")
 	if err := os.RemoveAll(unfinished); err != nil {
@@ -172,7 +172,7 @@ func removeSocketDir(l layout) error {
 }
 
 // awaitReady returns when the server accepts connections to database. It creates a missing database. It returns
-// errNoServer when gone reports that the server has ended.
+// errNoServer when ended reports that the server has ended.
 func awaitReady(ctx context.Context, l layout, database string, ended func() (bool, error)) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, readyLimit,
 		fmt.Errorf("the server does not accept connections after %s; see %s", readyLimit, l.path(logFile)))

@@ -88,7 +88,7 @@ func withoutMainCluster(conf []byte) []byte {
 	return append(bytes.Clone(conf), "\n"+off+"\n"...)
 }
 
-// aptInstall installs one package. If the package lists are outdated, it updates the lists and tries again.
+// aptInstall installs one package. After an error it updates the package lists, which may be outdated, and tries again.
 func aptInstall(ctx context.Context, config Config, apt, name string) error {
 	args := []string{"install", "-y", "--no-install-recommends", name}
 	err := aptGet(ctx, config, apt, args...)

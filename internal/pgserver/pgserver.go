@@ -3,8 +3,7 @@
 // unix socket that only this user reaches.
 //
 // It promises one server per directory, for any number of concurrent starters. No server stays behind, even after kill
-// -9 of all its users. A second start takes well under a second. Two servers never share a data directory. Only an
-// ephemeral or damaged test server loses its data.
+// -9 of all its users. Only an ephemeral server, or one without [Config.Durable], loses its data.
 //
 // The package uses three locks, all flock(2) on files beside the data. The kernel releases a lock when its holder dies:
 //

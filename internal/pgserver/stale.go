@@ -21,7 +21,8 @@ const (
 //
 // PostgreSQL itself refuses to start in three cases: the file is empty, its process is an unreaped zombie, or the pid
 // now belongs to another process. In a container all three cases are common and permanent. The caller holds start.lock,
-// and no process holds guard.lock. So any server that still runs has lost its guard, and clearStale shuts it down.
+// and no process holds guard.lock. So a server of this package that still runs has lost its guard, and clearStale shuts
+// it down. Any other server on the data is an error.
 func clearStale(ctx context.Context, l layout) error {
 	path := filepath.Join(l.data(), "postmaster.pid")
 	text, err := os.ReadFile(path)
