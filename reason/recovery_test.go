@@ -211,13 +211,13 @@ func TestNamesThatModelMakesUpAreBoundedAndStorable(t *testing.T) {
 	}
 }
 
-func TestSkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
+func TestApprovalOfEqualCallsIsRequestedOnce(t *testing.T) {
 	t.Parallel()
 	call := modeltest.ToolCall("drop", `{"table":"x","n":1}`)
 	w := newWorld(t, call, modeltest.ToolCall("drop", `{"n":1, "table":"x"}`), modeltest.ToolCall("drop", `{"table":"y"}`),
 		modeltest.Text("Asked."))
 	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) {
-		t.Error("called without leave")
+		t.Error("called without an approval")
 		return nil, nil
 	}
 	w.put(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove, Parameters: map[string]any{
@@ -243,13 +243,15 @@ func TestSkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
 
 func TestArgumentsThatCannotBeStoredDoNotEndTurn(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("drop", `{"table":"a\u0000b"}`), modeltest.Text("Well."))
+	w := newWorld(t, modeltest.ToolCall("drop", `{"table":"a\u0000b"}`), modeltest.ToolCall("drop", `{"table":"\ud83d"}`),
+		modeltest.Text("Well."))
 	w.put(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove, Parameters: map[string]any{
 		"type": "object", "properties": map[string]any{"table": map[string]any{"type": "string"}},
 	}})
 	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) { return nil, nil }
 	_, got := w.completed(t)
 	assert.Truef(t, got.Text == "Well.", "outcome is %+v", got)
+	assert.Contains(t, w.since(t, 2)[1].Content, "ask for approval of drop")
 }
 
 // crash is a place at which the first process stops. Its lease ends, and it wakes after the end of the run.

@@ -221,14 +221,17 @@ func TestTrialVerdicts(t *testing.T) {
 		select count(*)::int from agent_audit where actor = 'admin' and act = 'run_eval'`)
 	assert.Truef(t, report.Status == evals.Failed && w.realCalls.Load() == 0,
 		"the run is %s, and %d calls reached a real skill", report.Status, w.realCalls.Load())
+	pinned := 0
 	for _, r := range w.model.Requests() {
 		system := r.Messages[0].Content
 		assert.Truef(t, strings.Contains(system, "You are Nora.") && strings.HasPrefix(system, "Be kind."),
 			"the system message is %q", system)
-		last := r.Messages[1].Content
-		assert.Truef(t, !strings.Contains(last, "order 7?") || !strings.Contains(system, "14 days") ||
-			strings.Contains(last, "Tuesday 2026-11-24 10:00"), "the case with pinned memory has another time: %q", last)
+		if strings.Contains(system, "14 days") {
+			pinned++
+			assert.Contains(t, r.Messages[1].Content, "order 7?", "Tuesday 2026-11-24 10:00")
+		}
 	}
+	assert.Equal(t, 4, pinned, "requests with the memory of the case")
 }
 
 func TestMemoryOfCaseIsIsolated(t *testing.T) {
