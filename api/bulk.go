@@ -60,8 +60,8 @@ type bulkResponse struct {
 }
 
 // bulkExecutions applies the action to each execution in turn. A rejection does not affect other executions. Before the
-// request's time ends, it rejects the rest, so the response says which retries not to repeat. bulkExecutions stops when
-// the client disconnects. The audit has the completed actions.
+// request's time ends, it rejects the rest, so the response says which retries not to repeat. Without an
+// Idempotency-Key, bulkExecutions stops when the client disconnects. The audit has the completed actions.
 func (s *server) bulkExecutions(r request) (response, error) {
 	b := r.body.(bulkRequest)
 	result := bulkResponse{Items: []bulkItem{}}

@@ -94,3 +94,31 @@ func TestSlowBulkRetryAnswersInTime(t *testing.T) {
 		strings.Contains(got.Items[1].Error, "not tried"), "got %+v", got)
 	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_executions where forked_from is not null`)
 }
+
+// The client disconnects after the first retry, and sends the request again.
+func TestRepeatedBulkRetryForksOnce(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	first, second := a.start("external:a", trace.New(trace.Flow)).ID, a.start("external:b", trace.New(trace.Flow)).ID
+	pgtest.Exec(t, a.pool, `select cancel_agent_execution(id, 'ana', '') from agent_executions`)
+	pgtest.Exec(t, a.pool, `create function delay() returns trigger language plpgsql as $$ begin
+		perform pg_sleep(0.3); return new; end $$`)
+	pgtest.Exec(t, a.pool, `create trigger delay before insert on agent_executions for each row execute function delay()`)
+	const forks = `select count(*) from agent_executions where forked_from is not null`
+	body := fmt.Sprintf(`{"action":"retry","ids":[%q,%q],"reason":"it is back"}`, first, second)
+	header := asAdmin()
+	header.Set("Idempotency-Key", "k")
+	ctx, leave := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		a.send(ctx, "POST", "/v1/executions/bulk", body, header)
+	}()
+	pgtest.Eventually(t, func() bool { return pgtest.Value[int](t, a.pool, forks) == 1 }, "one retry is done")
+	leave()
+	<-done
+	again := a.send(t.Context(), "POST", "/v1/executions/bulk", body, header)
+	assert.Truef(t, again.Code == 200 && strings.Contains(again.Body.String(), `"done":2`),
+		"%d %s", again.Code, again.Body)
+	pgtest.Equal(t, a.pool, 2, forks)
+}

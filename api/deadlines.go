@@ -22,11 +22,16 @@ func defaultTimeouts() timeouts {
 	return timeouts{request: 40 * time.Second, body: 30 * time.Second, send: 30 * time.Second}
 }
 
-// withDeadline bounds the duration of a request, or prepares it as a stream.
+// withDeadline bounds the duration of a request, or prepares it as a stream. The disconnect of its client does not end
+// a request with an Idempotency-Key, so the next request with the key gets the response.
 func (s *server) withDeadline(rt route, next http.Handler) http.Handler {
 	if !rt.stream {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			ctx, cancel := context.WithTimeout(r.Context(), s.timeouts.request)
+			ctx := r.Context()
+			if rt.acceptsKey && r.Header.Get(keyHeader) != "" {
+				ctx = context.WithoutCancel(ctx)
+			}
+			ctx, cancel := context.WithTimeout(ctx, s.timeouts.request)
 			defer cancel()
 			next.ServeHTTP(w, r.WithContext(ctx))
 		})
