@@ -25,7 +25,7 @@ import (
 //   - an attempt of a dead process ends with its lease, and the next attempt takes over. The commits of the first stay.
 //     A route that must not repeat them derives a database key from the Idempotency-Key;
 //   - after an outage, the server stores pending results as soon as the database is back;
-//   - the server does not store transient results: 5xx, conflicts, limits;
+//   - the server does not store an error, so a corrected request may use the key again;
 //   - the server does not store a stream, or a response over maxStored; a repeated request gets 409 and the first
 //     trace.
 
@@ -215,22 +215,13 @@ func (s *server) replay(w http.ResponseWriter, r *http.Request, rt route, prior 
 	}
 }
 
-// outcomeOf releases the key for a transient response.
+// outcomeOf releases the key after an error.
 func outcomeOf(w *responseRecorder, complete bool) outcome {
 	switch {
-	case !complete && !w.passthrough, !isFinal(w.code()):
+	case !complete && !w.passthrough, w.code() >= http.StatusBadRequest:
 		return outcome{}
 	case w.passthrough:
 		return outcome{"unkept", w.code(), w.storedHeaders(), w.storedBody()}
 	}
 	return outcome{"answered", w.code(), w.storedHeaders(), w.storedBody()}
-}
-
-// isFinal reports a status that a retry would not change.
-func isFinal(status int) bool {
-	switch status {
-	case http.StatusRequestTimeout, http.StatusConflict, http.StatusTooEarly, http.StatusTooManyRequests:
-		return false
-	}
-	return status < http.StatusInternalServerError
 }

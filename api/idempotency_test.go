@@ -155,6 +155,7 @@ func TestFailuresAreNotStored(t *testing.T) {
 	for name, act := range map[string]func(w http.ResponseWriter){
 		"500":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusInternalServerError) },
 		"503":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusServiceUnavailable) },
+		"422":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusUnprocessableEntity) },
 		"409":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusConflict) },
 		"429":   func(w http.ResponseWriter) { w.WriteHeader(http.StatusTooManyRequests) },
 		"panic": func(http.ResponseWriter) { panic("so be it") },
@@ -169,7 +170,7 @@ func TestFailuresAreNotStored(t *testing.T) {
 				writeCount(w, r, n)
 			}))
 			first := a.postWithKey("/v1/things", "{}", chatKey, "k")
-			again := a.postWithKey("/v1/things", "{}", chatKey, "k")
+			again := a.postWithKey("/v1/things", `{"corrected":true}`, chatKey, "k")
 			assert.Truef(t, first.Code >= 400 && again.Code == 201 && again.Header().Get("Idempotent-Replayed") == "",
 				"%d, then %d %v", first.Code, again.Code, again.Header())
 		})
