@@ -114,7 +114,7 @@ func writeMCP(w io.Writer, listing mcpListing) {
 		state := "not synced yet"
 		switch {
 		case r.SyncError != "":
-			state = "unreachable: " + truncate(r.SyncError, 80)
+			state = "sync failed: " + truncate(r.SyncError, 80)
 		case r.SyncedAt != nil:
 			state = "synced " + formatTime(*r.SyncedAt)
 		}
@@ -185,7 +185,7 @@ func (c *cli) mcpSyncCommand() *cobra.Command {
 		Use: "sync [SERVER]", Short: "Read the tools of servers and mount them",
 		Args: positionalArgs(0, 1, "at most one server"),
 		Long: `Connect to all MCP servers, or one, and mount their tools as skills. agent serve and agent dev do this at
-start and every 15 minutes. The exit code is 1 when a server is unreachable.`,
+start and every 15 minutes. The exit code is 1 when a sync fails.`,
 		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.syncMCP(cmd.Context(), s, strings.Join(args, ""))
 		}),

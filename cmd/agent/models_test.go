@@ -241,7 +241,7 @@ func TestMCPCommands(t *testing.T) {
 	if got := agent.run("mcp", "sync"); got.code != 1 || !strings.Contains(got.out, "connect") {
 		t.Errorf("a sync of a server that is down: %d, %s%s", got.code, got.out, got.err)
 	}
-	says(must("mcp", "ls"), "unreachable")
+	says(must("mcp", "ls"), "sync failed: connect")
 	require.NoError(t, os.WriteFile(file, nil, 0o600))
 	says(must("apply", "--prune", dir), "remove", "greeter")
 	assert.True(t, agent.run("skills", "show", "mcp__greeter__greet").code != 0, "the skill outlives its server")
