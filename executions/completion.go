@@ -59,7 +59,7 @@ func (r *run) complete(
 	}
 	switch {
 	case errors.Is(err, ErrStale), err != nil && postgres.Code(err) == "":
-		return r.resolveStaleCompletion(ctx, status, result, err)
+		return r.resolveStaleCompletion(ctx, status, result, failure, err)
 	case err != nil:
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, err)
 	}
@@ -72,12 +72,7 @@ func (r *run) complete(
 
 // afterCompletion logs the end and resumes the executions that wait for it.
 func (r *run) afterCompletion(ctx context.Context, status Status, failure error, done completionResult) {
-	attrs := []any{"result_type", resultType(status), "status", string(status)}
-	if failure != nil {
-		attrs = append(attrs, "error", failure)
-	}
-	r.e.opts.Observer.ExecutionEnded(r.exec, status)
-	r.e.log.InfoContext(ctx, "execution completed", attrs...)
+	r.logCompletion(ctx, status, failure)
 	if r.exec.Surface != string(trace.Eval) { // a trial emits nothing
 		r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
 	}
@@ -86,6 +81,15 @@ func (r *run) afterCompletion(ctx context.Context, status Status, failure error,
 	}
 	r.e.logReleasedLanes(ctx, r.laneOwner().String(), done.releasedLanes)
 	r.e.log.InfoContext(ctx, "locks released", "count", len(done.releasedLanes))
+}
+
+func (r *run) logCompletion(ctx context.Context, status Status, failure error) {
+	attrs := []any{"result_type", resultType(status), "status", string(status)}
+	if failure != nil {
+		attrs = append(attrs, "error", failure)
+	}
+	r.e.opts.Observer.ExecutionEnded(r.exec, status)
+	r.e.log.InfoContext(ctx, "execution completed", attrs...)
 }
 
 // deliverCompletion resumes the executions that wait for the completion of id. After an error the sweep resumes them.
@@ -116,7 +120,9 @@ func (e *Engine) tryDeliverCompletion(ctx context.Context, id string) error {
 
 // resolveStaleCompletion handles a completion that was rejected or had no response. It reads the row: an earlier
 // attempt may have been committed although its response was lost.
-func (r *run) resolveStaleCompletion(ctx context.Context, status Status, result Result, cause error) error {
+func (r *run) resolveStaleCompletion(
+	ctx context.Context, status Status, result Result, failure, cause error,
+) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
 	current, err := explainMissing(Get(ctx, r.e.pool, r.exec.ID))
@@ -124,7 +130,7 @@ func (r *run) resolveStaleCompletion(ctx context.Context, status Status, result 
 	case err != nil:
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, errors.Join(cause, err))
 	case current.Claim == r.exec.Claim && current.Status == status:
-		r.e.opts.Observer.ExecutionEnded(r.exec, status)
+		r.logCompletion(ctx, status, failure)
 		return nil
 	case current.Claim == r.exec.Claim && !errors.Is(cause, ErrStale):
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, cause)

@@ -5,8 +5,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
+
+	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -111,4 +114,43 @@ func TestLaneFreeWaitsForEarlierWaiters(t *testing.T) {
 	pgtest.Equal(t, pool, 1, `select wait_number from agent_executions where id = @id`, postgres.Strict{"id": id})
 	pgtest.Exec(t, pool, `select leave_agent_lock_queue('thread:queued', 'second')`)
 	awaitStatus(t, pool, id, executions.Completed)
+}
+
+// An admin breaks the lane of a run whose claim is live. The run's next fenced write stops it.
+func TestLostLaneIsNotLoggedAsLostClaim(t *testing.T) {
+	t.Parallel()
+	var log logLines
+	pool := pgtest.DB(t)
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		hold, err := executions.Lane(ctx, "pipeline:a")
+		if err != nil {
+			return executions.Result{}, err
+		}
+		x, _ := executions.Current(ctx)
+		if x.Claim == 1 {
+			pgtest.Exec(t, pool, `select break_agent_lock('pipeline:a', 'why')`)
+		}
+		return resultOf(executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (string, error) {
+			return "", hold.Fence(ctx, tx)
+		}))
+	}), log.capture)
+	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	assert.True(t, strings.Contains(log.String(), `"execution released"`), log.String())
+	assert.True(t, !strings.Contains(log.String(), `"claim lost"`), log.String())
+}
+
+// The first attempt to write the completion was committed, but its response was lost.
+func TestCompletionWithoutResponseIsLogged(t *testing.T) {
+	t.Parallel()
+	var log logLines
+	pool := pgtest.DB(t)
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1, $2, 'completed', '', null, null, null)`,
+			x.ID, x.Claim)
+		return executions.Result{}, nil
+	}), log.capture)
+	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	p.stop()
+	assert.True(t, strings.Contains(log.String(), `"execution completed"`), log.String())
 }

@@ -312,11 +312,11 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 	case errors.Is(stopErr, ErrParked):
 		return nil
 	case errors.Is(stopErr, ErrLost), errors.Is(stopErr, ErrStale):
-		r.e.log.ErrorContext(ctx, "claim lost", "claim", r.exec.Claim)
-		r.e.opts.Observer.ClaimLost(r.exec)
-		if errors.Is(stopErr, ErrStale) { // perhaps only a lane was lost, and the claim is still live
-			r.e.releaseClaim(ctx, r)
+		// After ErrStale the claim may still be live: only a lane was lost.
+		if !errors.Is(stopErr, ErrStale) || !r.e.releaseClaim(ctx, r) {
+			r.e.log.ErrorContext(ctx, "claim lost", "claim", r.exec.Claim)
 		}
+		r.e.opts.Observer.ClaimLost(r.exec)
 		return nil
 	case errors.Is(stopErr, ErrCancelled):
 		r.e.completeCancel(ctx, r.exec.ID)

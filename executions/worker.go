@@ -243,12 +243,13 @@ func (e *Engine) stopLostRun(ctx context.Context, r *run) {
 }
 
 // releaseClaim releases an unfinished execution, so another process continues it at once.
-func (e *Engine) releaseClaim(ctx context.Context, r *run) {
-	e.releaseClaimOf(context.WithoutCancel(ctx), r.exec.ID, r.exec.Claim)
+func (e *Engine) releaseClaim(ctx context.Context, r *run) bool {
+	return e.releaseClaimOf(context.WithoutCancel(ctx), r.exec.ID, r.exec.Claim)
 }
 
-// releaseClaimOf releases a claim. After a failure, the claim ends with the worker's lease or as an orphaned claim.
-func (e *Engine) releaseClaimOf(ctx context.Context, id string, claim any) {
+// releaseClaimOf releases a claim. After a failure, the claim ends with the worker's lease or as an orphaned claim. It
+// returns false if the claim is not live any more, or the release fails.
+func (e *Engine) releaseClaimOf(ctx context.Context, id string, claim any) bool {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
 	tag, err := e.pool.Exec(ctx, `
@@ -257,9 +258,10 @@ func (e *Engine) releaseClaimOf(ctx context.Context, id string, claim any) {
 	switch {
 	case err != nil:
 		e.log.WarnContext(ctx, "execution not released", "execution", id, "error", err)
-		return
+		return false
 	case tag.RowsAffected() == 0: // another claim has replaced this one
-		return
+		return false
 	}
 	e.log.InfoContext(ctx, "execution released", "execution", id)
+	return true
 }
