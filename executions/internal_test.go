@@ -213,3 +213,30 @@ func TestWaitEventsMatchSchema(t *testing.T) {
 		select jsonb_object_agg(k.kind, k.event) from lanekeeper.agent_wait_events k`)
 	assert.Truef(t, maps.Equal(waitEvents, inSchema), "here %v, in the schema %v", waitEvents, inSchema)
 }
+
+// Work after a renewal may wait for locks for long. The renewed lease counts meanwhile.
+func TestRenewalStoresDeadlineBeforeFurtherWork(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e, err := New(pool, Options{Keeper: lanes.NewKeeper(pool, lanes.Options{}), LeaseTTL: 30 * time.Second})
+	require.NoError(t, err)
+	worker, err := e.WorkerID(t.Context())
+	require.NoError(t, err)
+	id := pgtest.Value[string](t, pool, `
+		insert into agent_executions (trace_id, surface, flow)
+		values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'flow') returning id::text`)
+	pgtest.Exec(t, pool, `select * from lanekeeper.claim_agent_execution($1, $2)`, id, worker) // a claim without a run
+	require.NoError(t, e.renew(t.Context()))
+	_, before := e.currentLease()
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	pgtest.Exec(t, tx, `select from agent_executions for update`)
+	renewed := make(chan error, 1)
+	go func() { renewed <- e.renew(t.Context()) }()
+	pgtest.Until(t, pool, "true", `
+		select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock')::text`)
+	_, during := e.currentLease()
+	assert.True(t, during.After(before), "the lease ends at", before, during)
+	require.NoError(t, tx.Rollback(t.Context()))
+	require.NoError(t, <-renewed)
+}
