@@ -274,7 +274,7 @@ func (s *Session) follow(
 	}()
 	runCtx := context.WithoutCancel(ctx)
 	if x.ClaimedBy != nil {
-		if _, err := s.o.Engine.RunClaimed(runCtx, &x); err != nil {
+		if _, err := s.o.Engine.RunClaimed(runCtx, &x); err != nil && !problem.Away(err) {
 			return x, "", err
 		}
 	}
@@ -301,7 +301,7 @@ func (s *Session) follow(
 			return current, HandedOn, nil
 		}
 		pause, err := s.advance(ctx, current)
-		if err != nil {
+		if err != nil && !problem.Away(err) {
 			return x, "", err
 		}
 		s.o.sleep(ctx, pause, s.wake)

@@ -41,11 +41,19 @@ type testDatabase struct {
 	model    *modeltest.Server
 	loop     *reason.Loop
 	builtins map[string]skills.Builtin
+	lease    time.Duration // of a worker
 }
 
 func newTestDatabase(t *testing.T, replies ...modeltest.Reply) *testDatabase {
 	t.Helper()
-	w := &testDatabase{pool: pgtest.DB(t), model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{}}
+	return newTestDatabaseOn(t, pgtest.DB(t), replies...)
+}
+
+func newTestDatabaseOn(t *testing.T, pool *pgxpool.Pool, replies ...modeltest.Reply) *testDatabase {
+	t.Helper()
+	w := &testDatabase{
+		pool: pool, model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{}, lease: 20 * time.Second,
+	}
 	w.loop = looptest.New(t, w.pool, w.model,
 		skills.Options{Builtins: w.builtins, AllowPrivate: []string{"127.0.0.1"}})
 	return w
@@ -85,7 +93,7 @@ func (w *testDatabase) process(t *testing.T, working bool, change ...func(*opera
 	p := &process{keeper: lanes.NewKeeper(w.pool, lanes.Options{Listener: listener})}
 	var err error
 	p.engine, err = executions.New(w.pool, executions.Options{
-		Keeper: p.keeper, Listener: listener, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
+		Keeper: p.keeper, Listener: listener, SweepEvery: 100 * time.Millisecond, LeaseTTL: w.lease,
 		StopTimeout: 200 * time.Millisecond,
 	})
 	require.NoError(t, err)
