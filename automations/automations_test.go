@@ -89,7 +89,7 @@ func TestValidate(t *testing.T) {
 		d    automations.Definition
 		want []string
 	}{
-		"nothing": {automations.Definition{}, []string{"name: ", "cron: ", "skill: "}},
+		"nothing": {automations.Definition{}, []string{"name: ", ", an event, or a signal", "skill: "}},
 		"all at once": {
 			automations.Definition{
 				Name: "a\x00", Cron: "61 * * * *", Timezone: "Mars/Base", Event: "e", Trigger: "cron",

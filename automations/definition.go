@@ -155,7 +155,9 @@ func (r *resolved) checkSchedule() (problems fielderr.List) {
 	if err != nil {
 		problems.Add("timezone", "%w", err)
 	}
-	if r.schedule, err = schedule.Parse(r.Cron, zone); err != nil {
+	if strings.TrimSpace(r.Cron) == "" {
+		problems.Add("cron", "say when it runs: a cron such as \"*/30 * * * *\", an event, or a signal")
+	} else if r.schedule, err = schedule.Parse(r.Cron, zone); err != nil {
 		problems.Add("cron", "%w", err)
 	}
 	return problems
