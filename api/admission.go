@@ -152,7 +152,8 @@ func (s *server) bodyError(err error) error {
 		return problem.New(http.StatusRequestEntityTooLarge, "%s", large)
 	}
 	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() || errors.Is(err, os.ErrDeadlineExceeded) {
-		return problem.New(http.StatusRequestTimeout, "body not received within %s", s.timeouts.body)
+		return problem.New(http.StatusRequestTimeout, "the body arrived too slowly: send it evenly, within %s",
+			s.timeouts.body)
 	}
 	if errors.Is(err, admission.ErrFull) {
 		return err

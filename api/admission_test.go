@@ -310,6 +310,9 @@ func TestSlowBodyIsRequestTimeout(t *testing.T) {
 	defer answer.Body.Close()
 	assert.Truef(t, answer.StatusCode == http.StatusRequestTimeout && answer.Close,
 		"answer is %d, closed %v", answer.StatusCode, answer.Close)
+	text, err := io.ReadAll(answer.Body)
+	require.NoError(t, err)
+	assert.Contains(t, string(text), "send it evenly") // it came to an end before the whole time was over
 }
 
 // Without a reader the connection's buffers fill up.
