@@ -86,7 +86,7 @@ func (c *Chat) readJSON(w http.ResponseWriter, r *http.Request, into any) (strin
 		typeErr, ok := errors.AsType[*json.UnmarshalTypeError](err)
 		switch {
 		case ok && typeErr.Field != "":
-			return "", badRequest(typeErr.Field, "invalid_type", "The parameter %s must not be a %s.", typeErr.Field,
+			return "", badRequest(typeErr.Field, "invalid_type", "The parameter %s has the wrong type: %s.", typeErr.Field,
 				typeErr.Value)
 		case json.Valid(body):
 			return "", badRequest("", "invalid_type", "The request's body must be a JSON object.")
