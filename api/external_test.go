@@ -247,7 +247,7 @@ func TestInvalidExternalRequests(t *testing.T) {
 		{"DELETE", held, `{"status":"completed","error_message":"x"}`, 400, "status failed"},
 		{"DELETE", held, `{"status":"waiting"}`, 400, "response, agent"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"lane","waiting_key":"x"}`, 400, "response, agent"},
-		{"DELETE", held, `{"status":"waiting","waiting_for":"event"}`, 400, "key"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"event"}`, 400, "wait for event needs a key"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"w"}`, 400, "the id of an execution"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"delay"}`, 400, "delay"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"delay","timeout":"31d"}`, 400, "30 days"},
