@@ -110,6 +110,15 @@ func TestAShutdownIsExplained(t *testing.T) {
 		" under claim 1, which handed it back: it shut down, was paused or lacks the flow; it is ready to continue\n")
 }
 
+func TestUnknownCallIsSaidOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.exec(`insert into agent_activity (trace_id, skill_name, status, error_message) values
+		('hb_1', 'pay', 'unknown', 'the process was lost during the call; nobody knows whether it took effect')`)
+	assert.Equal(t, "nobody knows whether pay took effect: the process was lost during the call",
+		value[string](w, `select r.what from why('hb_1') r where r.kind = 'unknown'`))
+}
+
 // Tokens of a model without a price cost an unknown amount, not nothing.
 func TestSpendOfUnpricedModel(t *testing.T) {
 	t.Parallel()

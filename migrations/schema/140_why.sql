@@ -431,7 +431,8 @@ begin
                         coalesce('claim ' || (l.input ->> 'claim'), 'a void lock'), l.input ->> 'rejected_write',
                         coalesce(' in step ' || nullif(l.input ->> 'step', ''), ''),
                         coalesce(', and ' || (l.input ->> 'more') || ' more', ''))
-                 else format('nobody knows whether %s took effect: %s', l.skill_name, left(l.error_message, 300)) end,
+                 else format('nobody knows whether %s took effect: %s', l.skill_name,
+                        left(split_part(l.error_message, '; nobody knows', 1), 300)) end,
             case when l.execution_id is null then 'trace ' || p_trace else 'execution ' || l.execution_id end,
             'step ' || case when l.error_class = 'stale' then coalesce(l.input ->> 'step', '') else l.step end,
             p_trace, l.execution_id,
