@@ -68,7 +68,8 @@ func Register[In, Out any](
 	return Remote[In, Out](r, name, opts...), nil
 }
 
-// Remote returns a flow that other programs run, so this program can start it.
+// Remote returns a flow that other programs run, so this program can start it. A flow in YAML is such a flow: it calls
+// skills, asks for approvals and speaks in threads.
 func Remote[In, Out any](r *Runtime, name string, opts ...FlowOption) Flow[In, Out] {
 	s := executions.Spec{Flow: name, Surface: trace.Flow}
 	for _, option := range opts {
