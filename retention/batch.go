@@ -3,6 +3,7 @@ package retention
 import (
 	"cmp"
 	"context"
+	"errors"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -43,6 +44,9 @@ type batch struct {
 	repeat bool // the next batch examines the same rows
 }
 
+// errOtherPass reports that another pass works on the kind.
+var errOtherPass = errors.New("another pass works on it")
+
 // inIndexTx runs fn in a transaction whose statements use indexes, for tables of any size. A disabled scan type raises
 // the estimated cost, and a high cost would start the JIT compiler, so inIndexTx turns jit off.
 func inIndexTx(ctx context.Context, db postgres.Beginner, wait string, fn func(tx pgx.Tx) error) error {
@@ -61,8 +65,8 @@ func inIndexTx(ctx context.Context, db postgres.Beginner, wait string, fn func(t
 }
 
 // pruneBatch examines the next rows of a kind. It deletes the rows that the kind's policy no longer keeps, unless
-// unfinished work needs them. One caller at a time works on a kind; concurrent callers get 0. With restart it begins
-// with the oldest row.
+// unfinished work needs them. One caller at a time works on a kind; concurrent callers get errOtherPass. With restart
+// it begins with the oldest row.
 func pruneBatch(
 	ctx context.Context, db postgres.Beginner, name string, limit int, restart bool,
 ) (removed int64, more bool, err error) {
@@ -72,8 +76,11 @@ func pruneBatch(
 		var acquired bool
 		err := tx.QueryRow(ctx, `select pg_try_advisory_xact_lock(hashtextextended('retention ' || @kind, 0))`,
 			postgres.Strict{"kind": name}).Scan(&acquired)
-		if err != nil || !acquired {
+		if err != nil {
 			return err
+		}
+		if !acquired {
+			return errOtherPass
 		}
 		if name == "executions" {
 			if err := b.pruneCheckpoints(ctx); err != nil || b.more && !restart {

@@ -133,6 +133,10 @@ func (o Options) pruneKind(ctx context.Context, pool *pgxpool.Pool, d *Result) e
 		start := time.Now()
 		removed, more, err := pruneWithRetry(ctx, pool, d.Kind, restart)
 		d.Removed += removed
+		if errors.Is(err, errOtherPass) {
+			d.Later = err.Error()
+			return nil
+		}
 		if err != nil || !more {
 			return err
 		}

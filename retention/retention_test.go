@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -219,4 +220,22 @@ func TestPassSkipsLockedRows(t *testing.T) {
 	_, err = retention.Run(t.Context(), pool, retention.Options{Restart: true})
 	require.NoError(t, err)
 	assert.NoDiff(t, want.remaining(), readOracle(t, pool).remaining())
+}
+
+func TestPassReportsKindOfAnotherPass(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	_, err := retention.Set(t.Context(), pool, map[string]string{"events": "91d", "automation_runs": "91d"}, "admin", "")
+	require.NoError(t, err)
+	kinds := retention.Options{Kinds: []string{"events", "automation_runs"}}
+	err = pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+		pgtest.Exec(t, tx, `select pg_advisory_xact_lock(hashtextextended('retention events', 0))`)
+		done, err := retention.Run(t.Context(), pool, kinds)
+		assert.Truef(t, err == nil && len(done) == 2 && done[0].Later == "another pass works on it" && done[1].Later == "",
+			"%+v, %v", done, err)
+		return nil
+	})
+	require.NoError(t, err)
+	done, err := retention.Run(t.Context(), pool, kinds)
+	assert.Truef(t, err == nil && done[0].Later == "", "without another pass: %+v, %v", done, err)
 }
