@@ -4,5 +4,5 @@ package pgtest
 
 const memory = ""
 
-// plenty reports whether the data of a test server fits into memory.
-func plenty() bool { return false }
+// hasRoom reports whether the data of a test server fits into memory.
+func hasRoom() bool { return false }
