@@ -26,7 +26,7 @@ func Wrote(w http.ResponseWriter, r *http.Request) {
 	http.SetCookie(w, &http.Cookie{
 		Name: origin.CookieName(r, wroteCookie), Value: "1", Path: "/", MaxAge: int(FreshFor.Seconds()),
 		HttpOnly: true, SameSite: http.SameSiteStrictMode,
-		Secure: r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https"),
+		Secure: origin.ViaTLS(r),
 	})
 }
 
