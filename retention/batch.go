@@ -202,7 +202,7 @@ func (b *batch) deleteRows(ctx context.Context, tx pgx.Tx, keys []string) ([]str
 }
 
 // bisect runs fn on keys. If another transaction's lock blocks fn, bisect runs fn on each half of the keys. So it
-// deletes all unlocked rows, and the next pass tries the locked rows again.
+// deletes the unlocked rows. After its restart, a pass tries the locked rows again.
 func (b *batch) bisect(
 	ctx context.Context, keys []string, fn func(tx pgx.Tx, keys []string) (int64, error),
 ) (removed int64, err error) {

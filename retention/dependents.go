@@ -69,8 +69,8 @@ func (b *batch) pruneCheckpoints(ctx context.Context) error {
 }
 
 // pruneThreads deletes messages of threads, the oldest of a thread first, so a thread that resumes has its latest
-// messages. It deletes a thread with the thread's last message. A thread stays whole while an unfinished execution has
-// a message in it, because the execution may wait for an answer.
+// messages. It deletes a thread with the thread's last message. A batch leaves a thread whole if an unfinished
+// execution has one of its oldest messages, up to the batch's limit, because the execution may wait for an answer.
 func pruneThreads(ctx context.Context, b *batch, ids []string) (removed int64, err error) {
 	return b.bisect(ctx, ids, func(tx pgx.Tx, ids []string) (int64, error) {
 		locked, err := postgres.Values[string](ctx, tx, "lock threads", `

@@ -64,7 +64,7 @@ var kinds = map[string]kind{
 		returning a.id::text`,
 	},
 
-	// A pass deletes a trace as a whole, after all its executions ended long enough ago.
+	// The executions of a trace stay until the last of them ended long enough ago.
 	"executions": {
 		firstKey:   zeroID,
 		linkPrefix: "execution",
@@ -309,7 +309,7 @@ var kinds = map[string]kind{
 		select deleted.id::text from deleted`,
 	},
 
-	// A label outlives its run.
+	// A label has its own policy, and may outlive its run.
 	"eval_labels": {
 		byTime:   true,
 		firstKey: "(0,0)",

@@ -41,8 +41,8 @@ type month struct {
 	Attached     bool
 }
 
-// retireMonths retires the old months. It reports whether the pass may prune single rows now. It returns false while a
-// month still waits for its retirement, because to prune its rows would cost much more.
+// retireMonths retires the old months. It reports whether the pass may prune single rows now. For maxRetirementDays it
+// returns false while a month waits for its retirement, because to prune its rows would cost much more.
 func (o Options) retireMonths(ctx context.Context, pool *pgxpool.Pool, d *Result) (done bool, err error) {
 	if d.Keep == Forever {
 		return false, nil

@@ -47,8 +47,8 @@ type Result struct {
 	Later      string   `json:"later"` // why another pass must continue; empty if the pass is complete
 }
 
-// Run makes one pass over the kinds with a policy other than forever, and returns the results. An error of one kind
-// does not stop other kinds.
+// Run makes one pass over the kinds with a policy other than forever, and returns the results. After an error of one
+// kind it goes on with the others, until ctx ends.
 func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Result, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
@@ -181,7 +181,7 @@ func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, rest
 	}
 }
 
-// count returns the number of rows that a restarted pass would remove now.
+// count returns the number of rows that a restarted pass would remove now, without the parts of prompts.
 func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Result) error {
 	s, err := readState(ctx, pool, d.Kind, true)
 	if err != nil || s.Before == nil {

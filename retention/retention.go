@@ -9,16 +9,17 @@
 // It promises:
 //
 //   - Under any policy, a pass deletes no unfinished work and no row that such work may need. It keeps unfinished
-//     executions and all rows of their traces (activity, checkpoints, requests, events that they may consume). It also
-//     keeps threads with a running execution or a queued message, pending approvals and unfinished deliveries. A pass
-//     never deletes memory (package memory deletes expired entries and old decided conflicts).
-//   - A pass delays other sessions for a fraction of a second at most. A batch is one transaction of that length, which
-//     skips locked rows. A pass detaches a partition concurrently, and no lock request queues behind the detachment.
+//     executions, with the executions, activity, checkpoints and requests of their traces, and the events that they may
+//     consume. It also keeps threads with a running execution or a queued message, pending approvals and unfinished
+//     deliveries. A pass never deletes memory (package memory deletes expired entries and old decided conflicts).
+//   - A batch is one short transaction. It examines about 500 rows, skips locked rows, and waits 100 ms for another
+//     lock. A pass detaches a partition concurrently, and no query queues behind the detachment.
 //   - A kill may end a pass anywhere, and any number of passes may run at once. A batch is atomic. One pass at a time
 //     works on a kind, and the next pass continues there.
 //
-// A pass never deletes a row before its policy allows that, but may delete it later. It deletes activity with a policy
-// of 60 days or longer by whole months. Once a day, a pass examines again the rows that unfinished work needed.
+// A row may outlive its policy. It leaves before its own policy only with the row that it belongs to: a prompt with its
+// activity, and the event of a completion or a decision with its execution. A pass deletes activity with a policy of 60
+// days or longer by whole months. Once a day, a pass examines again the rows that unfinished work needed.
 package retention
 
 import (
