@@ -28,8 +28,8 @@ type unchanged struct{}
 // Recorded identifies the row of an act.
 type Recorded struct{ TraceID, ActivityID string }
 
-// Record makes an admin's change and writes its row, in one transaction and under its own trace. change gets that
-// trace and returns the output of the row.
+// Record makes an admin's change and writes its row, in one transaction. The row has the trace a.TraceID, or a new one.
+// change gets that trace and returns the output of the row; for Unchanged there is no row.
 func Record(
 	ctx context.Context, db postgres.Beginner, a Act, change func(tx pgx.Tx, traceID string) (output any, err error),
 ) (Recorded, error) {
@@ -50,7 +50,7 @@ func Record(
 }
 
 // RecordAround is [Record] for work beyond one transaction. The row is open during the work, and then has its output or
-// error.
+// error. The error of the work takes precedence over one of the log.
 func RecordAround(ctx context.Context, db postgres.DB, a Act, work func() (output any, err error)) error {
 	e := a.entry(ctx, string(trace.New(trace.Operate)))
 	id, err := Open(ctx, db, e)

@@ -5,10 +5,10 @@
 // finished row at once. A row always has a trace id, and a parent where it is part of a larger action, so the rows of
 // a trace form a tree.
 //
-// A row of an execution is written only under that execution's live claim. Fence and row are one statement, so a
-// process that was paused past its lease gets ErrStale and changes nothing. Reject then records the rejected write,
-// marked stale, so the log is complete. Input and output are redacted and bounded before they leave the process. An
-// action that cannot be logged returns an error.
+// A flow writes its rows under the live claim of its execution. Fence and row are one statement, so a process that was
+// paused past its lease gets ErrStale and changes nothing. Reject then records the rejected write without a fence,
+// marked stale. Input and output are redacted and bounded before they leave the process. An action that cannot be
+// logged returns an error.
 //
 // Times are the database's. Ids are time-ordered UUIDs, so newest first is an order by id, and a range of time is a
 // range of ids. All functions are safe for concurrent use. The caller decides what commits together: it passes a

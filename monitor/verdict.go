@@ -28,7 +28,7 @@ import (
 //   - An execution is stuck (agent_executions_stuck).
 //   - A lane is stuck: a holder that does not wait itself has held it for 15 minutes, and the first of its queue has
 //     waited as long.
-//   - The budget of the day is spent.
+//   - The budget of the day, or the budget of an agent, is spent.
 //   - A channel is broken (channels.ListBroken).
 //
 // Working: none of these, or each is acknowledged.

@@ -34,9 +34,9 @@ func (m Monitor) Watch(ctx context.Context, db postgres.Beginner, log *slog.Logg
 	}
 }
 
-// Check is one check of Watch. It does nothing while another process checks, if a process has checked within every, or
-// if no target is subscribed and no cause acknowledged. One transaction records the state and queues its event, so each
-// change is announced once.
+// Check is one check of Watch. It does nothing while another process checks, if a process has checked within 80 per
+// cent of every, or if no target is subscribed and no cause acknowledged. One transaction records the state and queues
+// its event, so each change is announced once.
 func (m Monitor) Check(ctx context.Context, db postgres.Beginner, every time.Duration) error {
 	var wanted bool
 	err := db.QueryRow(ctx, `
@@ -54,8 +54,7 @@ func (m Monitor) Check(ctx context.Context, db postgres.Beginner, every time.Dur
 	return nil
 }
 
-// check stores the present verdict and announces its change. It does nothing if a process checks now, or has checked
-// within 80 per cent of the interval.
+// check stores the present verdict and announces its change.
 func (m Monitor) check(ctx context.Context, tx pgx.Tx, every time.Duration) error {
 	var state string
 	var reached map[string]int
@@ -100,7 +99,7 @@ func (m Monitor) check(ctx context.Context, tx pgx.Tx, every time.Duration) erro
 }
 
 // announceBudgets queues budget.reached for each limit that has reached 80 or 100 per cent since the last check of the
-// day. It returns the announced limits.
+// day, once with the higher mark. It returns the announced limits.
 func announceBudgets(ctx context.Context, tx pgx.Tx, c Condition, previous map[string]int) (map[string]int, error) {
 	announced := map[string]int{}
 	list := slices.Clone(c.Budgets)

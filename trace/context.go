@@ -27,7 +27,7 @@ func With(ctx context.Context, span Span) context.Context {
 	return context.WithValue(ctx, spanKey{}, span)
 }
 
-// As returns ctx with another acting agent; ctx itself when agent is empty.
+// As returns ctx with another acting agent. It returns ctx itself if agent is empty or ctx has no trace.
 func As(ctx context.Context, agent string) context.Context {
 	span, ok := From(ctx)
 	if agent == "" || !ok {
@@ -87,8 +87,8 @@ func SpanID(parts ...string) string {
 }
 
 // Traceparent is the W3C header that names the calling span for another service: the span of the activity of ctx, else
-// of the execution. It is empty when ctx has no trace. It always says sampled, because the receiver chooses the traces
-// to keep.
+// of the execution, else a span of the trace. It is empty when ctx has no trace. It always says sampled, because the
+// receiver chooses the traces to keep.
 func Traceparent(ctx context.Context) string {
 	span, _ := From(ctx)
 	hexID := span.TraceID.OTel()

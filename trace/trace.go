@@ -1,14 +1,15 @@
 // Package trace identifies a piece of autonomous work, so anyone can follow the work.
 //
-// Work gets a trace id where it starts. Every call, row and log line of the work carries the id; a child execution
-// keeps the id of its root. An id is a surface prefix and a ULID in upper case:
+// Work gets a trace id where it starts. The calls, rows and log lines of the work carry the id; a child execution keeps
+// the id of its root. An id is a surface prefix and a ULID in upper case:
 //
 //	hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE
 //	│  └ 48 bits of milliseconds, 80 bits from crypto/rand
 //	└ hb heartbeat, op operate, ch chat, wh webhook, fl a flow started by API or CLI, ev a trial of an eval
 //
-// An id is unique without coordination, sorts by creation time and shows its surface. It cannot be guessed from its
-// neighbours, because ids appear in URLs: the random part is never a counter.
+// An id is unique without coordination and shows its surface. The ids of one surface sort by creation time, to the
+// millisecond. It cannot be guessed from its neighbours, because ids appear in URLs: the random part is never a
+// counter.
 //
 // The ULID's 16 bytes are the W3C trace id: [ID.OTel] is the form of Jaeger or Tempo, and [ParseAny] reads it. The
 // time in an id is from the clock of its process. Use it for sorting and reading only.
@@ -36,8 +37,8 @@ const Length = 2 + 1 + ulid.EncodedSize
 // example is the id in error messages.
 const example = "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
 
-// ID is a trace id in canonical form. [Parse] and [ParseAny] read external ids. The methods of an invalid value
-// return zero values.
+// ID is a trace id in canonical form. [Parse] and [ParseAny] read external ids. The methods of an invalid value return
+// zero values, except String.
 type ID string
 
 // New makes an id for work that starts at a surface. The random part comes from crypto/rand. New panics for an
