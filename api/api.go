@@ -31,10 +31,11 @@
 //     causes go to the log.
 //   - The routes of this package reject unknown parameters, body fields and values by name, because a misspelt filter
 //     would list everything. Public routes ignore unknown parameters.
-//   - A listing is {"items": […], "next_cursor": "…" or null}; most are newest first. A cursor names the last row of
-//     its page by a key that does not change, so new rows do not shift pages: a listing has each row that existed at
-//     the start, and was not deleted meanwhile, once. Conversations are the exception. Their key is the last message,
-//     so the later pages miss a conversation that gets a message during the listing.
+//   - A listing is {"items": […], "next_cursor": "…" or null}; most are newest first. Most cursors name the last row of
+//     their page by a key that does not change, so new rows do not shift pages: a listing has each row that existed at
+//     the start, and was not deleted meanwhile, once. A report is computed for each page, and its cursor is an offset.
+//     The key of conversations is the last message, so the later pages miss a conversation that gets a message during
+//     the listing.
 //   - A POST with an Idempotency-Key runs once, in the sense of idempotency.go.
 //   - Another client's transaction may lock a row, such as an event id, an idempotency key or a thread's lane. The
 //     server waits for a second, mostly without a connection. Then the response is 503 with Retry-After and names that
@@ -42,7 +43,7 @@
 //   - An admin's change commits together with its activity under an op_ trace. The record of a broken lane is under the
 //     holder's trace.
 //   - Log queries may read from a replica (see internal/replica); X-Replica-Lag-Seconds marks them. The server reads
-//     everything that a client can write or poll from the primary.
+//     other rows from the primary.
 //   - Times are RFC 3339 in UTC, ids are strings, names are snake_case.
 //
 // /healthz reports that the process is alive, without any check. /readyz reports whether the process accepts work: it
@@ -188,6 +189,6 @@ func Server(h http.Handler, log *slog.Logger) *http.Server {
 // Listen bounds the connections of [Server].
 func Listen(l net.Listener) net.Listener { return admission.Listen(l, maxConnections) }
 
-// maxConnections bounds the connections of a process. It exceeds the request limits of all classes, so the server can
-// always close an idle connection for a new one.
+// maxConnections bounds the connections of a process. It exceeds the request limits of all classes together, so with
+// that many connections some are idle, and the server closes one for a new one.
 const maxConnections = 8192

@@ -16,8 +16,7 @@ type timeouts struct {
 	send    time.Duration // to send a response, or a part of a stream
 }
 
-// defaultTimeouts returns the time limits of production. A request has 40 s; lanes.Break waits about one
-// second for a fenced write.
+// defaultTimeouts returns the time limits of production.
 func defaultTimeouts() timeouts {
 	return timeouts{request: 40 * time.Second, body: 30 * time.Second, send: 30 * time.Second}
 }

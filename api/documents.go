@@ -61,6 +61,7 @@ func (s *server) rawHandler(rt route, handle func(http.ResponseWriter, request) 
 	})
 }
 
+// addDocument stores an upload of at most documentBytes, and its entry in the audit log in the same transaction.
 func (s *server) addDocument(w http.ResponseWriter, r request) error {
 	form, err := documents.ReadForm(r.Request, s.documentBytes, true)
 	if err != nil {

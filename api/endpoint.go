@@ -60,7 +60,7 @@ type Access int
 const (
 	Public  Access = iota + 1 // everybody
 	Visitor                   // a chat key
-	Admin                     // the admin token
+	Admin                     // a principal with the route's scope
 )
 
 // route validates the endpoint and returns its row of the table.

@@ -43,7 +43,7 @@ func (s *server) executionRoutes() []route {
 			httpHandler: http.HandlerFunc(s.followExecution),
 			about: "The status of an execution as server-sent events: event status, data {id, trace_id, status, " +
 				"waiting_for, at}. First the current state (for external executions the changes since " +
-				"Last-Event-ID), then each change until the end. 204 if Last-Event-ID is the end.",
+				"Last-Event-ID), then the changes until the end. 204 if Last-Event-ID is the end.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/cancel", body: reasonRequest{}, response: cancelResponse{},
 			handle: s.cancelExecution, deferred: true,

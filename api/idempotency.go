@@ -17,14 +17,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
-// Of the POSTs with one Idempotency-Key, one runs at a time, and none after the server has stored a response. The key
-// belongs to the route and the caller, and lasts a day:
+// Of the POSTs with one Idempotency-Key, one at a time has the key's lease and runs, and none after the server has
+// stored a response. The key belongs to the route and the caller, and lasts a day:
 //
 //   - a repeated request gets the stored response with Idempotent-Replayed: true;
 //   - a different request with the same key gets 422; a request during the first attempt gets 409;
-//   - an attempt of a dead process ends with its lease, and the next attempt takes over. The commits of the first stay.
-//     A route that must not repeat them derives a database key from the Idempotency-Key;
-//   - after an outage, the server stores pending results as soon as the database is back;
+//   - an attempt of a dead or stopped process loses its lease, and the next attempt takes over. The commits of the
+//     first stay. A route that must not repeat them derives a database key from the Idempotency-Key;
+//   - after an outage shorter than a lease, the server stores the pending results, up to maxPending;
 //   - the server does not store an error, so a corrected request may use the key again;
 //   - the server does not store a stream, or a response over maxStored; a repeated request gets 409 and the first
 //     trace.
@@ -140,7 +140,8 @@ func callerOf(ctx context.Context) string {
 	return "admin"
 }
 
-// runAttempt runs next, stores its response, and then sends the response. So the database has every sent response.
+// runAttempt runs next, stores its response, and then sends the response. If the database does not store it,
+// pendingResults does so later. A stream, or an oversized response, passes through while next runs.
 func (s *server) runAttempt(w http.ResponseWriter, r *http.Request, id *keyedRequest, next http.Handler) {
 	stop := s.renewLease(r.Context(), id)
 	recorder := &responseRecorder{ResponseWriter: w}

@@ -10,8 +10,8 @@ import (
 )
 
 // pendingResults are results that the server could not store during an outage. Until their leases end, their keys would
-// block the same requests at every process. The next keyed request flushes these results, and so does a goroutine after
-// the outage. The goroutine ends when no result is pending.
+// block the same requests at every process. The next keyed request flushes these results, and so does a goroutine. A
+// result expires with the lease that began when it was added. The goroutine ends when no result is pending.
 type pendingResults struct {
 	db   postgres.DB
 	stop <-chan struct{} // ends the goroutine; nil means never

@@ -210,6 +210,7 @@ func memoryError(err error) error {
 	return valueError(err)
 }
 
+// deleteMemory deletes an entry if it has the revision of If-Match, which is required; * accepts any revision.
 func (s *server) deleteMemory(r request) (response, error) {
 	owner, category, key, err := s.pathEntry(r)
 	if err != nil {

@@ -80,6 +80,7 @@ func plainPath(pattern string) string {
 	return strings.ReplaceAll(strings.TrimSuffix(pattern, "{$}"), "...}", "}")
 }
 
+// operation describes a route: its access, parameters, body and responses.
 func (s *schemas) operation(rt route) object {
 	op := object{
 		"operationId": operationID(rt), "description": rt.about, "parameters": s.parameters(rt), "responses": s.responses(rt),
@@ -320,6 +321,7 @@ type schemas struct {
 
 var rawType = reflect.TypeFor[json.RawMessage]()
 
+// schema describes the JSON of a type. A kind that it does not list counts as an integer.
 func (s *schemas) schema(t reflect.Type) object {
 	switch t {
 	case timeType:

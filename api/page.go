@@ -8,7 +8,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// page is the format of all listings.
+// page is the format of a listing.
 type page[T any] struct {
 	Items []T `json:"items"`
 	// NextCursor leads to the next page; null after the last page.

@@ -87,7 +87,8 @@ func (s *server) probe(ctx context.Context) readiness {
 }
 
 // checkWrites reports whether the database accepts writes. It costs nothing until a statement of this process fails
-// because of a full disk or a read-only database. From then on it sometimes tries a large write and rolls it back.
+// because of a full disk, a read-only database or exhausted transaction ids. From then on it sometimes tries a large
+// write and rolls it back.
 func (s *server) checkWrites(ctx context.Context) check {
 	accepted := check{true, "accepted"}
 	at, refused := postgres.LastRefusal(s.ready)

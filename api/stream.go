@@ -29,9 +29,10 @@ func eventID(e executions.StatusChange) string {
 	return fmt.Sprintf("%d-%d-%s", e.Claim, e.WaitNumber, e.Status)
 }
 
-// followExecution streams the status of an execution until the execution has ended: the current state, then each
-// change. A reconnecting client first gets the stored changes that it missed. A client that has seen the end gets 204,
-// and browsers stop reconnecting.
+// followExecution streams the status of an execution until the execution has ended: the current state, then changes.
+// External executions have stored changes: the stream has each of them, and a reconnecting client first gets those that
+// it missed. Of other executions, it has the latest state of each poll. A client that has seen the end gets 204, and
+// browsers stop reconnecting.
 func (s *server) followExecution(w http.ResponseWriter, r *http.Request) {
 	in, err := parseRequest(r, route{access: Admin, scopes: authenticated})
 	var x executions.Execution

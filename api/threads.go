@@ -176,6 +176,7 @@ func (o threadRequest) check() error {
 	return nil
 }
 
+// openThread creates a thread. A taken id is a conflict, so a client that repeats the request needs an Idempotency-Key.
 func (s *server) openThread(r request) (response, error) {
 	o := r.body.(threadRequest)
 	if err := s.auth.checkChatKey(o.Owner); err != nil {
