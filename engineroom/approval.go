@@ -150,6 +150,7 @@ type approvalOutcome struct {
 	AskedBy                                   string `db:"-"`
 }
 
+// approvalAfter reads what came of a decision: the execution that asked, and the call that used the approval.
 func (room *Room) approvalAfter(ctx context.Context, req *pageRequest) (any, error) {
 	outcome, err := postgres.Row[approvalOutcome](ctx, room.Read, "read outcome of decision", `
 		select case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired'

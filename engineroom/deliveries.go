@@ -46,6 +46,7 @@ type deliveryFilter struct {
 // Statuses are the options of Status.
 func (deliveryFilter) Statuses() []string { return webhooks.Statuses() }
 
+// openDeliveries reads the filters. It rejects an unknown status or a malformed cursor.
 func (room *Room) openDeliveries(ctx context.Context, req *pageRequest) (string, error) {
 	if _, ok := req.Subject.(deliveryFilter); ok {
 		return "Deliveries", nil // found for the same address
@@ -114,6 +115,7 @@ type deliveryRow struct {
 	ReceivedAt                                              time.Time
 }
 
+// deliveriesList reads a page of deliveries, newest first. The index on status or on the endpoint bounds the read.
 func (room *Room) deliveriesList(ctx context.Context, req *pageRequest) (any, error) {
 	filter, _ := req.Subject.(deliveryFilter)
 	all, err := postgres.Rows[deliveryRow](ctx, room.Read, "list deliveries", `
@@ -150,8 +152,8 @@ func (room *Room) deliveriesList(ctx context.Context, req *pageRequest) (any, er
 	}, nil
 }
 
-// rejectedRequest is a row of the activity log about requests with a bad signature. The log gets at most one such row a
-// minute.
+// rejectedRequest is a row of the activity log about requests with a bad signature. A process adds at most one such row
+// a minute for an endpoint and a class of errors.
 type rejectedRequest struct {
 	ID, TraceID, Endpoint, Count, Why string
 	CreatedAt                         time.Time
@@ -179,6 +181,7 @@ type targetRow struct {
 // Capped formats Pending or Dead.
 func (targetRow) Capped(n int64) string { return capped(n, maxCounted) }
 
+// deliveryTargets lists the first maxTargets targets by name, with bounded counts of pending and dead messages.
 func (room *Room) deliveryTargets(ctx context.Context, _ *pageRequest) (any, error) {
 	all, err := postgres.Rows[targetRow](ctx, room.Read, "list targets", `
 		select t.id::text, t.name, left(t.url, 2048) as url,

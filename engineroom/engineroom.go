@@ -1,24 +1,24 @@
 // Package engineroom is the admin's web interface: current work, health, cost, and items that need a person.
 //
-// A page is a list of parts. A part is a query and a template. The first response, each live update and the page
-// without JavaScript use the same render. While a page is open, the server refreshes its parts once for all viewers of
-// the URL with the same scopes. It sends changed parts over one event stream per page. An update replaces the viewer's
-// state of the part, whatever that is, so a reconnected stream needs no replay.
+// A page is a list of parts. A part is a query and a template. The first response and each live update use the same
+// render. While a page is open, the server refreshes its parts once for all viewers of the URL with the same scopes. It
+// sends changed parts over one event stream per page. An update has the whole part, or the rows of a large part that
+// differ from the viewer's, so a reconnected stream needs no replay.
 //
 // Guarantees:
 //
-//   - The package only reads. Changes go through the routes of package api, with the same checks and audit as other
-//     clients.
+//   - The package does not write to the database. Changes go through the routes of package api, with the same checks
+//     and audit as other clients.
 //   - The cost of a part does not grow with the tables: an index and a limit bound each query, except the search for
 //     words in memory, and the lists of agents and principals. A bounded number shows its bound ("1,000+"). Sums over
 //     the activity log come from the counts of package activity.
-//   - The templates escape foreign text. Control characters and direction marks are visible, and a cut value shows its
-//     length.
+//   - The templates escape foreign text. Direction marks and control characters other than newlines and tabs are
+//     visible. A cut value shows its length.
 //   - A page loads nothing from another host. The Content-Security-Policy allows no inline script or style.
 //   - A part that fails shows its error in place; all other parts stay.
 //   - Pages may read from a replica (see internal/replica), and then show its lag. The Operate page and the result of
 //     an action read from the primary.
-//   - Every page works without JavaScript, including its actions. Updates, keys and notifications need it.
+//   - Every page works without JavaScript, including its actions. Updates, keys, local times and notifications need it.
 //
 // The server checks access before it calls a handler of this package.
 package engineroom

@@ -187,6 +187,7 @@ type trialComparison struct {
 	Undecidable bool // one trial has no verdict yet
 }
 
+// caseSides reads the trial and the compared trial. The other side stays empty if its run lacks the case or the trial.
 func (room *Room) caseSides(ctx context.Context, req *pageRequest) (any, error) {
 	subject, _ := req.Subject.(evalCaseSubject)
 	shown := trialComparison{}

@@ -13,8 +13,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// A part of an id finds the id. A beginning is a range of the index, so it finds ids of any age. Queries compare any
-// other part with the newest ids only, in index order, because an index of endings would slow every insert.
+// A part of an id finds the id. A beginning is a range of the index, so it finds ids of any age; with an end, it
+// searches the newest maxFragments ids of the range. Queries compare any other part with the newest ids only, in index
+// order, because an index of endings would slow every insert.
 const (
 	// maxFragments bounds the executions or traces that a query compares with a part of an id. maxOtherFragments bounds
 	// the rows of another table.

@@ -21,7 +21,7 @@ import (
 //     empty, with the attribute data-same: see rowHashes. The event's id names the state of all live parts of the page
 //     after the event. Last-Event-ID, or ?seen= at first, names the state that the page has. A reconnected stream sends
 //     only the parts that differ from that state.
-//   - expired reports that the login has ended. Then the stream ends, as at shutdown.
+//   - expired reports that the login has expired. Then the stream ends, as at shutdown.
 //
 // The server sends a ping every few seconds; its data is the server's time in milliseconds. Pings are events, because
 // the page's script sees no comments. The script treats a silent stream as a dead server.

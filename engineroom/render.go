@@ -245,7 +245,7 @@ func digest(text []byte) string {
 	return base64.RawURLEncoding.EncodeToString(sum[:9])
 }
 
-// execute runs a template and makes control characters visible.
+// execute runs a template and makes invisible characters visible: see escapeInvisible.
 func (room *Room) execute(name string, data any) ([]byte, error) {
 	b, _ := bufferPool.Get().(*bytes.Buffer)
 	b.Reset()
@@ -265,8 +265,8 @@ var bufferPool = sync.Pool{New: func() any { return new(bytes.Buffer) }}
 // maxPooledBuffer bounds a buffer that execute keeps for reuse.
 const maxPooledBuffer = 4 << 20
 
-// escapeInvisible replaces control characters and direction marks by their code points, such as ⟨U+202E⟩. The templates
-// contain none, so each is from foreign text.
+// escapeInvisible replaces the characters of isInvisible by their code points, such as ⟨U+202E⟩. The templates contain
+// none, so each is from foreign text.
 func escapeInvisible(text []byte) []byte {
 	if isPlainText(text) {
 		return text
@@ -284,7 +284,7 @@ func escapeInvisible(text []byte) []byte {
 	return b.Bytes()
 }
 
-// plainASCII has the bytes of ASCII that a browser displays as themselves.
+// plainASCII has the bytes of ASCII that escapeInvisible keeps.
 var plainASCII = func() (plain [256]bool) {
 	for c := range rune(utf8.RuneSelf) {
 		plain[c] = !isInvisible(c)
@@ -308,7 +308,8 @@ func isPlainText(text []byte) bool {
 	return true
 }
 
-// isInvisible reports a character that a browser does not display as itself.
+// isInvisible reports a control character, a direction mark or a space without width. It excludes newlines and tabs,
+// and the joiners and selectors of scripts and emoji.
 func isInvisible(r rune) bool {
 	switch r {
 	case '\n', '\t', utf8.RuneError:

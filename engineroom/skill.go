@@ -96,6 +96,7 @@ func (room *Room) skillAbout(ctx context.Context, req *pageRequest) (any, error)
 	return skill, nil
 }
 
+// skillHealth reads a skill's counted health and calls of 7 days. A removed skill is not found.
 func (room *Room) skillHealth(ctx context.Context, req *pageRequest) (any, error) {
 	name, _ := req.Subject.(string)
 	sums, err := activity.CountedHealth(ctx, room.Read, activity.HealthFilter{Skill: name})

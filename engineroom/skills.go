@@ -169,6 +169,8 @@ type skillAbout struct {
 	StateRevision                            int
 }
 
+// skillsList reads a page of skills in the order of worstFirst. A page begins after the skill named after, or at the
+// first skill if that skill no longer matches.
 func (room *Room) skillsList(ctx context.Context, req *pageRequest) (any, error) {
 	want, _ := req.Subject.(activity.HealthFilter)
 	filter := want

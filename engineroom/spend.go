@@ -80,6 +80,8 @@ func (room *Room) spendPage() page {
 	}
 }
 
+// openSpend reads the filters. It rejects combinations without counts: hours of more than 7 days, skills with purposes,
+// and agents or keys with either.
 func openSpend(_ context.Context, req *pageRequest) (title string, err error) {
 	filter := spendFilter{Surfaces: activitySurfaces}
 	if filter.Days, err = req.oneOf("days", "7", "1", "30", "90"); err != nil {

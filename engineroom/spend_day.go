@@ -44,6 +44,7 @@ type dayShare struct {
 	Others activity.SpendLine
 }
 
+// spendOfDay breaks down a day (UTC) by each dimension. A line's share is of the sum of its dimension.
 func (room *Room) spendOfDay(ctx context.Context, req *pageRequest) (any, error) {
 	day, _ := req.Subject.(time.Time)
 	next := day.AddDate(0, 0, 1)

@@ -28,6 +28,7 @@ type window struct {
 	activity.SpendLine
 }
 
+// spendPanel sums up 1, 7 and 30 days, including today (UTC). The most expensive skills are those of 7 days.
 func (room *Room) spendPanel(ctx context.Context, _ *pageRequest) (any, error) {
 	since := today().AddDate(0, 0, -29)
 	days, err := activity.CountedSpend(ctx, room.Read,
@@ -182,8 +183,8 @@ type heartbeatCost struct {
 	EachTokens int64
 }
 
-// costOfHeartbeats divides the heartbeat surface's spend by the number of completed heartbeats. The lines have the
-// spend by day and surface.
+// costOfHeartbeats divides the heartbeat surface's spend by the number of completed heartbeats. Skipped heartbeats do
+// not count. The lines have the spend by day and surface.
 func (room *Room) costOfHeartbeats(
 	ctx context.Context, since time.Time, lines []activity.SpendLine,
 ) (cost heartbeatCost, err error) {

@@ -15,7 +15,7 @@ import (
 const (
 	// maxSuggested bounds the cached values of a filter.
 	maxSuggested = 300
-	// maxSuggestedLength bounds the characters of a suggestion. A longer value is not suggested.
+	// maxSuggestedLength bounds the characters of a suggestion of distinctColumns. A longer value is not suggested.
 	maxSuggestedLength = 200
 	// maxSuggestedCount bounds the count beside a suggestion.
 	maxSuggestedCount = 100
@@ -67,7 +67,7 @@ var distinctColumns = map[string][3]string{
 	"endpoint": {"endpoint", "agent_webhook_deliveries", "true"},
 }
 
-// suggested returns the values that a filter can have, at most suggestionTTL old.
+// suggested returns the first maxSuggested values that a filter can have, at most suggestionTTL old.
 func (room *Room) suggested(ctx context.Context, kind string) ([]suggestion, error) {
 	room.suggestionCache.mu.Lock()
 	cached := room.suggestionCache.cached[kind]
@@ -88,6 +88,7 @@ func (room *Room) suggested(ctx context.Context, kind string) ([]suggestion, err
 	return list, nil
 }
 
+// readSuggestions reads the first maxSuggested values of a kind of filter from the database.
 func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestion, error) {
 	var list []suggestion
 	switch kind {

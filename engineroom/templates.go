@@ -32,16 +32,16 @@ func funcs() template.FuncMap {
 	}
 }
 
-// millis formats a number of milliseconds of any type.
+// millis formats a number of milliseconds: see number.
 func millis(ms any) string { return human.Seconds(number(ms) / 1000) }
 
-// seconds formats a number of seconds of any type.
+// seconds formats a number of seconds: see number.
 func seconds(s any) string { return human.Seconds(number(s)) }
 
-// plural returns a noun in the number of n, which has any type of integer.
+// plural returns a noun in the number of n, a signed integer.
 func plural(noun string, n any) string { return human.Plural(int64(number(n)), noun) }
 
-// number converts a number of any type. It returns NaN for any other value.
+// number converts a signed integer, a float or a pointer to one. It returns NaN for any other value.
 func number(n any) float64 {
 	v := reflect.Indirect(reflect.ValueOf(n))
 	switch {

@@ -11,7 +11,7 @@ import (
 const stripWidth = 1000
 
 // strip draws a page of the timeline: bars for the queue time and the time since the first claim, ticks for entries.
-// The list below the strip has the same entries.
+// The list below the strip has these entries, too.
 type strip struct {
 	Label string
 	Bars  []stripBar

@@ -266,7 +266,7 @@ func (room *Room) panelCosts(ctx context.Context, p *spanPanel) (err error) {
 	return err
 }
 
-// panelRaw reads the span as JSON, with the names of the HTTP API.
+// panelRaw reads the span as JSON: an execution in the form of the HTTP API, or the columns of an activity.
 func (room *Room) panelRaw(ctx context.Context, p *spanPanel) error {
 	switch {
 	case p.Run != nil:

@@ -61,7 +61,7 @@ const (
 	gapLabelWidth = 20 // between the middles of the labels of gaps
 	tickWidth     = 16 // between ticks, divided by their zoom
 	lastTickWidth = 12 // between a tick and the right edge, which would cut its text, divided by the zoom
-	// maxTicks bounds the ticks of a segment and zoom, multiplied by the zoom.
+	// maxTicks bounds the new ticks of a zoom, multiplied by the zoom.
 	maxTicks = 24
 )
 
@@ -124,8 +124,8 @@ func busyPeriods(nodes []*spanNode, end time.Time) []period {
 	return busy
 }
 
-// layOut lays out the time between moments. Beside work, all gaps together take at most two fifths of the drawing, and
-// omitted rows take at most as much of it as the shown rows.
+// layOut lays out the time between moments. Beside work, all gaps together take at most two fifths of the drawing.
+// Omitted rows take at most as much of it as the shown rows, or as one gap.
 func (t *traceScale) layOut(moments []time.Time, busy []period, omitted *spanNode) {
 	busyTime := time.Duration(0)
 	for _, p := range busy {
@@ -170,7 +170,7 @@ func (t *traceScale) layOut(moments []time.Time, busy []period, omitted *spanNod
 		}
 		t.total += s.width
 	}
-	if t.running && t.total > 0 { // in steps, so ended lines stay unchanged while the trace grows
+	if t.running && t.total > 0 { // in steps, so most refreshes leave ended lines unchanged
 		t.total = math.Pow(scaleStep, math.Ceil(math.Log(t.total)/math.Log(scaleStep)))
 	}
 }

@@ -88,7 +88,7 @@ type traceSums struct {
 	Skipped                bool // all rows are skipped
 }
 
-// sumsOf reads the totals of a trace by execution, over at most traceSummed rows.
+// sumsOf reads the totals of a trace's first rows by execution. more reports a trace with more than traceSummed rows.
 func (room *Room) sumsOf(
 	ctx context.Context, id string,
 ) (byRun map[string]traceSums, all traceSums, more bool, err error) {

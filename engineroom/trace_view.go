@@ -105,7 +105,8 @@ func spanBase(req *pageRequest) string {
 	return "?" + query + "span="
 }
 
-// firstStep returns the first recorded step of an execution; empty for none. A fork from it repeats all steps.
+// firstStep returns the first recorded step of an execution; empty for none, or for a name too long for a URL. A fork
+// from it repeats all steps.
 func (room *Room) firstStep(ctx context.Context, id string) (step string, err error) {
 	steps, err := postgres.Values[string](ctx, room.Read, "read first step", `
 		select c.step from agent_checkpoints c where c.execution_id = @id order by c.created_at, c.step limit 1`,

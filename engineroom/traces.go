@@ -317,7 +317,7 @@ func (f traceFilter) surfaces() []string {
 // Surfaces are the options of Surface.
 func (traceFilter) Surfaces() []string { return surfaceNames() }
 
-// States are the options of Status. A trace has the status of its first run.
+// States are the options of Status. A line has the status of its root run.
 func (traceFilter) States() []string { return executionStatuses() }
 
 // Narrowed reports whether a filter is set.

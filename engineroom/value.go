@@ -21,8 +21,8 @@ type shownValue struct {
 }
 
 const (
-	// maxValue bounds the characters that a query reads of a value. It exceeds maxShownText, so that redaction sees all
-	// of a secret at the end of the shown part. The statements repeat the number as a literal.
+	// maxValue bounds the characters that a query reads of a value. It exceeds maxShownText, so that redaction sees the
+	// rest of a secret at the end of the shown part. The statements repeat the number as a literal.
 	maxValue = 8192
 	// maxShownText bounds the shown characters of a value.
 	maxShownText = 4000
