@@ -3,8 +3,8 @@
 // A [Budget] is a bounded amount: active requests, running turns, bytes in flight. [Budget.Acquire] acquires a part of
 // it at once or fails with [ErrFull]. It never waits; the client learns when to retry. Within a budget each name, such
 // as a chat key or an address, has a share: one name cannot exhaust the budget for others. While a name holds nothing
-// else, one hold may exceed its share, except for the reserve. So one large body fits. A budget stores only names with
-// a hold, so its memory is bounded by its size.
+// else, one hold may exceed its share, except for the reserve. So one large body fits. The same holds for the whole
+// budget. A budget stores only names with a hold, so its memory is bounded by its size.
 //
 // [Read] reads a body within its limit, its budget and its time. A body counts as its bytes arrive: the received bytes,
 // at most as much again, and 1 KiB. An announced length alone counts nothing, and neither does a body without a
@@ -15,9 +15,9 @@
 // A budget made by [NewBytes] keeps a reserve, one [ReservePart] of it and of each share, for bodies that announce at
 // most [Small].
 //
-// [Listen] bounds the connections of a server. When there are too many, it closes the connection that has been idle
-// longest. A connection is idle without an active request: if it is new, kept alive, or sends its header or its body
-// slowly. So a new connection is always accepted.
+// [Listen] bounds the idle connections of a server. It accepts each new connection. When there are too many, it closes
+// the connection that has been idle longest. A connection is idle without an active request: if it is new, kept alive,
+// or sends its header or its body.
 package admission
 
 import (

@@ -8,8 +8,8 @@ import (
 	"sync"
 )
 
-// Listen returns a listener with a bounded number of connections, for a server whose ConnContext and handler are
-// [ConnContext] and [Handler].
+// Listen returns a listener that closes idle connections while more than maxConns are open. Connections with an active
+// request stay open, so there may be more. The server's ConnContext and handler are [ConnContext] and [Handler].
 func Listen(l net.Listener, maxConns int) net.Listener {
 	return &listener{Listener: l, conns: &conns{max: maxConns}}
 }
@@ -19,7 +19,7 @@ type listener struct {
 	conns *conns
 }
 
-// Accept accepts a connection. Above the bound, it closes the connection that has been idle longest.
+// Accept accepts a connection. Above the bound, it closes the connection that has been idle longest, if one is idle.
 func (l *listener) Accept() (net.Conn, error) {
 	c, err := l.Listener.Accept()
 	if err != nil {

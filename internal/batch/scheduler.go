@@ -11,7 +11,7 @@ const (
 	// overlapThreshold is the number of queued writes that starts a second concurrent batch. With one batch in flight,
 	// client and server take turns idling.
 	overlapThreshold = 16
-	// maxInFlight bounds the batches in flight of one batcher, including slow batches.
+	// maxInFlight is the number of batches in flight, including slow ones, at which a batcher sends none of its queue.
 	maxInFlight = 3
 	// expectFor is how long the scheduler waits for the callers of a batch to write again. Many callers write again at
 	// once, and a batch costs less than single writes.

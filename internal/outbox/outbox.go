@@ -1,8 +1,8 @@
 // Package outbox delivers messages that are stored in PostgreSQL.
 //
 // A [Dispatcher] claims due messages and delivers them concurrently. Then it sleeps until the next message is due, a
-// notification arrives or an attempt ends. It limits the concurrent attempts of the process and of each target, so a
-// slow target does not delay the others. The caller implements claim, attempt and record, because threads, webhooks and
+// notification arrives or an attempt ends. It limits its concurrent attempts, and those to one target, so one slow
+// target does not take all slots. The caller implements claim, attempt and record, because threads, webhooks and
 // channels each store their messages in their own tables.
 //
 // Dispatcher does not use River. River limits concurrency by queue, so a limit by target would need one queue per
@@ -22,13 +22,13 @@ import (
 )
 
 const (
-	// maxInFlight bounds the concurrent attempts of a process.
+	// maxInFlight bounds the concurrent attempts of a Dispatcher.
 	maxInFlight = 16
 	// MaxPerTarget bounds the attempts to one target that a claim starts. A claim starts none while MaxPerTarget are in
-	// flight, so one target has fewer than 2 * MaxPerTarget concurrent attempts.
+	// flight, so a Dispatcher has fewer than 2 * MaxPerTarget attempts to one target.
 	MaxPerTarget = 4
 
-	// MaxPause is the longest pause between two claims without a notification.
+	// MaxPause is the longest pause between two claims while fewer than maxInFlight attempts run.
 	MaxPause = 5 * time.Second
 	minPause = 100 * time.Millisecond
 )

@@ -25,8 +25,8 @@ const (
 	codeBytes      = "22021" // a text that is no UTF-8, or with the byte 0
 )
 
-// Diagnose returns the outside problem behind an error and the remedy for an operator. After the remedy, this process
-// continues without a restart. Both are empty for any other error.
+// Diagnose returns the outside problem behind an error and the remedy for an operator. Both are empty for any other
+// error.
 func Diagnose(err error) (what, todo string) {
 	switch Code(err) {
 	case codeDiskFull:

@@ -9,7 +9,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// guard is the tracer of every connection. It enforces seals, observes refused writes and explains refused texts.
+// guard is the tracer of the connections that [Open] configures. It enforces seals, observes refused writes and
+// explains refused texts.
 type guard struct {
 	resetter *failoverResetter
 	refused  *refusals

@@ -21,9 +21,9 @@ const (
 	lockPause     = 20 * time.Millisecond
 )
 
-// KeyedTx runs one transaction per key at a time. A transaction holds a connection for at most 400 ms for each lock
-// that it waits for. When another transaction keeps the lock for about [LockRetryTimeout], KeyedTx returns an error
-// that [Locked] reports. The zero value is ready. A KeyedTx is safe for concurrent use.
+// KeyedTx runs one transaction per key at a time in this process. A transaction holds a connection for at most 400 ms
+// for each lock that it waits for. When another transaction keeps the lock for about [LockRetryTimeout], KeyedTx
+// returns an error that [Locked] reports. The zero value is ready. A KeyedTx is safe for concurrent use.
 type KeyedTx struct {
 	// Slots bounds the concurrent transactions by its capacity, which leaves connections for other work; nil for no bound.
 	Slots chan struct{}

@@ -55,8 +55,9 @@ func NewListener(connect func(ctx context.Context) (*pgx.Conn, error), logger *s
 	}
 }
 
-// Subscribe delivers the notifications of channel. Delivery starts soon, after Run has sent LISTEN; an empty payload
-// announces the start. cancel ends the subscription and closes the returned channel. Repeated calls of cancel are safe.
+// Subscribe delivers the notifications of channel. For the first subscriber of a channel, delivery starts after Run has
+// sent LISTEN, and an empty payload announces the start. cancel ends the subscription and closes the returned channel.
+// Repeated calls of cancel are safe.
 func (l *Listener) Subscribe(channel string) (payloads <-chan string, cancel func()) {
 	return l.SubscribeTo(channel, nil)
 }
@@ -95,8 +96,8 @@ func (l *Listener) announceChange() {
 	}
 }
 
-// Run listens until ctx ends and then returns nil. It reopens a broken connection, with growing pauses, logs the error
-// and never returns it.
+// Run listens until ctx ends and then returns nil. It reopens a broken connection, with growing pauses, and logs the
+// first error of a series.
 func (l *Listener) Run(ctx context.Context) error {
 	pause := reconnectFirst
 	for ctx.Err() == nil {

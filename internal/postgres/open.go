@@ -60,8 +60,8 @@ func Open(ctx context.Context, url string, opts Options) (*pgxpool.Pool, error) 
 }
 
 // Reserve returns a second pool, of at most n connections, to the database of pool. Users of pool cannot exhaust the
-// second pool. Without a pooler its lock_timeout is one second (SQLSTATE 55P03). It connects lazily. The caller closes
-// it.
+// second pool. Without a pooler its lock_timeout is one second (SQLSTATE 55P03), unless the connection string sets it.
+// It connects lazily. The caller closes it.
 func Reserve(ctx context.Context, pool *pgxpool.Pool, n int32) (*pgxpool.Pool, error) {
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = n, 0, 0

@@ -67,6 +67,8 @@ const (
 	codeParameter     = "22023"
 )
 
+// explain adds to an error of opening what is wrong and what to do. Errors of PostgreSQL come first; then those of this
+// process, of TLS and of the network.
 func explain(config *pgx.ConnConfig, err error) error {
 	e := &openError{target: target(config), cause: err}
 	var pgErr *pgconn.PgError
@@ -98,6 +100,7 @@ func explain(config *pgx.ConnConfig, err error) error {
 
 const correctParameter = "remove or correct it in "
 
+// refusal explains an error with which the server refused a connection.
 func refusal(config *pgx.ConnConfig, err *pgconn.PgError) (what, todo string) {
 	switch err.Code {
 	case codePassword, codeAuthorization:

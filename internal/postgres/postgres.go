@@ -1,10 +1,10 @@
-// Package postgres is the base of every other package. It has the small interface that other packages' functions take,
-// the pool, one transaction helper and one listener.
+// Package postgres is the base of the packages that use the database. It has the small interface that other packages'
+// functions take, the pool, one transaction helper and one listener.
 //
 // It promises four things. A function written against [DB] runs unchanged on a pool, a connection or a transaction; the
 // caller decides which statements commit together. [Open] returns a pool that has reached the server, or an error line
-// with the fault and its remedy, without the password. [InTx] runs at READ COMMITTED under any default of the database.
-// Everything works through PgBouncer in transaction mode.
+// with the fault and its remedy, without the password. On a pool or a connection, [InTx] runs at READ COMMITTED under
+// any default of the database. Everything but LISTEN works through PgBouncer in transaction mode.
 //
 // The last promise holds because no code here keeps state in a session. Only LISTEN would. [Listener] sends LISTEN,
 // detects a pooler and then stays silent: notifications shorten a poll, and correctness never depends on them. Prepared

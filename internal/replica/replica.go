@@ -10,7 +10,8 @@
 // Guarantees:
 //
 //   - A [Source] has the lag of its reads, for each page and response to show.
-//   - A client that wrote reads from the primary for [FreshFor]. By then every usable standby has replayed the write.
+//   - A browser that wrote reads from the primary for [FreshFor]; another client asks with Cache-Control: no-cache. By
+//     then every usable standby has replayed the write.
 //   - The reader skips a standby that is unreachable, starting, promoted, too far behind, or of another database. It
 //     logs one line then, and one when it uses the standby again.
 //   - While the primary works, a caller of [Reader.Do] sees no error of the standby. Do repeats a failed read on the
@@ -169,6 +170,8 @@ func (r *Reader) report(ctx context.Context, before, now *state) {
 	}
 }
 
+// measure probes both servers. The state has the standby if that passes all checks, or otherwise the reason. It cannot
+// compare the databases until the primary has answered once.
 func (r *Reader) measure(ctx context.Context) state {
 	askedAt := time.Now()
 	primary, primaryErr := position{}, errPrimaryUnreachable
