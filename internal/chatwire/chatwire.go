@@ -1,8 +1,8 @@
 // Package chatwire writes the server's half of the OpenAI chat completions protocol.
 //
-// Every server in this module that speaks the protocol uses this package, which meets the demands of strict clients:
+// The agent's chat and the scripted models of tests use this package. It meets the demands of strict clients:
 //
-//   - every chunk carries id, object, created and model;
+//   - every chunk but an error carries id, object, created and model;
 //   - the first delta has the role and an empty content, later ones have no role;
 //   - the last delta is empty and has the finish reason;
 //   - usage comes in a separate chunk without choices, only on request;

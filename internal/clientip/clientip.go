@@ -2,8 +2,9 @@
 //
 // The client's address is the address of the connection, unless that is a trusted proxy (AGENT_TRUSTED_PROXIES). Then
 // the address is the right-most one of X-Forwarded-For, or else of Forwarded, that is not a trusted proxy: a client can
-// write anything further left. After an unreadable header, or two headers that disagree, the address is the last proxy
-// that was read. So clients that send invalid headers share the limits of that proxy, never those of another client.
+// write anything further left. After an unreadable header the address is the last proxy that was read. If two headers
+// disagree, it is the address of the connection. So clients that send invalid headers share the limits of a proxy, not
+// those of another client.
 //
 // The handler logs an untrusted peer that sends such a header, at most once in logEvery, with the remedy.
 //

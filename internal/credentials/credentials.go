@@ -3,14 +3,14 @@
 //
 // It promises:
 //
-//   - It compares a secret by digest, and always with all secrets of its kind. So the duration reveals neither their
-//     text nor their length.
-//   - It counts failures by kind and by the client's address (see internal/clientip). After freeTries failures, each
-//     further failure doubles the address's wait, up to maxWait. During the wait, it rejects attempts from the address
-//     with [Wait]. It forgets an address that has not failed for forgetAfter.
+//   - It compares a secret by digest, and with all secrets of its kind. So the duration reveals neither their text nor
+//     their length.
+//   - It counts failures by kind and by the client's address (see internal/clientip). A valid secret does not reset the
+//     count. After freeTries failures, each further failure doubles the address's wait, up to maxWait. During the wait,
+//     it rejects attempts from the address with [Wait]. It forgets an address that has not failed for forgetAfter.
 //   - A valid [Strong] secret passes even during the wait: nobody can guess it, and its owner may share the address
 //     with an attacker. A weaker secret has to wait.
-//   - Its memory is bounded. It forgets the oldest address first. The failures of one address never delay another.
+//   - Its memory is bounded. It forgets the oldest address first. The failures of one address do not delay another.
 //   - It logs failures, at most one line per kind and logEvery. A line has the number of unlogged failures before it.
 //
 // The program checks its secrets with [Weak] at the start, and a webhook's bearer token before each comparison.

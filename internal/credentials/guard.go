@@ -11,7 +11,7 @@ import (
 )
 
 const (
-	// freeTries is the number of consecutive failures without a wait.
+	// freeTries is the number of failures after which an address waits.
 	freeTries = 5
 	// maxWait bounds the wait after a failure.
 	maxWait = 30 * time.Second
@@ -40,7 +40,7 @@ type source struct {
 	address string
 }
 
-// failures are the consecutive failures of a source.
+// failures are the failures of a source, without a pause of forgetAfter between them.
 type failures struct {
 	source        source
 	count         int

@@ -14,8 +14,9 @@ import (
 // maxGrowth bounds a value of an expression, as a multiple of its variables and constants together.
 const maxGrowth = 1000
 
-// Check returns an error if a value of the expression may be larger than maxGrowth times its variables and constants.
-// It overestimates: every node of the tree counts as an operand, and toJSON as doubling.
+// Check returns an error if let and toJSON may build a value larger than maxGrowth times its variables and constants.
+// The virtual machine bounds ranges, lists and repeat. It overestimates: every node of the tree counts as an operand,
+// and toJSON as doubling.
 func Check(tree ast.Node) error {
 	g := growth{values: map[*ast.IdentifierNode]ast.Node{}, sizes: map[ast.Node]float64{}}
 	walk(tree, func(n ast.Node) { // inner declarations first

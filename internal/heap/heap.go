@@ -13,7 +13,8 @@ import (
 	"runtime/metrics"
 )
 
-// MinGrowth is the minimum number of bytes that the process allocates between two collections.
+// MinGrowth is the growth of the heap, in bytes, that starts a collection. GOMEMLIMIT, or two minutes without a
+// collection, start one earlier.
 const MinGrowth = 48 << 20
 
 const (

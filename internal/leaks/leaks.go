@@ -1,5 +1,5 @@
-// Package leaks finds goroutines that tests leave behind. Every goroutine of this repository has an owner that waits
-// for it. So none may remain after the tests of a package, when their servers and pools are closed.
+// Package leaks finds goroutines that tests leave behind. A goroutine of this repository ends with its owner. So none
+// may remain after the tests of a package, when their servers and pools are closed.
 //
 // A checked test package has
 //

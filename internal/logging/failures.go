@@ -7,8 +7,9 @@ import (
 	"sync"
 )
 
-// Failures logs the failures of something that is tried again and again, such as a loop's query. Each error is logged
-// once until a try succeeds, and so is the success. The zero value is ready to use, by several goroutines too.
+// Failures logs the failures of something that is tried again and again, such as a loop's query. Until a try succeeds,
+// each different error is logged once, up to maxErrors. The success is logged once. The zero value is ready to use, by
+// several goroutines too.
 type Failures struct {
 	mu     sync.Mutex
 	count  int

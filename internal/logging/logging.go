@@ -4,9 +4,8 @@
 // logs does not repeat them. They precede the groups of a logger, so one search finds all lines of a trace. A line that
 // sets one of them itself keeps its own.
 //
-// No line shows a secret. Messages and attributes are redacted by the rules of package redact: by the attribute's name,
-// and by the look of the text. The rules reach into groups, errors, structured values and the values of a
-// [slog.LogValuer].
+// Messages and attributes are redacted by the rules of package redact: by the attribute's name, and by the look of the
+// text. The rules reach into groups, errors, structured values and the values of a [slog.LogValuer].
 //
 // This applies to the loggers of [New], the handlers of [Handler] and all that derive from them. They are safe for
 // concurrent use if nothing else writes to their writer.
@@ -62,7 +61,7 @@ func Level(name string) (slog.Level, error) {
 	return 0, fmt.Errorf("log level %q: not one of %s", name, levels)
 }
 
-// Handler wraps next so that its lines name their run and show no secret.
+// Handler wraps next so that its lines name their run and are redacted.
 func Handler(next slog.Handler) slog.Handler { return &handler{next: next} }
 
 // handler keeps the groups that were added to it, because the attributes of the context must precede the first group.
@@ -168,7 +167,7 @@ func redactAll(attrs []slog.Attr) []slog.Attr {
 	return out
 }
 
-// redactAttr returns an attribute without secrets.
+// redactAttr redacts an attribute.
 func redactAttr(a slog.Attr) slog.Attr {
 	value := a.Value.Resolve()
 	switch value.Kind() {

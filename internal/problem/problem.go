@@ -9,7 +9,7 @@
 //   - Type names the kind of problem for programs. It is about:blank if the status is enough.
 //   - A problem of a trace has trace_id, also as X-Trace-Id. A problem of a held lane has holder.
 //   - A change of a stale revision is rejected (412). The problem has the current value and the rejected one.
-//   - A temporary problem (503, a busy lane) has Retry-After.
+//   - A 503 has Retry-After.
 //   - No cache stores a problem.
 //
 // Routes of OpenAI's protocol write the same errors with WriteOpenAI, in OpenAI's format.

@@ -47,7 +47,7 @@ func Environ(more ...string) []string {
 	return append(kept, more...)
 }
 
-// Start starts a command in a folder with exactly the given environment. Patience bounds each wait for a result.
+// Start starts a command in a folder with exactly the given environment. timeout bounds each wait for a result.
 func Start(tb testing.TB, timeout time.Duration, dir string, environ []string, command ...string) *Process {
 	tb.Helper()
 	p := &Process{Cmd: exec.Command(command[0], command[1:]...), t: tb, timeout: timeout, ended: make(chan struct{})}

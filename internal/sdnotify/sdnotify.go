@@ -1,6 +1,7 @@
 // Package sdnotify reports the state of the process to the service manager by systemd's protocol. It sends datagrams to
 // the socket NOTIFY_SOCKET: READY=1 when the process serves, STOPPING=1 when it shuts down, and WATCHDOG=1 at half the
-// interval WATCHDOG_USEC. Without NOTIFY_SOCKET it does nothing. The manager restarts a process that stops reporting.
+// interval WATCHDOG_USEC. Without NOTIFY_SOCKET it does nothing. The manager may restart a process that stops
+// reporting.
 package sdnotify
 
 import (

@@ -6,7 +6,8 @@
 //
 // Promises:
 //
-//   - Every comparison of secrets or signatures takes the same time for all values.
+//   - A comparison takes the same time for all signatures of the right length, and for all tokens, which are compared
+//     by digest.
 //   - Several secrets may be given at once, and each is valid: to rotate a sender's secret, give both until the sender
 //     has changed. An empty secret is an error ([ErrSecret]), never a match.
 //   - If the scheme signs a time, a time further from now than the tolerance, to either side, is refused. GitHub,

@@ -1,7 +1,7 @@
 // Package sse writes server-sent events.
 //
-// All streams are written through this package, so that no text can inject an event or a field. A client that follows
-// the HTML standard gets exactly one event for each [Event], with its name, id and data:
+// No text can inject an event or a field into a stream that is written through this package. A client that follows the
+// HTML standard gets exactly one event for each [Event], with its name, id and data:
 //
 //   - Each line of the data is a line of the stream. All line breaks become \n; JSON has none.
 //   - A name or an id is one line. Line breaks in it become spaces. NUL, for which clients drop an id, becomes U+FFFD.

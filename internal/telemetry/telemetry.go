@@ -17,7 +17,8 @@
 //     It also sends runs of external workers, cancels, timeouts, and rows written in plain SQL.
 //   - The exporter sends a span again, with the same id, if the receiver's answer was lost, or if a process ended
 //     before it had stored its position. It drops spans if the receiver refuses them for good, or was unavailable for
-//     longer than [Backlog].
+//     longer than [Backlog]. It also drops those of rows whose transaction took more than half a minute, and of the
+//     oldest of more than 20,000 open activities.
 //
 // A row may become visible after rows with later ids, because its transaction commits later. So a pass waits for the
 // end of every transaction that was writing at its start (by pg_locks), for at most half a minute.

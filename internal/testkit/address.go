@@ -8,7 +8,8 @@ import (
 )
 
 // FreeAddress returns an unused address of this machine. Its port is below the system's ephemeral range (from 32768 on
-// Linux), so no other server gets it before the caller listens.
+// Linux), so the system does not give it to another server before the caller listens. Another caller of FreeAddress
+// may, rarely, choose the same port.
 func FreeAddress(tb testing.TB) string {
 	tb.Helper()
 	for range 100 {
