@@ -198,7 +198,7 @@ func TestTraceHeadReportsOpenChild(t *testing.T) {
 	assert.Contains(t, head(), ", children still open: 1\n")
 	pgtest.Exec(t, db, `update agent_executions set status = 'failed', completed_at = now() where id = @id`,
 		postgres.Strict{"id": child})
-	assert.Truef(t, !strings.Contains(head(), "not ended"), "%s", head())
+	assert.Truef(t, !strings.Contains(head(), "children still open"), "%s", head())
 }
 
 func TestUnknownTrace(t *testing.T) {

@@ -66,7 +66,7 @@ func TestActivityRowExpands(t *testing.T) {
 		values ('hb_00000000000000000000000001', 'look', jsonb_build_object('text', $1::text), to_jsonb(repeat('z', 1000000)),
 		  $1, $1, $1, '{"prompt_tokens": 1200, "completion_tokens": 34}') returning id::text`, hostile)
 	folded := wantTexts(t, server.URL+"/activity", `aria-expanded="false"`, "row="+id)
-	assert.True(t, !strings.Contains(folded, "zzzz") && !strings.Contains(folded, "1,200 read"),
+	assert.True(t, !strings.Contains(folded, "zzzz") && !strings.Contains(folded, "1,200 prompt"),
 		"a folded row contains the omitted text")
 	wantTexts(t, server.URL+"/activity?row="+id, `aria-expanded="true"`, "1,200 prompt, 34 completion", "zzzz", "in all")
 	wantEscaped(t, server.URL+"/activity?row="+id)

@@ -45,6 +45,7 @@ func TestPartOfIDIsFoundEverywhere(t *testing.T) {
 	for range 3 {
 		rows.Execution(t, pool, "completed", "flow", "other")
 	}
+	wantTexts(t, server.URL+"/executions", ">other<")
 	for _, part := range []string{
 		"88e6e4f1c345", "f1c345", "01a2d7d3", "01a2d7d3-9f52", "01A2D7D3-9F52-7E3C-B8AB-88E6E4F1C345", "01a2d7d3…c345",
 		"7e3cb8ab", server.URL + "/executions/" + fragmentRun, "  88e6e4f1c345 ",

@@ -21,7 +21,7 @@ func TestFindExecutionsByLabel(t *testing.T) {
 	pgtest.Exec(t, pool, `
 		insert into agent_execution_labels (execution_id, name, value)
 		select id, case flow when 'flow_0' then 'order' else 'shop' end, 'A-1001 <b>' from agent_executions order by id limit 2`)
-	body := wantTexts(t, server.URL+"/executions?label=A-1001+%3Cb%3E", "flow_0", "flow_1", "Label:")
+	body := wantTexts(t, server.URL+"/executions?label=A-1001+%3Cb%3E", ">flow_0<", ">flow_1<", "Label:")
 	assert.True(t, !strings.Contains(body, "<b>"), "a label is not escaped")
 	body = wantTexts(t, server.URL+"/executions?label=order%3DA-1001+%3Cb%3E&surface=flow", "flow_0")
 	assert.True(t, !strings.Contains(body, ">flow_1<"), "the name of the label does not narrow")

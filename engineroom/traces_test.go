@@ -186,7 +186,7 @@ func TestTraceHeadShowsOpenChildren(t *testing.T) {
 	exec(t, pool, `update agent_executions set status = 'cancelled', completed_at = now()
 		where parent_id = @run::text::uuid`,
 		postgres.Strict{"run": run})
-	assert.True(t, !strings.Contains(wantTexts(t, page, "no prices"), "not ended yet"), "the child has ended")
+	assert.True(t, !strings.Contains(wantTexts(t, page, "no prices"), "children still open"), "the child has ended")
 }
 
 func TestTraceByAnyFormOfID(t *testing.T) {
