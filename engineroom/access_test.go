@@ -50,6 +50,27 @@ func TestTextsInThreadsNeedThreadsRead(t *testing.T) {
 	assert.Contains(t, getAs(t, room, "/executions/"+id, principals.Viewer, principals.All), activity.HiddenText)
 }
 
+// An approved call may return a text: the answer to a delegated task, or a memory entry.
+func TestResultsOfApprovedCallsNeedThreadsRead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	x := rows.Execution(t, pool, "completed", "flow", "onboarding")
+	for skill, isText := range map[string]bool{"delegate": true, "count_rows": false} {
+		id := insert(t, pool, `
+			with a as (insert into agent_activity (trace_id, execution_id, step, kind, skill_name, status, output)
+			           values ('op_1', $1::text::uuid, 'call 1/' || $2, 'call', $2, 'success', '{"answer": "PURPLE"}'))
+			insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, status,
+			  consumed_for, expires_at)
+			values ('op_1', $1::text::uuid, $2, 1, '{}', 'x', 'consumed', $1 || ' call 1/' || $2, now() + interval '1 hour')
+			returning id::text`, x, skill)
+		part := getAs(t, room, "/approvals/"+id, principals.Admin, string(principals.ApprovalsRead))
+		assert.Equal(t, !isText, strings.Contains(part, "PURPLE"), skill)
+		assert.Contains(t, getAs(t, room, "/approvals/"+id, principals.Admin, principals.All), "PURPLE")
+	}
+}
+
 // A webhook about the end of a chat has the answer.
 func TestPayloadsOfChatsNeedThreadsRead(t *testing.T) {
 	t.Parallel()

@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -145,7 +146,8 @@ type approvalOutcome struct {
 	Summary, Error, Surface                   string
 	ThreadID                                  *string
 	UsedBy, CallStatus, CallError, CallOutput string
-	CallTrace                                 string
+	CallTrace, CallSkill                      string
+	CallKind                                  activity.Kind
 	CallMillis                                *int64
 	AskedBy                                   string `db:"-"`
 }
@@ -161,14 +163,14 @@ func (room *Room) approvalAfter(ctx context.Context, req *pageRequest) (any, err
 		       coalesce(left(e.error_message, 2000), '') as error, coalesce(u.id::text, '') as used_by,
 		       coalesce(c.status, '') as call_status, coalesce(left(c.error_message, 2000), '') as call_error,
 		       coalesce(left(c.output::text, 4000), '') as call_output, coalesce(c.trace_id, '') as call_trace,
-		       c.duration_ms as call_millis
+		       coalesce(c.kind, '') as call_kind, coalesce(c.skill_name, '') as call_skill, c.duration_ms as call_millis
 		  from agent_approvals a
 		  left join agent_executions e on e.id = a.execution_id
 		  left join agent_executions u on u.id =
 		       case when a.consumed_for ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12} '
 		         then left(a.consumed_for, 36)::uuid end
 		  left join lateral (
-		    select x.status, x.error_message, x.output, x.trace_id, x.duration_ms from agent_activity x
+		    select x.status, x.kind, x.skill_name, x.error_message, x.output, x.trace_id, x.duration_ms from agent_activity x
 		     where x.execution_id = u.id and x.step = substr(a.consumed_for, 38) and x.id >= a.id
 		     order by x.id desc limit 1) c on true
 		 where a.id = @id`, postgres.Strict{"id": req.Subject})
@@ -177,6 +179,8 @@ func (room *Room) approvalAfter(ctx context.Context, req *pageRequest) (any, err
 	}
 	outcome.Summary, outcome.Error = redact.Text(outcome.Summary, maxValue), redact.Text(outcome.Error, maxValue)
 	hideResult(ctx, &outcome.Summary, outcome.Flow, outcome.Surface, outcome.ThreadID)
+	hideJSON(activity.HidesTexts(ctx) && activity.HasTexts(outcome.CallKind, outcome.CallSkill), &outcome.CallOutput,
+		new(int64))
 	id, _ := req.Subject.(string)
 	approval, err := approvals.Get(ctx, room.Read, id)
 	outcome.AskedBy = approval.AskedBy()
