@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
@@ -304,7 +305,7 @@ func (room *Room) panelRaw(ctx context.Context, p *spanPanel) error {
 
 // rawValue formats JSON, up to the maxSpanText characters that the query read.
 func rawValue(body string, size int64) shownValue {
-	if int64(len(body)) < size || len(body) > maxSpanText {
+	if int64(len(body)) < size || utf8.RuneCountInString(body) > maxSpanText {
 		return shownValue{Text: cut(maxSpanText, body), Bytes: size}
 	}
 	return shownValue{Text: formatJSON(body), Bytes: size, Whole: true}

@@ -609,3 +609,11 @@ func TestModelCallShowsPrompt(t *testing.T) {
 		"the tools come before the messages")
 	assert.Truef(t, len(body) <= 300_000 && !strings.Contains(body, "é<b>"), "the page has %d bytes", len(body))
 }
+
+func TestRawJSONIsCutByCharacters(t *testing.T) {
+	t.Parallel()
+	body := `{"text":"` + strings.Repeat("é", maxSpanText-len(`{"text":""}`)) + `"}`
+	assert.True(t, rawValue(body, int64(len(body))).Whole, "a value of the longest shown length is shown as a part")
+	body += " "
+	assert.True(t, !rawValue(body, int64(len(body))).Whole, "a cut value is shown as a whole")
+}
