@@ -94,6 +94,17 @@ func TestSpendByPurposeSurfaceAndModel(t *testing.T) {
 	wantTexts(t, server.URL+"/", "$1.00 · 2,000 tokens", "Most of it, 7 days", "Skill health")
 }
 
+// A model call that led to several skills counts as a call of one of them. The rest have a cost without a call.
+func TestSpendOfDayShowsOthersWithoutCalls(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	insertModelCall(t, pool, "reflect", "m", "1.40", "0")
+	pgtest.Exec(t, pool, `
+		update agent_activity set led_to = (select jsonb_object_agg('skill_' || n, 1) from generate_series(10, 23) n)`)
+	wantTexts(t, server.URL+"/spend/"+today().Format(time.DateOnly), "$1.40 and 1,000 tokens in 1 call", "skill_21",
+		`>others</th><td class="number" data-label="Cost">$0.20</td>`)
+}
+
 func TestSpendRejectsInvalidFilters(t *testing.T) {
 	t.Parallel()
 	_, server := openRoom(t)
