@@ -336,6 +336,8 @@ func TestForkIsClaimedOnce(t *testing.T) {
 		fork)
 	body := wantTexts(t, server.URL+"/executions/"+fork, ">copied<", "Claimed again (claim 3)")
 	assert.True(t, !strings.Contains(body, "Claimed again (claim 2)"), "the first claim of a fork is shown as a second")
+	traceID := insert(t, pool, `update agent_executions set claim = 2 where id = $1::text::uuid returning trace_id`, fork)
+	wantTexts(t, server.URL+"/traces/"+traceID+"?span="+fork, "<dt>Claim</dt><dd>number 2")
 }
 
 func TestExecutionWithOnlyForksShowsThem(t *testing.T) {
