@@ -10,13 +10,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/human"
 )
 
-// WriteStory writes a trace for people: a header, the activities as a tree, and a total. Each line has status (a sign
-// and a word, so colour is never the only carrier), duration and cost; errors follow below it. A request for approval
-// has the state of the decision. Columns fit their content, and empty ones are left out. External text is shown
-// without control characters, so it cannot steer a terminal. colour adds ANSI colours to the states.
+// WriteStory writes a trace for people: a header, the activities and child executions as a tree, and a total. Each line
+// has status (a sign and a word, so colour is never the only carrier), duration and cost; errors follow below it. A
+// request for approval has the state of the decision. Columns fit their content, and empty ones are left out. External
+// text is shown without control characters, so it cannot steer a terminal. colour adds ANSI colours to the states.
 func WriteStory(w io.Writer, t Trace, colour bool) error {
 	s := story{colour: colour, decisions: t.Decisions}
-	s.add(Tree(t.Activities), "", true)
+	s.add(Tree(t.withChildren()), "", true)
 	s.lines = append(s.lines, line{rule: true}, t.total())
 	s.measure()
 
@@ -60,8 +60,14 @@ func (s *story) header(out *bufio.Writer, t Trace) {
 	when := t.StartedAt.UTC().Format("2006-01-02 15:04:05 UTC")
 	if t.FinishedAt != nil {
 		when += " to " + t.FinishedAt.UTC().Format("15:04:05")
-		if t.OpenChildren > 0 {
-			when += ", children still open: " + human.Count(t.OpenChildren)
+		var open int64
+		for _, c := range t.Children {
+			if c.CompletedAt == nil {
+				open++
+			}
+		}
+		if open > 0 {
+			when += ", children still open: " + human.Count(open)
 		}
 	}
 	fmt.Fprintf(out, "%s  %s  %s\n", t.TraceID, plainText(t.Surface), s.paint(word, tint))

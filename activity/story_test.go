@@ -171,7 +171,8 @@ func TestTraceOfEveryIDForm(t *testing.T) {
 			assert.Truef(t, err == nil && used.TotalTokens == 42 && cost == 0.0126, "spent %+v, %v USD, %v", used, cost, err)
 			require.Truef(t, got.FinishedAt != nil && got.FinishedAt.Sub(got.StartedAt) == 3*time.Second &&
 				len(got.Activities) == 2, "trace is %+v", got)
-			got.StartedAt, got.FinishedAt, got.Activities = time.Time{}, nil, nil
+			assert.Equal(t, "failed", got.Children[0].Status)
+			got.StartedAt, got.FinishedAt, got.Activities, got.Children = time.Time{}, nil, nil, nil
 			want := activity.Trace{
 				TraceID: string(id), OTelTraceID: id.OTel(), Surface: "webhook", Status: "completed",
 				Tokens: 42, CostUSD: 0.0126,
@@ -179,6 +180,52 @@ func TestTraceOfEveryIDForm(t *testing.T) {
 			assert.NoDiff(t, want, got)
 		})
 	}
+}
+
+// A child is below the activity that started it, and its activities are below the child.
+func TestStoryShowsChildExecutions(t *testing.T) {
+	t.Parallel()
+	at := time.Date(2026, 11, 21, 4, 30, 0, 0, time.UTC)
+	row := func(id, execution, parent string, from, to int) activity.Row {
+		r := activity.Row{
+			ID: id, ExecutionID: &execution, SkillName: id, Status: activity.Success, CreatedAt: at.Add(time.Duration(from)),
+			FinishedAt: new(at.Add(time.Duration(to))),
+		}
+		if parent != "" {
+			r.ParentID = &parent
+		}
+		return r
+	}
+	child := func(id, parent, flow string, from int) activity.Child {
+		return activity.Child{
+			ID: id, ParentID: parent, Flow: flow, Status: "completed", CreatedAt: at.Add(time.Duration(from)),
+			StartedAt: at.Add(5), CompletedAt: new(at.Add(3 * time.Second)),
+		}
+	}
+	story := activity.Trace{
+		TraceID: "fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE", Surface: "flow", Status: "completed", StartedAt: at,
+		Activities: []activity.Row{
+			row("delegate", "root", "", 1, 50), row("ask", "root", "delegate", 2, 3), row("look", "c1", "", 5, 6),
+			row("read", "c2", "", 9, 10), row("write", "c2", "read", 9, 10), row("after", "root", "", 60, 61),
+		},
+		Children: []activity.Child{
+			child("c1", "root", "search", 4), child("c2", "c1", "page", 8), child("c3", "root", "late", 70),
+		},
+	}
+	var b strings.Builder
+	require.NoError(t, activity.WriteStory(&b, story, false))
+	var names []string
+	for _, line := range strings.Split(b.String(), "\n")[3:] {
+		name, _, found := strings.Cut(line, " ✓")
+		if !found {
+			break
+		}
+		names = append(names, strings.TrimSpace(name))
+	}
+	assert.NoDiff(t, []string{
+		"delegate", "├─ ask", "└─ execution of search", "├─ look", "└─ execution of page", "└─ read", "└─ write", "after",
+		"execution of late",
+	}, names)
 }
 
 // The root's time is not the trace's time while a child runs.

@@ -24,7 +24,14 @@ type Trace struct {
 	// Decisions on the approvals that activities requested, by the id of the activity.
 	Decisions map[string]Decision `json:"decisions,omitempty"`
 
-	OpenChildren int64 `json:"-"` // executions below the root that still run
+	Children []Child `json:"-"` // executions below the root
+}
+
+// Child is an execution that another execution of the trace started.
+type Child struct {
+	ID, ParentID, Flow, Status string
+	CreatedAt, StartedAt       time.Time
+	CompletedAt                *time.Time
 }
 
 // TraceOf reads a trace by its id in any form: prefixed, a bare ULID, or the 32 hex digits of OpenTelemetry. The
@@ -34,7 +41,7 @@ func TraceOf(ctx context.Context, db postgres.DB, id string) (Trace, error) {
 	if err != nil {
 		return Trace{}, fmt.Errorf("read trace: %w", err)
 	}
-	roots, err := rootsOf(ctx, db, plainStrings(ids))
+	roots, children, err := runsOf(ctx, db, plainStrings(ids))
 	if err != nil {
 		return Trace{}, fmt.Errorf("read trace %s: %w", id, err)
 	}
@@ -46,6 +53,7 @@ func TraceOf(ctx context.Context, db postgres.DB, id string) (Trace, error) {
 		return Trace{}, fmt.Errorf("read trace %s: %w", id, ErrNotFound)
 	}
 	t := assemble(roots, rows)
+	t.Children = children
 	if t.Decisions, err = DecisionsOf(ctx, db, rows); err != nil {
 		return Trace{}, fmt.Errorf("read trace %s: %w", id, err)
 	}
@@ -65,18 +73,26 @@ type root struct {
 	Status      string
 	StartedAt   time.Time
 	CompletedAt *time.Time
-	Open        int64 // children that still run
 }
 
-func rootsOf(ctx context.Context, db postgres.DB, traceIDs []string) ([]root, error) {
-	return postgres.Rows[root](ctx, db, "read roots of traces", `
-		select e.trace_id, e.surface, e.status, coalesce(e.started_at, e.created_at) as started_at, e.completed_at,
-		       (select count(*) from agent_executions c
-		         where c.trace_id = e.trace_id and c.parent_id is not null and c.completed_at is null) as open
-		  from agent_executions e
-		 where e.trace_id = any (@trace_ids) and e.parent_id is null
-		 order by e.id`,
+func runsOf(ctx context.Context, db postgres.DB, traceIDs []string) (roots []root, children []Child, err error) {
+	type run struct {
+		Child
+		TraceID, Surface string
+	}
+	list, err := postgres.Rows[run](ctx, db, "read executions of traces", `
+		select e.id::text, coalesce(e.parent_id::text, '') as parent_id, e.flow, e.status, e.created_at,
+		       coalesce(e.started_at, e.created_at) as started_at, e.completed_at, e.trace_id, e.surface
+		  from agent_executions e where e.trace_id = any (@trace_ids) order by e.id`,
 		customPlan, postgres.Strict{"trace_ids": traceIDs})
+	for _, r := range list {
+		if r.ParentID != "" {
+			children = append(children, r.Child)
+			continue
+		}
+		roots = append(roots, root{r.TraceID, r.Surface, r.Status, r.StartedAt, r.CompletedAt})
+	}
+	return roots, children, err
 }
 
 // assemble builds a trace from roots and rows, at least one of either.
@@ -86,7 +102,7 @@ func assemble(roots []root, rows []Row) Trace {
 		first, last := roots[0], roots[len(roots)-1]
 		t = Trace{
 			TraceID: first.TraceID, Surface: first.Surface, Status: last.Status, StartedAt: first.StartedAt.UTC(),
-			FinishedAt: utc(last.CompletedAt), OpenChildren: last.Open,
+			FinishedAt: utc(last.CompletedAt),
 		}
 	} else {
 		t = Trace{TraceID: rows[0].TraceID, Surface: rows[0].Surface, StartedAt: rows[0].CreatedAt}

@@ -1,5 +1,7 @@
 package activity
 
+import "slices"
+
 // Node is an activity with its children.
 type Node struct {
 	Row
@@ -44,4 +46,48 @@ func descends(parents map[string]string, id, ancestor string) bool {
 		}
 	}
 	return false
+}
+
+// withChildren returns the activities and a row for each child execution, by their beginning. The activities of a child
+// are below its row. That is below the last activity of the parent that had begun and not ended, or below the parent.
+func (t Trace) withChildren() []Row {
+	all := slices.Clone(t.Activities)
+	children := make(map[string]bool, len(t.Children))
+	for _, c := range t.Children {
+		children[c.ID] = true
+		row := Row{
+			ID: c.ID, ExecutionID: &c.ParentID, SkillName: "execution of " + c.Flow, Status: Status(c.Status),
+			CreatedAt: c.CreatedAt, FinishedAt: c.CompletedAt,
+		}
+		if c.CompletedAt != nil {
+			row.DurationMS = new(c.CompletedAt.Sub(c.StartedAt).Milliseconds())
+		}
+		all = append(all, row)
+	}
+	slices.SortStableFunc(all, func(a, b Row) int { return a.CreatedAt.Compare(b.CreatedAt) })
+	begun := map[string][]Row{} // the activities of each execution, without ended ones at the end of a list
+	for i := range all {
+		row := &all[i]
+		if row.ExecutionID == nil {
+			continue
+		}
+		x := *row.ExecutionID
+		if !children[row.ID] {
+			if row.ParentID == nil && children[x] {
+				row.ParentID = &x
+			}
+			begun[x] = append(begun[x], *row)
+			continue
+		}
+		within := begun[x]
+		for n := len(within); n > 0 && within[n-1].FinishedAt != nil && within[n-1].FinishedAt.Before(row.CreatedAt); n-- {
+			within = within[:n-1]
+		}
+		if begun[x] = within; len(within) > 0 {
+			row.ParentID = &within[len(within)-1].ID
+		} else if children[x] {
+			row.ParentID = &x
+		}
+	}
+	return all
 }
