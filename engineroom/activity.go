@@ -84,9 +84,6 @@ func openActivity(_ context.Context, req *pageRequest) (string, error) {
 
 // openLog is openActivity for the pages of the log, whose filters match parts of names and of ids.
 func (room *Room) openLog(ctx context.Context, req *pageRequest) (string, error) {
-	if _, ok := req.Subject.(activityFilter); ok {
-		return "", nil // found for the same address
-	}
 	id := strings.TrimSpace(req.Query.Get("trace"))
 	rest := *req
 	rest.Query = maps.Clone(req.Query)
@@ -103,6 +100,10 @@ func (room *Room) openLog(ctx context.Context, req *pageRequest) (string, error)
 		if filter.TraceIDs, err = room.tracesFor(ctx, id); err != nil {
 			return "", err
 		}
+	}
+	req.Subject = filter
+	if filter.Skill == "" && filter.Lane == "" && filter.Agent == "" {
+		return "", nil
 	}
 	// A complete name matches only itself. Any other text matches the names that contain the text.
 	var skill, lane, agent bool

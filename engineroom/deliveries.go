@@ -48,9 +48,6 @@ func (deliveryFilter) Statuses() []string { return webhooks.Statuses() }
 
 // openDeliveries reads the filters. It rejects an unknown status or a malformed cursor.
 func (room *Room) openDeliveries(ctx context.Context, req *pageRequest) (string, error) {
-	if _, ok := req.Subject.(deliveryFilter); ok {
-		return "Deliveries", nil // found for the same address
-	}
 	endpoint, err := req.hookFilter("endpoint")
 	if err != nil {
 		return "", err

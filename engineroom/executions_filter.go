@@ -52,9 +52,6 @@ func (executionFilter) Kinds() []string { return waitKinds() }
 
 // openExecutions reads the filters.
 func (room *Room) openExecutions(ctx context.Context, req *pageRequest) (string, error) {
-	if f, ok := req.Subject.(executionFilter); ok {
-		return titleOf(f), nil // found for the same address
-	}
 	q, err := filtersOf(req.Query, append([]string{
 		"view", "status", "surface", "flow", "agent", "label", "trace_id", "failed", "for", "before",
 	}, rangeFilters...)...)

@@ -773,3 +773,49 @@ func TestStreamOfApprovalIsOfItsViewer(t *testing.T) {
 	ana := openStream(t, server.URL+"/live/approvals/"+id, "ana")
 	ana.waitFor("You requested this call")
 }
+
+// An open page finds the rows that appear later and match its filter.
+func TestLiveFiltersFindNewRows(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	server := serveRoom(t, room)
+	rows.Execution(t, pool, "completed", "flow", "greet_1")
+	const insertThread = `insert into agent_threads (id, channel, owner_kind, owner) values ($1, 'chat', 'key', $2)`
+	const insertMemory = `insert into agent_memory (category, key, value, trace_id) values ($1, $2, '1', 'op_1')`
+	const insertDelivery = `insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, headers,
+		body, body_sha256) values ($1, $2, 'wh_1', 'wh_1', '{}', '', 'x')`
+	rows.Quiet(t, pool, insertThread, "t1", "shop_1")
+	rows.Quiet(t, pool, insertMemory, "fact_1", "key_1")
+	rows.Quiet(t, pool, insertDelivery, "hook_1", "d-11")
+	pages := map[string]*streamReader{}
+	tests := map[string]struct{ path, want string }{
+		"flow name":       {"executions?flow=greet", "fl_01M8NKXT"},
+		"execution trace": {"executions?trace_id=01M8NKXT", "fl_01M8NKXT"},
+		"trace id":        {"traces?trace=01M8NKXT", "greet_2"}, "activity trace": {"activity?trace=01M8NKXT", "look_2"},
+		"thread owner": {"threads?owner=shop", "shop_2"}, "memory category": {"memory?category=fact", "key_2"},
+		"delivery endpoint": {"deliveries?endpoint=hook", "hook_2"}, "delivery id": {"deliveries?id=d-22", "hook_2"},
+	}
+	for name, test := range tests {
+		pages[name] = openStream(t, server.URL+"/live/"+test.path, "")
+		pages[name].nextPart()
+	}
+	room.suggestionCache.mu.Lock()
+	clear(room.suggestionCache.cached)
+	room.suggestionCache.mu.Unlock()
+	rows.Quiet(t, pool, `insert into agent_executions (trace_id, surface, flow)
+		values ('fl_01M8NKXTQ1T5J22XBV7F83NY73', 'flow', 'greet_2')`)
+	rows.Quiet(t, pool, `insert into agent_activity (trace_id, skill_name, surface)
+		values ('fl_01M8NKXTQ1T5J22XBV7F83NY73', 'look_2', 'flow')`)
+	rows.Quiet(t, pool, insertThread, "t2", "shop_2")
+	rows.Quiet(t, pool, insertMemory, "fact_2", "key_2")
+	rows.Quiet(t, pool, insertDelivery, "hook_2", "d-22")
+	for name, page := range pages {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			page.t = t
+			page.waitFor(tests[name].want)
+		})
+	}
+}

@@ -98,9 +98,6 @@ func (room *Room) memoryPage() page {
 
 // openMemoryList reads the filters from the URL.
 func (room *Room) openMemoryList(ctx context.Context, req *pageRequest) (string, error) {
-	if _, ok := req.Subject.(memoryFilter); ok {
-		return "", nil // found for the same address
-	}
 	var filter memoryFilter
 	var err error
 	for name, target := range map[string]*string{

@@ -57,9 +57,6 @@ func (threadFilter) Channels() []string { return threadChannels() }
 
 // openThreads reads the filters.
 func (room *Room) openThreads(ctx context.Context, req *pageRequest) (string, error) {
-	if _, ok := req.Subject.(threadFilter); ok {
-		return "Threads", nil // found for the same address
-	}
 	q, err := filtersOf(req.Query, "view", "channel", "owner", "agent", "name", "before")
 	if err != nil {
 		return "", err

@@ -70,9 +70,6 @@ func millisBetween(from time.Time, to *time.Time) *int64 {
 // openTraces reads the filters. It rejects an unknown value. Otherwise a reader could mistake the whole list for a
 // filtered list.
 func (room *Room) openTraces(ctx context.Context, req *pageRequest) (string, error) {
-	if _, ok := req.Subject.(traceFilter); ok {
-		return "Traces", nil // found for the same address
-	}
 	q, err := filtersOf(req.Query, append([]string{"surface", "status", "agent", "before", "trace", "errors"},
 		rangeFilters...)...)
 	if err != nil {
