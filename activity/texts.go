@@ -66,7 +66,8 @@ func HasTexts(kind Kind, skill string) bool {
 }
 
 // IsConversation reports whether an execution is part of a conversation, so that its values are texts: it has a
-// thread, or its surface is chat, eval or operate. A skill that an admin calls is no conversation.
+// thread, its surface is chat, eval or operate, or it is a delegated task. A skill that an admin calls is no
+// conversation.
 func IsConversation(flow, surface string, threadID *string) bool {
 	switch trace.Surface(surface) {
 	case trace.Chat, trace.Eval:
@@ -75,7 +76,7 @@ func IsConversation(flow, surface string, threadID *string) bool {
 		return flow != "skill_call" || threadID != nil
 	case trace.Heartbeat, trace.Webhook, trace.Flow:
 	}
-	return threadID != nil
+	return threadID != nil || flow == "delegate"
 }
 
 // hideTexts hides the texts of a row under ctx.
