@@ -103,7 +103,7 @@ func (s *server) getExecution(r request) (response, error) {
 	}
 	detail := executionDetail{Execution: x, Labels: labels[x.ID].Redacted(), Waits: []wait{}}
 	if len(recorded) > 0 {
-		detail.Checkpoint = new(recorded[len(recorded)-1].Redacted(r.Context(), x))
+		detail.Checkpoint = new(recorded[len(recorded)-1].Redacted(r.Context()))
 	}
 	if x.Status == executions.Waiting {
 		w := wait{Number: x.WaitNumber, Until: x.WaitingUntil, Data: x.WaitingData}

@@ -71,6 +71,23 @@ func TestResultsOfApprovedCallsNeedThreadsRead(t *testing.T) {
 	}
 }
 
+// A heartbeat has no thread, but its checkpoints hold the memory and the answers of the model.
+func TestCheckpointsNeedThreadsRead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	x := rows.Execution(t, pool, "completed", "heartbeat", "heartbeat")
+	rows.Quiet(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output)
+		values ($1, 'reflect', 1, '{"memories": [{"key": "k", "value": "PURPLE"}]}')`, x)
+	for _, path := range []string{"/executions/" + x, "/executions/" + x + "?tab=checkpoint"} {
+		part := getAs(t, room, path, principals.Admin, string(principals.RunsRead))
+		assert.Contains(t, part, activity.HiddenText)
+		assert.Truef(t, !strings.Contains(part, "PURPLE"), "%s shows %s", path, part)
+		assert.Contains(t, getAs(t, room, path, principals.Admin, principals.All), "PURPLE")
+	}
+}
+
 // A webhook about the end of a chat has the answer.
 func TestPayloadsOfChatsNeedThreadsRead(t *testing.T) {
 	t.Parallel()

@@ -61,16 +61,12 @@ func (room *Room) executionValues(ctx context.Context, req *pageRequest) (any, e
 
 // latestCheckpoint reads the newest checkpoint of an execution, as JSON; empty for none.
 func (room *Room) latestCheckpoint(ctx context.Context, id string) (shownValue, error) {
-	hide, err := room.hidesTextsOf(ctx, id)
-	if err != nil {
-		return shownValue{}, err
-	}
 	rows, err := room.Read.Query(ctx, `
 		select left(j.text, 8192), octet_length(j.text) from (
 		  select case when @hide then jsonb_set(c.row, '{output}', to_jsonb(@note::text)) else c.row end::text as text from (
 		    select to_jsonb(k) as row from agent_checkpoints k where k.execution_id = @id
 		     order by k.created_at desc, k.step desc limit 1) c) j`, customPlan,
-		postgres.Strict{"id": id, "hide": hide, "note": activity.HiddenText})
+		postgres.Strict{"id": id, "hide": activity.HidesTexts(ctx), "note": activity.HiddenText})
 	var body string
 	var size int64
 	if err == nil {

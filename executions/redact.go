@@ -14,7 +14,7 @@ const maxRedactedBytes = 64 << 10
 // Redacted returns the execution without secrets and without the conversation texts that ctx hides. It cuts each value
 // at 64 KiB. Show users only this form. The row keeps the original values, because a replay needs them.
 func (x Execution) Redacted(ctx context.Context) Execution {
-	hide := x.hidesTexts(ctx)
+	hide := activity.HidesTexts(ctx) && activity.IsConversation(x.Flow, x.Surface, x.ThreadID)
 	for _, value := range []*json.RawMessage{&x.Input, &x.Variables, &x.WaitingData, &x.Result} {
 		if *value = redactValue(*value); hide {
 			*value = activity.HiddenJSON(*value)
@@ -32,14 +32,11 @@ func (x Execution) Redacted(ctx context.Context) Execution {
 	return x
 }
 
-func (x Execution) hidesTexts(ctx context.Context) bool {
-	return activity.HidesTexts(ctx) && activity.IsConversation(x.Flow, x.Surface, x.ThreadID)
-}
-
-// Redacted returns the checkpoint of an execution without secrets and hidden texts; see [Execution.Redacted].
-func (c Checkpoint) Redacted(ctx context.Context, x Execution) Checkpoint {
+// Redacted returns the checkpoint without secrets; see [Execution.Redacted]. If ctx hides texts, it hides every output,
+// which may be the answer of a model or a memory entry in any execution.
+func (c Checkpoint) Redacted(ctx context.Context) Checkpoint {
 	c.Step = redact.Text(c.Step, maxRedactedBytes)
-	if c.Output = redactValue(c.Output); x.hidesTexts(ctx) {
+	if c.Output = redactValue(c.Output); activity.HidesTexts(ctx) {
 		c.Output = activity.HiddenJSON(c.Output)
 	}
 	return c

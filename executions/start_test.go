@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -426,7 +427,7 @@ func TestRedactedExecutionHasNoSecrets(t *testing.T) {
 			case *executions.Execution:
 				redacted = row.Redacted(t.Context())
 			case *executions.Checkpoint:
-				redacted = row.Redacted(t.Context(), executions.Execution{})
+				redacted = row.Redacted(t.Context())
 			}
 			got, err := json.Marshal(redacted)
 			require.NoError(t, err)
@@ -444,7 +445,20 @@ func TestRedactedKeepsOtherValues(t *testing.T) {
 	}
 	assert.NoDiff(t, x, x.Redacted(t.Context()))
 	c := executions.Checkpoint{Step: "look#2", Output: json.RawMessage(`[1,"a"]`)}
-	assert.NoDiff(t, c, c.Redacted(t.Context(), x))
+	assert.NoDiff(t, c, c.Redacted(t.Context()))
+}
+
+// A checkpoint of any execution may hold the answer of a model or a memory entry.
+func TestRedactedHidesTexts(t *testing.T) {
+	ctx := activity.WithoutTexts(t.Context())
+	c := executions.Checkpoint{Step: "reflect", Output: json.RawMessage(`{"memories":["PURPLE"]}`)}
+	assert.Equal(t, `{"note":"`+activity.HiddenText+`"}`, string(c.Redacted(ctx).Output))
+	for surface, flow := range map[string]string{"chat": "chat", "heartbeat": "delegate"} {
+		x := executions.Execution{Surface: surface, Flow: flow, Input: json.RawMessage(`"PURPLE"`), ResultSummary: "PURPLE"}
+		x = x.Redacted(ctx)
+		assert.Equal(t, activity.HiddenText, x.ResultSummary, flow)
+		assert.Equal(t, `"`+activity.HiddenText+`"`, string(x.Input), flow)
+	}
 }
 
 func TestInsertClaimedRunsAfterCommit(t *testing.T) {

@@ -110,7 +110,7 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 				Forks: []executions.Relative{},
 			}
 			for i, p := range recorded {
-				shown.Checkpoints[i] = p.Redacted(cmd.Context(), x)
+				shown.Checkpoints[i] = p.Redacted(cmd.Context())
 			}
 			relatives, err := executions.Relatives(cmd.Context(), s.Pool, x.ID)
 			if err != nil {
