@@ -12,8 +12,8 @@
 //	save_memories   store the notes of all phases, drop expired memories
 //
 // A note carries the revision that its phase read. If the key has changed meanwhile, the note becomes a conflict for
-// an admin. A note about a key that its phase has not read replaces the note of an earlier heartbeat, and no other
-// entry.
+// an admin. A note about a key that its phase has not read replaces the note of an earlier heartbeat of the agent, and
+// no other entry.
 //
 // A heartbeat resumes after a crash in another process. If its lane is busy, or an admin is at work (lane "operate"),
 // the heartbeat is recorded as skipped without an error. When an admin arrives, the heartbeat yields before its next

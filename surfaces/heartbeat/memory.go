@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	memories "github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -53,7 +54,7 @@ func rememberTool(list *[]memoryNote) reason.Tool {
 	return reason.Tool{
 		Name: "remember",
 		Description: "Keep a fact for later heartbeats. It is stored at the end of this one. It replaces a fact of the " +
-			"same key only if a heartbeat wrote that or you have read it.",
+			"same key only if a heartbeat of yours wrote that or you have read it.",
 		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["key","value"],"properties":{
 			"category":{"type":"string","minLength":1,"maxLength":60,"description":"what sort of fact, e.g. observation"},
 			"key":{"type":"string","minLength":1,"maxLength":200,"description":"a short stable name; the same key replaces the fact"},
@@ -137,11 +138,17 @@ func (b *heartbeatRun) saveNote(ctx context.Context, m memoryNote) (revision int
 			TraceID: string(trace.IDFrom(ctx)), Revision: cmp.Or(m.Read, memories.Absent),
 		}
 		saved, err := memories.Save(ctx, tx, note)
-		if accepted := acceptableEntry(err, note); accepted != nil {
-			saved, err = *accepted, nil
-			if accepted.TraceID != note.TraceID && writtenByHeartbeat(accepted.TraceID) {
-				note.Revision = accepted.Revision
+		if conflict, ok := errors.AsType[*memories.ConflictError](err); ok && conflict.Theirs != nil &&
+			note.Revision == memories.Absent {
+			own, readErr := writtenBefore(ctx, tx, *conflict.Theirs, current)
+			switch {
+			case readErr != nil:
+				return 0, readErr
+			case own:
+				note.Revision = conflict.Theirs.Revision
 				saved, err = memories.Save(ctx, tx, note)
+			case equalJSON(conflict.Theirs.Value, conflict.Yours):
+				saved, err = *conflict.Theirs, nil
 			}
 		}
 		entry := activity.Entry{Skill: "save_memory", Claim: current.Claim, Input: m}
@@ -173,22 +180,21 @@ func (b *heartbeatRun) memoryOwner(ctx context.Context, tx pgx.Tx, agent string)
 	return owner, err
 }
 
-// acceptableEntry returns the stored entry if a note about an unread key is no conflict: the entry has the same value,
-// or another heartbeat wrote it last. That is an older note of the agent itself or, in a shared memory, one of another
-// agent.
-func acceptableEntry(err error, note memories.Note) *memories.Entry {
-	conflict, ok := errors.AsType[*memories.ConflictError](err)
-	if !ok || conflict.Theirs == nil || note.Revision != memories.Absent {
-		return nil
+// writtenBefore reports whether an earlier heartbeat of the same agent wrote an entry last. A heartbeat whose execution
+// retention has removed counts as one of the agent.
+func writtenBefore(ctx context.Context, tx pgx.Tx, entry memories.Entry, current executions.Execution) (bool, error) {
+	if entry.TraceID == current.TraceID || trace.ID(entry.TraceID).Surface() != trace.Heartbeat {
+		return false, nil
 	}
-	if equalJSON(conflict.Theirs.Value, conflict.Yours) || writtenByHeartbeat(conflict.Theirs.TraceID) &&
-		conflict.Theirs.TraceID != note.TraceID {
-		return conflict.Theirs
+	var own bool
+	err := tx.QueryRow(ctx, `
+		select not exists (select from agent_executions x where x.trace_id = @trace and x.flow = @flow and x.agent <> @agent)`,
+		postgres.Strict{"trace": entry.TraceID, "flow": Flow, "agent": current.Agent}).Scan(&own)
+	if err != nil {
+		return false, fmt.Errorf("read the heartbeat that wrote %s: %w", entry.Key, err)
 	}
-	return nil
+	return own, nil
 }
-
-func writtenByHeartbeat(traceID string) bool { return trace.ID(traceID).Surface() == trace.Heartbeat }
 
 func equalJSON(a, b json.RawMessage) bool {
 	var x, y any

@@ -144,7 +144,7 @@ func TestObjectiveNoteReplacesPromptValue(t *testing.T) {
 	}
 }
 
-// Heartbeats replace their own notes without a conflict.
+// The heartbeats of an agent replace their own notes without a conflict.
 func TestNoteReplacesEarlierHeartbeat(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
@@ -156,6 +156,13 @@ func TestNoteReplacesEarlierHeartbeat(t *testing.T) {
 			func(t *testing.T, w *testHeartbeat) { w.recordWrite(t, trace.Heartbeat, "Ana") },
 			`"Bea" 2`, 0,
 		},
+		"another agent's": {func(t *testing.T, w *testHeartbeat) {
+			w.recordWrite(t, trace.Heartbeat, "Ana")
+			pgtest.Exec(t, w.pool, `insert into agent_executions (trace_id, surface, flow, agent)
+				select m.trace_id, 'heartbeat', 'heartbeat', 'sales' from agent_memory m`)
+			pgtest.Exec(t, w.pool, `update agent_executions set status = 'running' where agent = 'sales'`)
+			pgtest.Exec(t, w.pool, `update agent_executions set status = 'completed' where agent = 'sales'`)
+		}, `"Ana" 1`, 1},
 		"an admin's": {func(t *testing.T, w *testHeartbeat) { w.recordWrite(t, trace.Operate, "Ana") }, `"Ana" 1`, 1},
 		"changed by an admin": {func(t *testing.T, w *testHeartbeat) {
 			w.recordWrite(t, trace.Heartbeat, "Ana")
