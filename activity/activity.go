@@ -50,6 +50,13 @@ const (
 	Unknown         Status = "unknown"
 )
 
+// Statuses returns the names of all states.
+func Statuses() []string {
+	return []string{
+		string(Running), string(Success), string(Error), string(PendingApproval), string(Skipped), string(Unknown),
+	}
+}
+
 // Usage is what a model call consumed, in tokens. UnknownTokens and UnknownUSD are the parts of TotalTokens and of
 // the cost that the provider may bill but did not report: the worst case of requests without an answer, and the
 // estimate of answers without usage. CachedTokens and CacheWriteTokens are parts of PromptTokens.

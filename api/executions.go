@@ -29,7 +29,7 @@ func (s *server) executionRoutes() []route {
 			method: "GET", path: "/v1/executions", response: page[executions.Execution]{}, handle: s.listExecutions,
 			csv: true, about: "Executions, newest first.",
 			params: listParams(param{
-				name: "status", about: "State of the execution, or several with commas: " + strings.Join(statuses(), ", "),
+				name: "status", about: "State of the execution, or several with commas: " + strings.Join(executions.Statuses(), ", "),
 				check: checkStatuses,
 			}, surfaceParam,
 				textParam("flow", "Name of the flow"), textParam("agent", "Name of the agent"),

@@ -12,8 +12,7 @@ func (s *server) objectiveRoutes() []route {
 		{
 			method: "GET", path: "/v1/objectives", response: page[objectives.Objective]{}, handle: s.listObjectives,
 			about: "Objectives with their progress, newest first.",
-			params: listParams(enumParam("status", "State of the objective", objectives.Active, objectives.Paused,
-				objectives.Completed, objectives.Failed, objectives.Proposed, objectives.Rejected),
+			params: listParams(enumParam("status", "State of the objective", objectives.Statuses()...),
 				textParam("source", "Source of the objective")),
 		}, {
 			method: "GET", path: "/v1/objectives/{id}", response: objectiveDetail{}, hasETag: true, handle: s.getObjective,

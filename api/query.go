@@ -11,7 +11,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -31,7 +30,7 @@ type param struct {
 }
 
 var (
-	surfaceParam = enumParam("surface", "Surface of the work", surfaces()...)
+	surfaceParam = enumParam("surface", "Surface of the work", trace.Surfaces()...)
 	sinceParam   = timeParam("since", "Start of the period")
 	traceParam   = param{name: "trace_id", about: "Id of a trace, in any form", check: checkTrace}
 )
@@ -58,28 +57,6 @@ func limitParam(what string, maximum, normal int) param {
 		name: "limit", about: fmt.Sprintf("%s per page, 1 to %d", what, maximum), format: "integer",
 		max: maximum, def: normal, check: checkUpTo(maximum),
 	}
-}
-
-func surfaces() []string {
-	return stringsOf(trace.Heartbeat, trace.Operate, trace.Chat, trace.Webhook, trace.Flow, trace.Eval)
-}
-
-func statuses() []string {
-	return stringsOf(executions.Pending, executions.Running, executions.Waiting, executions.Completed, executions.Failed,
-		executions.Timeout, executions.Cancelled)
-}
-
-func activityStatuses() []string {
-	return stringsOf(activity.Running, activity.Success, activity.Error, activity.PendingApproval,
-		activity.Skipped, activity.Unknown)
-}
-
-func stringsOf[S ~string](values ...S) []string {
-	plain := make([]string, 0, len(values))
-	for _, v := range values {
-		plain = append(plain, string(v))
-	}
-	return plain
 }
 
 // query holds validated parameters.
@@ -146,8 +123,8 @@ func checkTime(value string) error {
 // checkStatuses accepts states of executions, separated by commas.
 func checkStatuses(value string) error {
 	for one := range strings.SplitSeq(value, ",") {
-		if !slices.Contains(statuses(), one) {
-			return fmt.Errorf("is %q; use %s, or several with commas", value, strings.Join(statuses(), ", "))
+		if !slices.Contains(executions.Statuses(), one) {
+			return fmt.Errorf("is %q; use %s, or several with commas", value, strings.Join(executions.Statuses(), ", "))
 		}
 	}
 	return nil

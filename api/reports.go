@@ -21,7 +21,7 @@ func (s *server) reportRoutes() []route {
 				"cost is split over the skills that its answer calls; without skills it counts for its surface, " +
 				"with an empty skill. since and until are cut to whole days.",
 			params: listParams(enumParam("by", "Group by skill (default) or by purpose",
-				stringsOf(activity.BySkill, activity.ByPurpose)...),
+				string(activity.BySkill), string(activity.ByPurpose)),
 				skill, surfaceParam, textParam("model", "Name of the model"), sinceParam, timeParam("until", "End of the period")),
 		}, {
 			method: "GET", path: "/v1/activity/slowest", response: page[activity.Slow]{}, handle: s.listSlowest, replica: true,

@@ -2,6 +2,7 @@ package api
 
 import (
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/why"
 )
@@ -12,7 +13,7 @@ func (s *server) traceRoutes() []route {
 		{
 			method: "GET", path: "/v1/traces", response: page[activity.TraceSummary]{}, handle: s.listTraces, replica: true,
 			about: "Traces, newest first, each summed up in one row.",
-			params: listParams(surfaceParam, enumParam("status", "State of the root execution", statuses()...),
+			params: listParams(surfaceParam, enumParam("status", "State of the root execution", executions.Statuses()...),
 				textParam("agent", "Agent of the root execution"), sinceParam),
 		}, {
 			method: "GET", path: "/v1/traces/{id}", response: activity.Trace{}, handle: s.getTrace, replica: true,
@@ -31,7 +32,7 @@ func (s *server) traceRoutes() []route {
 		}, {
 			method: "GET", path: "/v1/activity", response: page[activity.Row]{}, handle: s.listActivity, replica: true,
 			about: "The activity log, newest first. Without since, trace_id or skill it covers the last 30 days.",
-			params: listParams(surfaceParam, enumParam("status", "State of the activity", activityStatuses()...),
+			params: listParams(surfaceParam, enumParam("status", "State of the activity", activity.Statuses()...),
 				textParam("skill", "Name of the skill"), textParam("lane", "Lane of the work"), traceParam,
 				textParam("agent", "Name of the agent"), sinceParam, timeParam("until", "End of the period")),
 		},

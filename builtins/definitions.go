@@ -78,7 +78,7 @@ func objectiveSkills() []skills.Definition {
 			Description: "Read-only: list the agent's own objectives with the progress of their steps, newest first. " +
 				"A name selects one objective and lists its steps.",
 			Parameters: object(map[string]any{
-				"status":    oneOf(objectiveStates()...),
+				"status":    oneOf(objectives.Statuses()),
 				"objective": text("Only the objective of this name."),
 			}),
 		},
@@ -149,7 +149,7 @@ func workSkills() []skills.Definition {
 			Description: "Read-only: list the agent's own recent activity, newest first, with durations and errors.",
 			Parameters: object(map[string]any{
 				"skill":  text("Only this skill or phase."),
-				"status": oneOf(activityStates()...),
+				"status": oneOf(activity.Statuses()),
 				"limit":  limit(),
 			}),
 		},
@@ -197,23 +197,10 @@ func limit() map[string]any {
 	return map[string]any{"type": "integer", "minimum": 1, "maximum": maxLimit, "default": defaultLimit}
 }
 
-func oneOf[S ~string](states ...S) map[string]any {
+func oneOf(states []string) map[string]any {
 	names := make([]any, len(states))
 	for i, s := range states {
-		names[i] = string(s)
+		names[i] = s
 	}
 	return map[string]any{"type": "string", "enum": names}
-}
-
-func objectiveStates() []string {
-	return []string{
-		objectives.Proposed, objectives.Active, objectives.Paused, objectives.Completed,
-		objectives.Failed, objectives.Rejected,
-	}
-}
-
-func activityStates() []activity.Status {
-	return []activity.Status{
-		activity.Running, activity.Success, activity.Error, activity.PendingApproval, activity.Skipped, activity.Unknown,
-	}
 }

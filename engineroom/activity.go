@@ -14,18 +14,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// activityStates are the states of a row of the log.
-var activityStates = []string{
-	string(activity.Running), string(activity.Success), string(activity.Error), string(activity.PendingApproval),
-	string(activity.Skipped), string(activity.Unknown),
-}
-
-// activitySurfaces are the origins of work.
-var activitySurfaces = []string{
-	string(trace.Heartbeat), string(trace.Operate), string(trace.Chat), string(trace.Webhook), string(trace.Flow),
-	string(trace.Eval),
-}
-
 // activityFilter holds the filters of the log.
 type activityFilter struct {
 	activity.Filter
@@ -43,12 +31,12 @@ func (a activityFilter) Narrowed() bool {
 
 // openActivity reads the filters from the URL.
 func openActivity(_ context.Context, req *pageRequest) (string, error) {
-	filter := activityFilter{Surfaces: activitySurfaces, States: activityStates}
+	filter := activityFilter{Surfaces: trace.Surfaces(), States: activity.Statuses()}
 	var err error
-	if filter.Surface, err = req.oneOf("surface", append([]string{""}, activitySurfaces...)...); err != nil {
+	if filter.Surface, err = req.oneOf("surface", append([]string{""}, trace.Surfaces()...)...); err != nil {
 		return "", err
 	}
-	status, err := req.oneOf("status", append([]string{""}, activityStates...)...)
+	status, err := req.oneOf("status", append([]string{""}, activity.Statuses()...)...)
 	if err != nil {
 		return "", err
 	}

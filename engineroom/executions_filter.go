@@ -3,13 +3,13 @@ package engineroom
 import (
 	"context"
 	"net/url"
-	"slices"
 	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // executionFilter holds the filters of the listing. They combine.
@@ -28,24 +28,15 @@ type executionFilter struct {
 	flows       []string // flows that Flow stands for
 }
 
-func executionStatuses() []string {
-	return []string{
-		string(executions.Pending), string(executions.Running), string(executions.Waiting), string(executions.Completed),
-		string(executions.Failed), string(executions.Timeout), string(executions.Cancelled),
-	}
-}
-
-func surfaceNames() []string { return slices.Clone(activitySurfaces) }
-
 func waitKinds() []string {
 	return []string{"response", "agent", "document", "signature", "test", "event", "delay", "approval", "lane"}
 }
 
 // Statuses are the options of Status.
-func (executionFilter) Statuses() []string { return executionStatuses() }
+func (executionFilter) Statuses() []string { return executions.Statuses() }
 
 // Surfaces are the options of Surface.
-func (executionFilter) Surfaces() []string { return surfaceNames() }
+func (executionFilter) Surfaces() []string { return trace.Surfaces() }
 
 // Kinds are the options of Kind.
 func (executionFilter) Kinds() []string { return waitKinds() }
@@ -67,8 +58,8 @@ func (room *Room) openExecutions(ctx context.Context, req *pageRequest) (string,
 		known []string
 	}{
 		{"view", []string{"waiting", "stuck"}},
-		{"status", executionStatuses()},
-		{"surface", surfaceNames()},
+		{"status", executions.Statuses()},
+		{"surface", trace.Surfaces()},
 		{"for", waitKinds()},
 		{"failed", []string{"1"}},
 	} {

@@ -33,7 +33,7 @@ func (room *Room) executionStates(ctx context.Context, req *pageRequest) (any, e
 		}
 	}
 	tabs := []stateTab{{Label: "All", Link: f.tabURL("", ""), Now: f.View == "" && f.Status == "" && !f.Failed}}
-	for _, s := range executionStatuses() {
+	for _, s := range executions.Statuses() {
 		tab := stateTab{Label: s, Link: f.tabURL("status", s), Count: counts[s], Now: f.Status == s}
 		switch s {
 		case string(executions.Waiting):

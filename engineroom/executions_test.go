@@ -11,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
@@ -55,7 +56,7 @@ func TestListExecutionsByState(t *testing.T) {
 	pool, server := openRoom(t)
 	wantTexts(t, server.URL+"/executions", "No execution yet", "The queue is empty")
 	ids := map[string]string{}
-	for i, status := range executionStatuses() {
+	for i, status := range executions.Statuses() {
 		ids[status] = rows.Execution(t, pool, status, []string{"chat", "webhook"}[i%2], "flow_"+status)
 	}
 	// A claimed execution is in no index of its flow.

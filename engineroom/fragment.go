@@ -35,7 +35,7 @@ type fragment struct {
 
 // tracePrefixes are the prefixes of trace ids, before the underscore.
 var tracePrefixes = func() (prefixes []string) {
-	for _, surface := range activitySurfaces {
+	for _, surface := range trace.Surfaces() {
 		prefixes = append(prefixes, trace.Surface(surface).Prefix())
 	}
 	return prefixes

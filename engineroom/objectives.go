@@ -19,12 +19,6 @@ const (
 	objectivesShown = 50
 )
 
-// objectiveStates are the states of an objective.
-var objectiveStates = []string{
-	objectives.Proposed, objectives.Active, objectives.Paused, objectives.Completed,
-	objectives.Failed, objectives.Rejected,
-}
-
 // objectiveRow is an objective in a list. An active objective is stale three days after its due time, if it and its
 // steps have not changed for three days.
 type objectiveRow struct {
@@ -104,9 +98,9 @@ type objectiveFilter struct {
 }
 
 func openObjectives(_ context.Context, req *pageRequest) (string, error) {
-	filter := objectiveFilter{States: objectiveStates}
+	filter := objectiveFilter{States: objectives.Statuses()}
 	var err error
-	if filter.Status, err = req.oneOf("status", append([]string{""}, objectiveStates...)...); err != nil {
+	if filter.Status, err = req.oneOf("status", append([]string{""}, objectives.Statuses()...)...); err != nil {
 		return "", err
 	}
 	if filter.Name, err = req.textFilter("name"); err != nil {

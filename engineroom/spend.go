@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 const (
@@ -83,7 +84,7 @@ func (room *Room) spendPage() page {
 // openSpend reads the filters. It rejects combinations without counts: hours of more than 7 days, skills with purposes,
 // and agents or keys with either.
 func openSpend(_ context.Context, req *pageRequest) (title string, err error) {
-	filter := spendFilter{Surfaces: activitySurfaces}
+	filter := spendFilter{Surfaces: trace.Surfaces()}
 	if filter.Days, err = req.oneOf("days", "7", "1", "30", "90"); err != nil {
 		return "", err
 	}
@@ -97,7 +98,7 @@ func openSpend(_ context.Context, req *pageRequest) (title string, err error) {
 	if days := filter.Days; filter.Per == string(activity.ByHour) && days != "1" && days != "7" {
 		return "", problem.BadParameter("per is hour; that is shown for 1 or 7 days, not for %s", days)
 	}
-	if filter.Surface, err = req.oneOf("surface", append([]string{""}, activitySurfaces...)...); err != nil {
+	if filter.Surface, err = req.oneOf("surface", append([]string{""}, trace.Surfaces()...)...); err != nil {
 		return "", err
 	}
 	for name, target := range map[string]*string{
@@ -212,7 +213,7 @@ func (room *Room) describeModels(ctx context.Context, list []spendRow, since tim
 // breakdownURL returns the URL of a line's breakdown; empty for none.
 func breakdownURL(filter spendFilter, key string) string {
 	if key == "" || filter.By == "agent" || filter.By == "key" || len(key) > maxFilterBytes ||
-		(filter.By == "surface" && !slices.Contains(activitySurfaces, key)) {
+		(filter.By == "surface" && !slices.Contains(trace.Surfaces(), key)) {
 		return ""
 	}
 	dimension := map[string]string{"skill": "model", "purpose": "model", "surface": "skill", "model": "skill"}[filter.By]

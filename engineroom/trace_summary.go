@@ -213,7 +213,7 @@ func (room *Room) readRelated(ctx context.Context, h *traceHead) (traceRelated, 
 		       (select n.trace_id from roots n where n.id > nullif(@root::text, '')::uuid order by n.id limit 1) as newer,
 		       (select n.trace_id from roots n where n.id < nullif(@root::text, '')::uuid order by n.id desc
 		         limit 1) as older`,
-		customPlan, postgres.Strict{"id": h.ID, "runs": ids, "root": root, "surfaces": surfaceNames(), "scan": scan})
+		customPlan, postgres.Strict{"id": h.ID, "runs": ids, "root": root, "surfaces": trace.Surfaces(), "scan": scan})
 	if h.whole {
 		related.Lanes = lanesOf(h.rows)
 	}

@@ -7,9 +7,11 @@ import (
 	"slices"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 const (
@@ -85,11 +87,11 @@ func (room *Room) openTraces(ctx context.Context, req *pageRequest) (string, err
 		return "", err
 	}
 	surface, _ := parseExclusion(f.Surface)
-	if err := checkOneOf("surface", surface, surfaceNames()); err != nil {
+	if err := checkOneOf("surface", surface, trace.Surfaces()); err != nil {
 		return "", err
 	}
 	status, _ := parseExclusion(f.Status)
-	if err := checkOneOf("status", status, executionStatuses()); err != nil {
+	if err := checkOneOf("status", status, executions.Statuses()); err != nil {
 		return "", err
 	}
 	if err := checkOneOf("errors", q["errors"], []string{"1"}); err != nil {
@@ -303,19 +305,19 @@ const rankedTracesSQL = `
 func (f traceFilter) surfaces() []string {
 	switch surface, excluded := parseExclusion(f.Surface); {
 	case surface == "":
-		return surfaceNames()
+		return trace.Surfaces()
 	case excluded:
-		return slices.DeleteFunc(surfaceNames(), func(name string) bool { return name == surface })
+		return slices.DeleteFunc(trace.Surfaces(), func(name string) bool { return name == surface })
 	default:
 		return []string{surface}
 	}
 }
 
 // Surfaces are the options of Surface.
-func (traceFilter) Surfaces() []string { return surfaceNames() }
+func (traceFilter) Surfaces() []string { return trace.Surfaces() }
 
 // States are the options of Status. A line has the status of its root run.
-func (traceFilter) States() []string { return executionStatuses() }
+func (traceFilter) States() []string { return executions.Statuses() }
 
 // Narrowed reports whether a filter is set.
 func (f traceFilter) Narrowed() bool {

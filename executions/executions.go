@@ -84,6 +84,14 @@ const (
 	Cancelled Status = "cancelled"
 )
 
+// Statuses returns the names of all states.
+func Statuses() []string {
+	return []string{
+		string(Pending), string(Running), string(Waiting), string(Completed), string(Failed), string(Timeout),
+		string(Cancelled),
+	}
+}
+
 // Ended reports whether a status is terminal.
 func (s Status) Ended() bool {
 	return s == Completed || s == Failed || s == Timeout || s == Cancelled

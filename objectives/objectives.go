@@ -66,6 +66,9 @@ const (
 	Rejected  = "rejected" // by an admin
 )
 
+// Statuses returns all states of an objective.
+func Statuses() []string { return []string{Proposed, Active, Paused, Completed, Failed, Rejected} }
+
 // States of a step; a step may be [Failed] too.
 const (
 	Pending = "pending"

@@ -46,7 +46,7 @@ type ID string
 func New(s Surface) ID {
 	prefix := s.Prefix()
 	if prefix == "" {
-		panic(fmt.Sprintf("trace: new id: surface %q is not one of %s", string(s), list(Surface.String)))
+		panic(fmt.Sprintf("trace: new id: surface %q is not one of %s", string(s), strings.Join(Surfaces(), ", ")))
 	}
 	return ID(prefix + "_" + ulid.MustNew(ulid.Now(), rand.Reader).String())
 }
@@ -62,7 +62,7 @@ func Parse(s string) (ID, error) {
 	}
 	surface, known := byPrefix(strings.ToLower(prefix))
 	if !known {
-		return "", invalid(s, "its prefix %q is not one of %s", prefix, list(Surface.Prefix))
+		return "", invalid(s, "its prefix %q is not one of %s", prefix, strings.Join(list(Surface.Prefix), ", "))
 	}
 	u, err := parseULID(s, rest)
 	if err != nil {
@@ -248,7 +248,7 @@ func ParseSurface(name string) (Surface, error) {
 			return s, nil
 		}
 	}
-	return "", fmt.Errorf("parse surface %q: not one of %s", name, list(Surface.String))
+	return "", fmt.Errorf("parse surface %q: not one of %s", name, strings.Join(Surfaces(), ", "))
 }
 
 func (s Surface) id(u ulid.ULID) ID { return ID(s.Prefix() + "_" + u.String()) }
@@ -262,11 +262,14 @@ func byPrefix(prefix string) (Surface, bool) {
 	return "", false
 }
 
-// list joins a property of all surfaces for a message.
-func list(property func(Surface) string) string {
+// Surfaces returns the names of all surfaces.
+func Surfaces() []string { return list(Surface.String) }
+
+// list returns a property of all surfaces.
+func list(property func(Surface) string) []string {
 	all := make([]string, len(surfaces))
 	for i, s := range surfaces {
 		all[i] = property(s)
 	}
-	return strings.Join(all, ", ")
+	return all
 }

@@ -39,8 +39,7 @@ func (c *cli) activityListCommand() *cobra.Command {
 		}),
 	}
 	surfaceFlag(cmd.Flags(), &f.Surface)
-	statusFlag(cmd.Flags(), &status, "only this state", "running", "success", "error", "pending_approval",
-		"skipped", "unknown")
+	statusFlag(cmd.Flags(), &status, "only this state", activity.Statuses()...)
 	cmd.Flags().StringVar(&f.Skill, "skill", "", "only this skill")
 	cmd.Flags().StringVar(&f.Lane, "lane", "", "only actions in this lane")
 	cmd.Flags().StringVar(&f.TraceID, "trace", "", "only this trace")

@@ -48,7 +48,7 @@ func (c *cli) executionsListCommand() *cobra.Command {
 				})
 		}),
 	}
-	statusFlag(cmd.Flags(), &f.Status, "only this state", statusNames()...)
+	statusFlag(cmd.Flags(), &f.Status, "only this state", executions.Statuses()...)
 	surfaceFlag(cmd.Flags(), &f.Surface)
 	cmd.Flags().StringVar(&f.Flow, "flow", "", "only this flow")
 	actingFlag(cmd.Flags(), &f.Agent)

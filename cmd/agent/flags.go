@@ -195,18 +195,6 @@ func parseSpan(text string) (time.Duration, error) {
 	return d, nil
 }
 
-func statusNames() []string {
-	states := []executions.Status{
-		executions.Pending, executions.Running, executions.Waiting, executions.Completed, executions.Failed,
-		executions.Timeout, executions.Cancelled,
-	}
-	words := make([]string, len(states))
-	for i, s := range states {
-		words[i] = string(s)
-	}
-	return words
-}
-
 // labelFlag reads labels: name=value, or several with commas. It rejects a repeated name.
 func labelFlag(flags *pflag.FlagSet, into *executions.Labels) {
 	flags.Var(&checkedFlag{kind: "name=value", parse: func(text string) (err error) {

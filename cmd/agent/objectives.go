@@ -58,8 +58,7 @@ func (c *cli) objectivesListCommand() *cobra.Command {
 				})
 		}),
 	}
-	statusFlag(cmd.Flags(), &f.Status, "only this state", objectives.Proposed, objectives.Active, objectives.Paused,
-		objectives.Completed, objectives.Failed, objectives.Rejected)
+	statusFlag(cmd.Flags(), &f.Status, "only this state", objectives.Statuses()...)
 	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd

@@ -121,7 +121,7 @@ func (c *cli) traceListCommand() *cobra.Command {
 	}
 	surfaceFlag(cmd.Flags(), &f.Surface)
 	actingFlag(cmd.Flags(), &f.Agent)
-	statusFlag(cmd.Flags(), &f.Status, "only traces in this state", statusNames()...)
+	statusFlag(cmd.Flags(), &f.Status, "only traces in this state", executions.Statuses()...)
 	sinceFlag(cmd.Flags(), &f.Since, "since", "", "only traces started within the last")
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	cmd.Flags().StringVar(&f.Cursor, "cursor", "", "next_cursor of the previous page")
