@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -44,7 +45,7 @@ func startParked(t *testing.T, args string, change ...func(*executions.Options))
 	enginetest.Register(t, p.engine, "flow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		return p.flow(ctx, s, json.RawMessage(args))
 	})
-	enginetest.Run(t, p.engine.Run, listener.Run)
+	testkit.Run(t, p.engine.Run, listener.Run)
 	return p
 }
 

@@ -19,6 +19,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -486,7 +487,7 @@ func TestCompletionKeepsExistingCheckpoint(t *testing.T) {
 	}
 	p := startEngine(t, pool, flows)
 	for what, want := range map[string]string{"step": `"earlier" 1`, "event": `"later" 1`} {
-		x := awaitStatus(t, pool, p.startFlow(t, what), executions.Completed)
+		x := enginetest.Await(t, pool, p.startFlow(t, what), executions.Completed)
 		got := pgtest.Value[string](t, pool, `
 			select (select output::text from agent_checkpoints where execution_id = @id) || ' ' ||
 			       (select count(*) from agent_events where external_id = 'completed ' || @id::text)`,

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -59,7 +60,7 @@ func TestActivityHasThreadOfRun(t *testing.T) {
 	for thread, want := range map[string]string{"talk": "note in talk, look in talk", "": "note in none, look in none"} {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Flow, ThreadID: thread})
 		require.NoError(t, err)
-		awaitStatus(t, pool, x.ID, executions.Completed)
+		enginetest.Await(t, pool, x.ID, executions.Completed)
 		got := pgtest.Value[string](t, pool, `
 			select string_agg(skill_name || ' in ' || coalesce(thread_id, 'none'), ', ' order by id) from agent_activity
 			 where execution_id = $1`, x.ID)
@@ -86,7 +87,7 @@ func TestCheckpointCommitsWithNextCallIntent(t *testing.T) {
 			}))
 	}))
 	pgtest.Eventually(t, func() bool {
-		return string(awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed).Result) == "true"
+		return string(enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed).Result) == "true"
 	}, "step and intent in one commit")
 }
 
@@ -132,7 +133,7 @@ func TestBranchWaitsForDeferredCheckpointInFlight(t *testing.T) {
 	case <-time.After(200 * time.Millisecond):
 	}
 	require.NoError(t, lock.Rollback(t.Context()))
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	assert.Equal(t, 1, <-seen)
 }
 
@@ -157,7 +158,7 @@ func TestCallIntentIsRecordedBeforeEffect(t *testing.T) {
 				return "sent", nil
 			}))
 	}))
-	got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	got := enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	want := []activityRow{{"send_mail", "mail", "call", "success", "", `"sent"`}}
 	assert.NoDiff(t, want, activityRows(t, pool, got.ID))
 	same := pgtest.Value[bool](t, pool, `
@@ -181,7 +182,7 @@ func TestFailedCallIsRecordedAndLogged(t *testing.T) {
 				return "", quotaError{}
 			}))
 	}), l.capture)
-	got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Failed)
+	got := enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Failed)
 	want := []activityRow{{"send_mail", "mail", "call", "error", "quota", `"half of it"`}}
 	if diff := cmp.Diff(want, activityRows(t, pool, got.ID)); diff != "" || postgres.Deref(got.FailedStep) != "mail" {
 		t.Errorf("failed step %q, activity (-want +got):\n%s", postgres.Deref(got.FailedStep), diff)
@@ -217,7 +218,7 @@ func runInterruptedCall(t *testing.T, idempotent bool) (executions.Execution, []
 	id := middle.awaitFirst(t)
 	expireLease(t, pool, id)
 	startEngine(t, pool, flows)
-	got := awaitStatus(t, pool, id, executions.Completed)
+	got := enginetest.Await(t, pool, id, executions.Completed)
 	assert.Equal(t, 0, countOpenActivities(t, pool))
 	mu.Lock()
 	defer mu.Unlock()
@@ -266,8 +267,8 @@ func TestIdempotencyKeysAreUnique(t *testing.T) {
 		return executions.Result{}, nil
 	}))
 	one, two := p.startFlow(t, "flow"), p.startFlow(t, "flow")
-	awaitStatus(t, pool, one, executions.Completed)
-	awaitStatus(t, pool, two, executions.Completed)
+	enginetest.Await(t, pool, one, executions.Completed)
+	enginetest.Await(t, pool, two, executions.Completed)
 	mu.Lock()
 	defer mu.Unlock()
 	assert.Equal(t, 4, len(seen))
@@ -293,7 +294,7 @@ func TestPhaseKeepsItsRowOverACrash(t *testing.T) {
 	first := pgtest.Value[string](t, pool, `select id::text from agent_activity where kind = 'phase'`)
 	expireLease(t, pool, id)
 	startEngine(t, pool, flows)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	want := []activityRow{
 		{"plan", "plan", "phase", "success", "", `"planned"`},
 		{"ask", "plan/ask", "call", "success", "", "1"},
@@ -351,7 +352,7 @@ func TestStaleWorkerWriteIsRejectedAndRecorded(t *testing.T) {
 			id := here.awaitFirst(t)
 			expireLease(t, pool, id)
 			startEngine(t, pool, flows)
-			before := awaitStatus(t, pool, id, executions.Completed)
+			before := enginetest.Await(t, pool, id, executions.Completed)
 			recorded := activityRows(t, pool, id)
 			checkpoints, err := executions.Checkpoints(t.Context(), pool, id)
 			require.NoError(t, err)
@@ -423,7 +424,7 @@ func TestCallInterruptedByParallelWaitIsNotRepeated(t *testing.T) {
 		_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, json.RawMessage(`{}`), "")
 		require.NoError(t, err)
 	}
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	assert.Truef(t, calls.Load() == 1 && class.Load() == executions.ClassUnknown,
 		"called %d times, and the call ended %v", calls.Load(), class.Load())
 }
@@ -919,7 +920,7 @@ func testCallInTx(t *testing.T, name string) {
 			return n, err
 		}))
 	}))
-	got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	got := enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Truef(t, calls.Load() == 1 && tries.Load() == 2 && string(got.Result) == "1",
 		"called %d times in %d tries, result %s", calls.Load(), tries.Load(), got.Result)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from effects`))
@@ -973,7 +974,7 @@ func TestInnerStepKeysHavePrefix(t *testing.T) {
 		}))
 	}))
 	id := p.startFlow(t, "flow")
-	got := awaitStatus(t, pool, id, executions.Completed)
+	got := enginetest.Await(t, pool, id, executions.Completed)
 	var keys string
 	if err := json.Unmarshal(got.Result, &keys); err != nil || !strings.HasPrefix(keys, "pha/se/in/ner lo/op@0/in/ner ") {
 		t.Errorf("keys of the steps: %s, %v", got.Result, err)
@@ -1006,7 +1007,7 @@ func TestOnResultCommitsWithResult(t *testing.T) {
 		_ = call("fails", errors.New("no"))
 		return executions.Result{}, nil
 	}))
-	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	pgtest.Equal(t, pool, "fails succeeds", `
 		select string_agg(s.step, ' ' order by s.step) from settled s join agent_checkpoints c using (step)
 		 where s.xmin = c.xmin`)

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -140,7 +141,7 @@ func TestCompletionReleasesLanesAndClosesActivity(t *testing.T) {
 				return executions.Result{}, err
 			}))
 			id := p.startFlow(t, "flow")
-			awaitStatus(t, pool, id, status)
+			enginetest.Await(t, pool, id, status)
 			held := pgtest.Value[bool](t, pool, `select is_agent_lock_held('thread:7')`)
 			assert.True(t, !held && countOpenActivities(t, pool) == 0, "the lane is held, or a row is open")
 			log := activityRows(t, pool, id)
@@ -168,7 +169,7 @@ func TestLaneBelongsToExecution(t *testing.T) {
 		return resultOf(executions.Wait(ctx, "event", executions.Event("key", 0)))
 	}))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	first := testkit.Receive(t, tokens)
 	p.stop()
 	parked := func(lane string) bool {
@@ -181,7 +182,7 @@ func TestLaneBelongsToExecution(t *testing.T) {
 	}
 	mustDeliver(t, pool, "key", `{}`)
 	startEngine(t, pool, p.flows, func(*executions.Options) {})
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	second := testkit.Receive(t, tokens)
 	assert.Truef(t, second > first, "token %d after %d", second, first)
 	assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('objective:7')`),
@@ -224,7 +225,7 @@ func TestOldTokenIsRejectedAfterNewClaim(t *testing.T) {
 	wait()
 	assert.NoError(t, fence(second), "the stale process freed the lane")
 	close(next)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 }
 
 func TestLaneWaitEndsWhenLaneIsFree(t *testing.T) {
@@ -252,9 +253,9 @@ func TestLaneWaitEndsWhenLaneIsFree(t *testing.T) {
 				}
 			}), option)
 			id := p.startFlow(t, "flow")
-			awaitStatus(t, pool, id, executions.Waiting)
+			enginetest.Await(t, pool, id, executions.Waiting)
 			pgtest.Exec(t, pool, `select release_agent_lock('operate', 'admin')`)
-			awaitStatus(t, pool, id, executions.Completed) // by a notification: the next sweep is an hour away
+			enginetest.Await(t, pool, id, executions.Completed) // by a notification: the next sweep is an hour away
 		})
 	}
 }
@@ -335,9 +336,9 @@ func TestCancelStopsStepInTransaction(t *testing.T) {
 					t.Errorf("answered after %s: %s", took, status)
 					break
 				}
-				awaitStatus(t, pool, id, executions.Cancelled)
+				enginetest.Await(t, pool, id, executions.Cancelled)
 			}
-			x := awaitStatus(t, pool, id, executions.Cancelled)
+			x := enginetest.Await(t, pool, id, executions.Cancelled)
 			assert.Equal(t, "ana", postgres.Deref(x.CancelledBy))
 			assert.Equal(t, "enough", postgres.Deref(x.CancelReason))
 			assert.Equal(t, 0, countEffects(t, pool), "effects")
@@ -367,7 +368,7 @@ func TestCancelCompletesWhenBlockedStepEnds(t *testing.T) {
 	who, err := executions.CancelDetail(t.Context(), pool)
 	assert.Truef(t, err == nil && strings.Contains(who, "idle in transaction"), "in the way: %q, %v", who, err)
 	close(leave)
-	if x := awaitStatus(t, pool, id, executions.Cancelled); postgres.Deref(x.CancelReason) != "enough" ||
+	if x := enginetest.Await(t, pool, id, executions.Cancelled); postgres.Deref(x.CancelReason) != "enough" ||
 		countEffects(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, countEffects(t, pool))
 	}
@@ -391,12 +392,12 @@ func TestSweepCompletesCancelOfLockedExecution(t *testing.T) {
 				return executions.Result{}, err
 			}))
 			id := p.startFlow(t, "flow")
-			awaitStatus(t, pool, id, executions.Waiting)
+			enginetest.Await(t, pool, id, executions.Waiting)
 			tx := openTx(t, pool, lock)
 			status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough")
 			assert.Truef(t, err == nil && status == executions.Waiting, "cancel: %s, %v", status, err)
 			require.NoError(t, tx.Rollback(t.Context()))
-			awaitStatus(t, pool, id, executions.Cancelled)
+			enginetest.Await(t, pool, id, executions.Cancelled)
 			assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`), "its lane is held")
 		})
 	}
@@ -432,12 +433,12 @@ func TestCancelStopsChildInTransaction(t *testing.T) {
 	})
 	id := p.startFlow(t, "parent")
 	testkit.Receive(t, entered)
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough")
 	assert.Truef(t, err == nil && status == executions.Cancelled, "cancel: %s, %v", status, err)
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = @id`,
 		postgres.Strict{"id": id})
-	if x := awaitStatus(t, pool, child, executions.Cancelled); postgres.Deref(
+	if x := enginetest.Await(t, pool, child, executions.Cancelled); postgres.Deref(
 		x.CancelReason) != "its parent was cancelled: enough" || countEffects(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, countEffects(t, pool))
 	}
@@ -517,7 +518,7 @@ func TestUncommittedEventDelaysNoOther(t *testing.T) {
 				_, err := executions.Wait(ctx, "wait", executions.Event("key", 0))
 				return executions.Result{}, err
 			}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
-			awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Waiting)
+			enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Waiting)
 			deliver := func(round string) time.Duration {
 				return measureP99(t, callers, each, func(caller, i int) error {
 					key := fmt.Sprint(round, " ", caller, " ", i)
@@ -566,7 +567,7 @@ func TestOtherPoolIsReplacedByEnginePool(t *testing.T) {
 	for _, key := range []string{"", "key"} {
 		x, _, err := p.Start(t.Context(), other, executions.Spec{Flow: "flow", Surface: trace.Flow, DedupeKey: key})
 		require.NoError(t, err)
-		awaitStatus(t, pool, x.ID, executions.Completed)
+		enginetest.Await(t, pool, x.ID, executions.Completed)
 	}
 }
 
@@ -662,7 +663,7 @@ func TestLockedExecutionsDelayNoOther(t *testing.T) {
 		ids = append(ids, p.startFlow(t, "held"))
 	}
 	for _, id := range ids {
-		awaitStatus(t, pool, id, executions.Running)
+		enginetest.Await(t, pool, id, executions.Running)
 	}
 	calm := run("calm")
 	tx := openTx(t, pool, `select from agent_executions where id = any (@ids::uuid[]) for update`,
@@ -672,6 +673,6 @@ func TestLockedExecutionsDelayNoOther(t *testing.T) {
 	wantP99(t, run, calm)
 	require.NoError(t, tx.Rollback(t.Context()))
 	for _, id := range ids {
-		awaitStatus(t, pool, id, executions.Completed)
+		enginetest.Await(t, pool, id, executions.Completed)
 	}
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -73,7 +74,7 @@ func TestFailedCheckpointReleasesRun(t *testing.T) {
 	id := p.startFlow(t, "flow")
 	assert.ErrorIs(t, testkit.Receive(t, done), executions.ErrLost)
 	end()
-	x := awaitStatus(t, pool, id, executions.Completed)
+	x := enginetest.Await(t, pool, id, executions.Completed)
 	assert.Truef(t, calls.Load() >= 2 && string(x.Result) != "1",
 		"the step ran %d times, and ended with %s", calls.Load(), x.Result)
 }
@@ -91,7 +92,7 @@ func TestWritesCauseNoServerWarning(t *testing.T) {
 		return resultOf(executions.Do(ctx, "look", executions.Call{Entry: activity.Entry{Skill: "look"}},
 			func(context.Context, *executions.Effect) (int, error) { return 1, nil }))
 	}))
-	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Equal(t, nil, warned.Load())
 }
 
@@ -122,7 +123,7 @@ func TestFailedCheckpointLeavesOuterStepUnrecorded(t *testing.T) {
 	id := p.startFlow(t, "flow")
 	<-ready
 	locked <- blockCheckpointWrites(t, pool)
-	x := awaitStatus(t, pool, id, executions.Completed)
+	x := enginetest.Await(t, pool, id, executions.Completed)
 	assert.Truef(t, string(x.Result) == "2", "the execution ended with %s", x.Result)
 }
 
@@ -158,7 +159,7 @@ func TestLateResultIsRecordedAsRejected(t *testing.T) {
 	end()
 	x := wait()
 	startEngine(t, pool, body)
-	x = awaitStatus(t, pool, x.ID, executions.Completed)
+	x = enginetest.Await(t, pool, x.ID, executions.Completed)
 	assert.Truef(t, string(x.Result) == "2", "ended with %s", x.Result)
 	pgtest.Equal(t, pool, "1", `
 		select output ->> 'output' from agent_activity where execution_id = @id and skill_name = 'stale_write'
@@ -182,7 +183,7 @@ func TestFailedCompletionDropsLastStep(t *testing.T) {
 		t.Errorf("the execution is %s before its step is recorded", x.Status)
 	}
 	end()
-	x := awaitStatus(t, pool, id, executions.Completed)
+	x := enginetest.Await(t, pool, id, executions.Completed)
 	assert.Equal(t, string(x.Result), pgtest.Value[string](t, pool,
 		`select output::text from agent_checkpoints where execution_id = @id and step = 'step'`,
 		postgres.Strict{"id": id}), "the checkpoint of the step")
@@ -203,7 +204,7 @@ func TestDeferredCheckpointIsFlushed(t *testing.T) {
 		`select exists (select from agent_checkpoints where execution_id = @id and step = 'step')`,
 		postgres.Strict{"id": id})
 	close(goOn)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 }
 
 // Parallel branches: a step has a checkpoint no later than a step of another branch that ended after it.
@@ -230,7 +231,7 @@ func TestCheckpointsKeepStepOrder(t *testing.T) {
 		return executions.Result{}, nil
 	}))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	assert.Equal(t, 40, pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where execution_id = @id`,
 		postgres.Strict{"id": id}))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `
@@ -255,7 +256,7 @@ func TestRejectedResultIsReturnedToFlow(t *testing.T) {
 	var failure *executions.StepError
 	err := testkit.Receive(t, done)
 	assert.Truef(t, errors.As(err, &failure) && failure.Class == "result", "the code got the error %v", err)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 }
 
 // The database may reject the name of a step, too.
@@ -281,7 +282,7 @@ func TestRejectedStepNameIsReturnedToFlow(t *testing.T) {
 		}))
 		id := p.startFlow(t, "flow")
 		assert.Error(t, testkit.Receive(t, done), what, "the code got no error")
-		awaitStatus(t, pool, id, executions.Completed)
+		enginetest.Await(t, pool, id, executions.Completed)
 		p.stop()
 	}
 }
@@ -299,7 +300,7 @@ func TestRejectedLastStepFailsExecution(t *testing.T) {
 		n, err := executions.Step(ctx, "bad", func(context.Context) (int32, error) { return calls.Add(1), nil })
 		return resultOf(n, err)
 	}))
-	x := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Failed)
+	x := enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Failed)
 	assert.Truef(t, x.FailedStep != nil && *x.FailedStep == "bad" && x.ErrorMessage != nil &&
 		strings.Contains(*x.ErrorMessage, "could not be recorded"),
 		"the execution failed with %v at %v", x.ErrorMessage, x.FailedStep)
@@ -333,7 +334,7 @@ func TestCompletionWaitsForCheckpointInFlight(t *testing.T) {
 	id := p.startFlow(t, "flow")
 	testkit.Receive(t, returns)
 	assert.NoError(t, tx.Rollback(t.Context()))
-	x := awaitStatus(t, pool, id, executions.Failed)
+	x := enginetest.Await(t, pool, id, executions.Failed)
 	assert.Truef(t, x.FailedStep != nil && *x.FailedStep == "bad", "the execution failed at %v", x.FailedStep)
 }
 
@@ -348,7 +349,7 @@ func TestStepAfterFlowReturnedFails(t *testing.T) {
 	}))
 	id := p.startFlow(t, "flow")
 	ctx := <-left
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	_, err := executions.Step(ctx, "late", func(context.Context) (int, error) { return 1, nil })
 	assert.Truef(t, errors.Is(err, executions.ErrNotInExecution) &&
 		strings.Contains(err.Error(), "after its flow returned"), "the step: %v", err)
@@ -398,13 +399,13 @@ func TestVariablesAreStoredWithNextWrite(t *testing.T) {
 		return executions.Result{}, executions.SetVariables(ctx, variables{"a": 4})
 	}))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	for i, want := range []string{`{}`, `{"a":1}`, "{\"a\":2,\"nul\":\"\ufffd\"}"} {
 		assert.Equal(t, want, testkit.Receive(t, seen), i)
 	}
 	assert.Equal(t, `{"a":3}`, storedVariables(t, pool, id))
 	mustDeliver(t, pool, "go", `{}`)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	assert.Equal(t, `{"a":4}`, storedVariables(t, pool, id))
 }
 
@@ -435,7 +436,7 @@ func TestReplaySetsVariablesAgain(t *testing.T) {
 	assert.Equal(t, `{"i":1}`, storedVariables(t, pool, id))
 	expireLease(t, pool, id)
 	startEngine(t, pool, flows)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	assert.Equal(t, `{"i":2}`, storedVariables(t, pool, id))
 	g.open()
 	wait()
@@ -465,7 +466,7 @@ func TestStaleClaimStoresNoVariables(t *testing.T) {
 	id := g.awaitFirst(t)
 	expireLease(t, pool, id)
 	startEngine(t, pool, flows)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	g.open()
 	wait()
 	assert.Equal(t, `{"by":"successor"}`, storedVariables(t, pool, id))
@@ -497,7 +498,7 @@ func TestRejectedVariablesDoNotStopRun(t *testing.T) {
 		}
 		return resultOf(executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }))
 	}))
-	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 }
 
 // The record of an end names the step that ended it, not a failed step that the code handled.
@@ -545,7 +546,7 @@ func TestFailedStepIsRecorded(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			p := startEngine(t, pgtest.DB(t), flowMap(c.flow))
-			x := awaitStatus(t, p.pool, p.startFlow(t, "flow"), c.end)
+			x := enginetest.Await(t, p.pool, p.startFlow(t, "flow"), c.end)
 			assert.Truef(t, postgres.Deref(x.FailedStep) == c.want && postgres.Deref(x.ErrorMessage) != "",
 				"failed step %q, %q", postgres.Deref(x.FailedStep), postgres.Deref(x.ErrorMessage))
 		})
@@ -576,6 +577,6 @@ func TestStepTxDoesNotWaitForLocksToStoreVariables(t *testing.T) {
 		return executions.Result{}, other.Rollback(ctx)
 	}))
 	id := p.startFlow(t, "flow")
-	x := awaitStatus(t, pool, id, executions.Completed)
+	x := enginetest.Await(t, pool, id, executions.Completed)
 	assert.Equal(t, `{"a":1}`, storedVariables(t, pool, x.ID))
 }

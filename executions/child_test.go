@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -59,10 +60,10 @@ func TestSweepResumesParents(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := startEngine(t, pool, triggerFlows(executions.Child{Wait: true}, waitForever))
 	parent := p.startFlow(t, "flow")
-	child := *awaitStatus(t, pool, parent, executions.Waiting).WaitingKey
-	awaitStatus(t, pool, child, executions.Waiting)
+	child := *enginetest.Await(t, pool, parent, executions.Waiting).WaitingKey
+	enginetest.Await(t, pool, child, executions.Waiting)
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'somebody', 'by hand')`, postgres.Strict{"id": child})
-	got := childResult(t, awaitStatus(t, pool, parent, executions.Completed))
+	got := childResult(t, enginetest.Await(t, pool, parent, executions.Completed))
 	assert.Equal(t, executions.Cancelled, got.Status)
 	assert.True(t, !got.Success, "a cancelled child counts as a success")
 }
@@ -73,14 +74,14 @@ func TestCancelOfParentCancelsAwaitedChildren(t *testing.T) {
 	p := startEngine(t, pool, triggerFlows(executions.Child{Wait: true}, waitForever))
 	parent := p.startFlow(t, "flow")
 	awaited := awaitChild(t, pool, parent)
-	awaitStatus(t, pool, awaited, executions.Waiting)
-	awaitStatus(t, pool, parent, executions.Waiting)
+	enginetest.Await(t, pool, awaited, executions.Waiting)
+	enginetest.Await(t, pool, parent, executions.Waiting)
 	unawaited, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "child", Surface: trace.Flow, ParentID: parent})
 	require.NoError(t, err)
-	awaitStatus(t, pool, unawaited.ID, executions.Waiting)
+	enginetest.Await(t, pool, unawaited.ID, executions.Waiting)
 	_, err = p.Cancel(t.Context(), parent, "admin", "enough")
 	require.NoError(t, err)
-	x := awaitStatus(t, pool, awaited, executions.Cancelled)
+	x := enginetest.Await(t, pool, awaited, executions.Cancelled)
 	assert.Equal(t, "its parent was cancelled: enough", postgres.Deref(x.CancelReason))
 	assert.Equal(t, executions.Waiting, getExecution(t, pool, unawaited.ID).Status, "the child without a wait")
 }
@@ -120,7 +121,7 @@ func TestTriggerReturnsChildResult(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
 			p := startEngine(t, pool, triggerFlows(executions.Child{Wait: true}, c.child))
-			got := childResult(t, awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed))
+			got := childResult(t, enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed))
 			assert.True(t, got.ExecutionID != "", "the result has no id")
 			c.want.ExecutionID = got.ExecutionID
 			assert.NoDiff(t, c.want, got, sameJSON)
@@ -132,8 +133,8 @@ func TestTriggerWithoutWaitReturnsAtOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := startEngine(t, pool, triggerFlows(executions.Child{}, waitForever))
-	parent := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
-	child := awaitStatus(t, pool, childResult(t, parent).ExecutionID, executions.Waiting)
+	parent := enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	child := enginetest.Await(t, pool, childResult(t, parent).ExecutionID, executions.Waiting)
 	assert.Equal(t, parent.ID, postgres.Deref(child.ParentID))
 	assert.Equal(t, parent.TraceID, child.TraceID)
 }
@@ -144,10 +145,10 @@ func TestTriggerReturnsCancelledChild(t *testing.T) {
 	p := startEngine(t, pool, triggerFlows(executions.Child{Wait: true}, waitForever))
 	parent := p.startFlow(t, "flow")
 	child := awaitChild(t, pool, parent)
-	awaitStatus(t, pool, child, executions.Waiting)
+	enginetest.Await(t, pool, child, executions.Waiting)
 	_, err := p.Cancel(t.Context(), child, "admin", "enough")
 	require.NoError(t, err)
-	got := childResult(t, awaitStatus(t, pool, parent, executions.Completed))
+	got := childResult(t, enginetest.Await(t, pool, parent, executions.Completed))
 	assert.Equal(t, executions.Cancelled, got.Status)
 	assert.True(t, !got.Success, "a cancelled child counts as a success")
 	assert.Equal(t, "enough", got.Error)
@@ -173,7 +174,7 @@ func TestChildContinuesAfterParentTimeout(t *testing.T) {
 	p := startEngine(t, pool, flows)
 	parent := p.startFlow(t, "flow")
 	child := awaitChild(t, pool, parent)
-	awaitStatus(t, pool, child, executions.Waiting)
+	enginetest.Await(t, pool, child, executions.Waiting)
 	pgtest.Until(t, pool, 1, `select count(*) from agent_executions where id = @id and waiting_for = 'event'`,
 		postgres.Strict{"id": parent})
 	var got executions.ChildResult
@@ -187,7 +188,7 @@ func TestChildContinuesAfterParentTimeout(t *testing.T) {
 		postgres.Strict{"id": child})
 	_, err := p.Cancel(t.Context(), parent, "admin", "enough")
 	require.NoError(t, err)
-	awaitStatus(t, pool, parent, executions.Cancelled)
+	enginetest.Await(t, pool, parent, executions.Cancelled)
 	assert.Equal(t, executions.Waiting, getExecution(t, pool, child).Status)
 }
 
@@ -207,7 +208,7 @@ func TestChildThatEndsBeforeItsResultIsReadDidNotTimeOut(t *testing.T) {
 		}), input)
 	}
 	parent := startEngine(t, pool, flows).startFlow(t, "flow")
-	got := childResult(t, awaitStatus(t, pool, parent, executions.Completed))
+	got := childResult(t, enginetest.Await(t, pool, parent, executions.Completed))
 	assert.Equal(t, executions.Cancelled, got.Status)
 	assert.True(t, !got.TimedOut, "the wait timed out")
 }
@@ -248,7 +249,7 @@ func TestChildIsStartedOnce(t *testing.T) {
 	id := g.awaitFirst(t)
 	expireLease(t, pool, id)
 	startEngine(t, pool, flows)
-	x := awaitStatus(t, pool, id, executions.Completed)
+	x := enginetest.Await(t, pool, id, executions.Completed)
 	g.open()
 	join()
 	pgtest.Equal(t, pool, 1, `select count(*) from agent_executions where parent_id = @id`, postgres.Strict{"id": x.ID})

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -42,19 +43,7 @@ func startEngine(
 ) *testEngine {
 	t.Helper()
 	p := newEngine(t, pool, flows, change...)
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	group, running := errgroup.WithContext(ctx)
-	group.Go(func() error { return p.Run(running) })
-	stopped := false
-	p.stop = func() {
-		if stopped {
-			return
-		}
-		stopped = true
-		cancel()
-		assert.NoError(t, group.Wait(), "engine")
-	}
-	t.Cleanup(p.stop)
+	p.stop = testkit.Run(t, p.Run)
 	return p
 }
 
@@ -97,18 +86,6 @@ func (p *testEngine) startFlow(t *testing.T, flow string) string {
 	return x.ID
 }
 
-// awaitStatus waits for an execution to reach a status.
-func awaitStatus(t *testing.T, db postgres.DB, id string, want executions.Status) executions.Execution {
-	t.Helper()
-	var got executions.Execution
-	pgtest.Eventually(t, func() bool {
-		var err error
-		got, err = executions.Get(t.Context(), db, id)
-		return err == nil && got.Status == want
-	}, "execution becomes "+string(want))
-	return got
-}
-
 // An engine whose context has ended before its start returns no error and leaves no lease.
 func TestRunWithEndedContextReturns(t *testing.T) {
 	t.Parallel()
@@ -130,9 +107,9 @@ func TestRunWithEndedContextReturns(t *testing.T) {
 func TestRunTwiceFails(t *testing.T) {
 	t.Parallel()
 	p := startEngine(t, pgtest.DB(t), flowMap(noop))
-	awaitStatus(t, p.pool, p.startFlow(t, "flow"), executions.Completed)
+	enginetest.Await(t, p.pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Error(t, p.Run(t.Context()), "a second Run during the first")
-	awaitStatus(t, p.pool, p.startFlow(t, "flow"), executions.Completed)
+	enginetest.Await(t, p.pool, p.startFlow(t, "flow"), executions.Completed)
 	p.stop()
 	assert.Error(t, p.Run(t.Context()), "a Run after the shutdown returned no error")
 }
@@ -205,7 +182,7 @@ func TestShutdownFinishesStepAndReleasesRun(t *testing.T) {
 				t.Error("the worker's lease has not ended")
 			}
 			startEngine(t, pool, p.flows)
-			awaitStatus(t, pool, id, executions.Completed)
+			enginetest.Await(t, pool, id, executions.Completed)
 			assert.Truef(t, firsts.Load() == 1 && seconds.Load() == 1,
 				"first ran %d times, second %d times", firsts.Load(), seconds.Load())
 		})
@@ -241,7 +218,7 @@ func TestStopTimeoutCancelsStep(t *testing.T) {
 	assert.Equal(t, "", postgres.Deref(got.ClaimedBy), "worker with the claim")
 	assert.Equal(t, 0, got.Attempt, "attempt")
 	startEngine(t, pool, flows)
-	got = awaitStatus(t, pool, id, executions.Completed)
+	got = enginetest.Await(t, pool, id, executions.Completed)
 	assert.Truef(t, string(got.Result) == "2", "result %s", got.Result)
 }
 
@@ -473,7 +450,7 @@ func TestExpiredWorkerRegistersNewID(t *testing.T) {
 	id := middle.awaitFirst(t)
 	before := postgres.Deref(getExecution(t, pool, id).ClaimedBy)
 	expireLease(t, pool, id)
-	got := awaitStatus(t, pool, id, executions.Completed)
+	got := enginetest.Await(t, pool, id, executions.Completed)
 	assert.ErrorIs(t, testkit.Receive(t, lost), executions.ErrLost)
 	assert.Truef(t, string(got.Result) == "2" && got.Claim >= 2, "claim %d, result %s", got.Claim, got.Result)
 	after := pgtest.Value[string](t, pool, `select string_agg(id::text, ' ') from agent_workers`)
@@ -557,7 +534,7 @@ func TestSweepReleasesClaimsOfUnknownWorker(t *testing.T) {
 	mustClaim(t, pool, id, newWorker(t, pool))
 	pgtest.Exec(t, pool, `delete from agent_workers`)
 	startEngine(t, pool, flowMap(noop))
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 }
 
 // A claim whose response was lost with the connection belongs to a live worker that does not know of it.
@@ -570,7 +547,7 @@ func TestOrphanedClaimIsReleased(t *testing.T) {
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim, started_at)
 		select lanekeeper.agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w
 		  returning id::text`)
-	assert.Equal(t, 0, awaitStatus(t, pool, id, executions.Completed).Attempt)
+	assert.Equal(t, 0, enginetest.Await(t, pool, id, executions.Completed).Attempt)
 }
 
 func TestEngineOptionsHaveMinimums(t *testing.T) {
@@ -578,7 +555,7 @@ func TestEngineOptionsHaveMinimums(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := startEngine(t, pool, flowMap(noop),
 		func(o *executions.Options) { o.LeaseTTL, o.SweepEvery = time.Millisecond, time.Nanosecond })
-	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Error(t, p.Register("flow", nil), "a flow without a function was registered")
 }
 

@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -302,7 +303,7 @@ func TestResumedExecutionKeepsLanes(t *testing.T) {
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, "")
 	require.NoError(t, err)
-	x := awaitStatus(t, pool, id, executions.Completed)
+	x := enginetest.Await(t, pool, id, executions.Completed)
 	assert.Equal(t, fmt.Sprintf("%s#%d", id, x.Claim), owner.Load().(string), x.Claim)
 }
 
@@ -320,7 +321,7 @@ func TestClaimsOfDeadProcessAreReleased(t *testing.T) {
 			t.Errorf("after the death the execution is claimed by %q, attempt %d", postgres.Deref(x.ClaimedBy), x.Attempt)
 		}
 		startEngine(t, pool, eventFlow(0))
-		out := outcome(t, awaitStatus(t, pool, id, executions.Completed))
+		out := outcome(t, enginetest.Await(t, pool, id, executions.Completed))
 		assert.Truef(t, out.Event == "EVENT_COMPLETED", "the outcome is %+v", out)
 	})
 }
@@ -368,7 +369,7 @@ func TestBlockedEventReservesNoWorker(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := startEngine(t, pool, eventFlow(0), func(o *executions.Options) { o.Workers, o.LeaseTTL = 1, time.Minute })
 	held := p.startWithInput(t, "held")
-	awaitStatus(t, pool, held, executions.Waiting)
+	enginetest.Await(t, pool, held, executions.Waiting)
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(hashtextextended('wait event held', 0))`)
 	var group errgroup.Group
@@ -381,10 +382,10 @@ func TestBlockedEventReservesNoWorker(t *testing.T) {
 			and database = (select oid from pg_database where datname = current_database())`) > 0
 	}, "the event waits")
 	mustDeliver(t, pool, "other", "{}")
-	awaitStatus(t, pool, p.startWithInput(t, "other"), executions.Completed)
+	enginetest.Await(t, pool, p.startWithInput(t, "other"), executions.Completed)
 	require.NoError(t, tx.Rollback(t.Context()))
 	assert.NoError(t, group.Wait())
-	awaitStatus(t, pool, held, executions.Completed)
+	enginetest.Await(t, pool, held, executions.Completed)
 }
 
 // An event sent in a replay must not reach the database in a batch with others.
@@ -432,8 +433,8 @@ func TestWorkerIsFreeDuringCompletion(t *testing.T) {
 	slices.Sort(both) // a start with a free worker may overtake one without
 	assert.NoDiff(t, []string{first, second}, both)
 	require.NoError(t, tx.Rollback(t.Context()))
-	awaitStatus(t, pool, first, executions.Completed)
-	awaitStatus(t, pool, second, executions.Completed)
+	enginetest.Await(t, pool, first, executions.Completed)
+	enginetest.Await(t, pool, second, executions.Completed)
 }
 
 // The checkpoints returned with the claim equal the stored ones: for the wait only, and with earlier checkpoints.

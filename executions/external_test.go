@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -473,14 +474,14 @@ func TestExternalCompletionResumesParent(t *testing.T) {
 		return resultOf(executions.Trigger(ctx, "child", executions.Child{Flow: executions.External, Wait: true}))
 	}))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = $1`, id)
 	lock := p.lock(t, child, "w")
 	_, _, err := p.UnlockRun(t.Context(), child, lock.LockID,
 		executions.UnlockParams{Status: executions.Failed, Error: "no paper"})
 	require.NoError(t, err)
 	var got executions.ChildResult
-	require.NoError(t, json.Unmarshal(awaitStatus(t, pool, id, executions.Completed).Result, &got))
+	require.NoError(t, json.Unmarshal(enginetest.Await(t, pool, id, executions.Completed).Result, &got))
 	assert.Truef(t, got.ExecutionID == child && !got.Success && got.Error == "no paper" && got.Status == executions.Failed,
 		"the parent saw %+v", got)
 }
@@ -580,7 +581,7 @@ func TestExternalParentLendsThread(t *testing.T) {
 			assert.Equal(t, executions.Waiting, status)
 			work()
 		}
-		awaitStatus(t, pool, id, executions.Running)
+		enginetest.Await(t, pool, id, executions.Running)
 		lock = p.lock(t, id, "coordinator")
 		var out struct {
 			Data struct {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -86,7 +87,7 @@ func (p *testEngine) fork(t *testing.T, s executions.ForkSpec, want executions.S
 	before := dumpExecution(t, p.pool, s.ID)
 	x, err := p.Fork(t.Context(), p.pool, s)
 	require.NoError(t, err)
-	forked := awaitStatus(t, p.pool, x.ID, want)
+	forked := enginetest.Await(t, p.pool, x.ID, want)
 	assert.Equal(t, before, dumpExecution(t, p.pool, s.ID), s.From)
 	assert.Truef(t, strings.HasPrefix(forked.TraceID, "fl_") && postgres.Deref(forked.ForkedFrom) == s.ID &&
 		postgres.Deref(forked.ForkedStep) == s.From && forked.ParentID == nil, "the fork is %+v", forked)
@@ -142,7 +143,7 @@ func TestForkRunsStepsFromStep(t *testing.T) {
 	var d stepLog
 	p := startEngine(t, pool, flowMap(allStepKinds(&d)))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	branches := "left1 left2 right1 right2"
 	for from, want := range map[string]string{
 		"":         "",
@@ -175,7 +176,7 @@ func TestForkRejectsUnknownStep(t *testing.T) {
 	var d stepLog
 	p := startEngine(t, pool, flowMap(allStepKinds(&d)))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	for _, from := range []string{"nothing", "phas", "phase/", "count@3"} {
 		_, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: from})
 		assert.ErrorIs(t, err, executions.ErrNoStep, "from", from)
@@ -207,7 +208,7 @@ func TestForkOfUnfinishedLoop(t *testing.T) {
 		}))
 	}))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	for from, want := range map[string]string{
 		"":             "n19",
 		"count@18/go":  "n19",
@@ -226,11 +227,11 @@ func TestForkOfUnfinishedLoop(t *testing.T) {
 	assert.ErrorIs(t, err, executions.ErrNoStep, "from before the snapshot")
 	x, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id})
 	require.NoError(t, err)
-	awaitStatus(t, pool, x.ID, executions.Waiting)
+	enginetest.Await(t, pool, x.ID, executions.Waiting)
 	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "go 18", nil, "")
 	require.NoError(t, err)
 	for _, id := range []string{id, x.ID} { // both branches wait for it
-		got := awaitStatus(t, pool, id, executions.Completed)
+		got := enginetest.Await(t, pool, id, executions.Completed)
 		assert.Truef(t, string(got.Result) == "20", "result %s", got.Result)
 	}
 }
@@ -264,7 +265,7 @@ func TestForkOfRunningExecution(t *testing.T) {
 		t.Errorf("from the phase under way: did %s", d.steps(got.ID))
 	}
 	g.open()
-	assert.Equal(t, "done", awaitStatus(t, pool, id, executions.Completed).ResultSummary)
+	assert.Equal(t, "done", enginetest.Await(t, pool, id, executions.Completed).ResultSummary)
 }
 
 func TestForkRejectsInputOfOtherCheckpoint(t *testing.T) {
@@ -290,7 +291,7 @@ func TestForkRejectsInputOfOtherCheckpoint(t *testing.T) {
 		Input: map[string]string{"name": "Ana", "tone": "hello"},
 	})
 	require.NoError(t, err)
-	awaitStatus(t, pool, x.ID, executions.Completed)
+	enginetest.Await(t, pool, x.ID, executions.Completed)
 	n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`)
 	_, err = p.Fork(t.Context(), pool,
 		executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva", "tone": "hello"}`)})
@@ -307,10 +308,9 @@ func TestForkRejectsInputOfOtherCheckpoint(t *testing.T) {
 	blind, err := other.Fork(t.Context(), pool,
 		executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva"}`)})
 	require.NoError(t, err)
-	if got := awaitStatus(t, pool, blind.ID, executions.Failed); !strings.Contains(postgres.Deref(got.ErrorMessage),
-		"step look up") || postgres.Deref(got.FailedStep) != "look up" {
-		t.Errorf("the fork failed with %s at %s", postgres.Deref(got.ErrorMessage), postgres.Deref(got.FailedStep))
-	}
+	got = enginetest.Await(t, pool, blind.ID, executions.Failed)
+	assert.Contains(t, postgres.Deref(got.ErrorMessage), "step look up")
+	assert.Equal(t, "look up", postgres.Deref(got.FailedStep))
 }
 
 func TestRetryStartsAtFailedStep(t *testing.T) {
@@ -386,7 +386,7 @@ func TestRetryStartsAtFailedStep(t *testing.T) {
 		"parent": executions.Failed,
 	} {
 		failed[name] = p.startFlow(t, name)
-		got := awaitStatus(t, pool, failed[name], want)
+		got := enginetest.Await(t, pool, failed[name], want)
 		if !replay(t, p, got.ID).Equal {
 			t.Errorf("the failure of %s is not replayed: %+v", name, replay(t, p, got.ID).Divergence)
 		}
@@ -409,7 +409,7 @@ func TestRetryStartsAtFailedStep(t *testing.T) {
 			t.Errorf("%s: from %q, %v; want %q", name, from, err, want.from)
 			continue
 		}
-		awaitStatus(t, pool, x.ID, executions.Completed)
+		enginetest.Await(t, pool, x.ID, executions.Completed)
 		assert.Equal(t, want.did, d.steps(x.ID), name)
 		assert.Equal(t, before, dumpExecution(t, pool, failed[name]), name)
 		_, _, err = p.Retry(t.Context(), pool, x.ID)
@@ -429,7 +429,7 @@ func TestRetryContinuesCancelledExecution(t *testing.T) {
 		return executions.Result{Summary: "done"}, err
 	}))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	if _, _, err := p.Retry(t.Context(), pool, id); !errors.Is(err, executions.ErrNotFailed) {
 		t.Errorf("retry of a waiting execution: %v", err)
 	}
@@ -438,10 +438,10 @@ func TestRetryContinuesCancelledExecution(t *testing.T) {
 	assert.True(t, replay(t, p, id).Equal, "the replay of the cancelled execution differs")
 	x, from, err := p.Retry(t.Context(), pool, id)
 	require.Truef(t, err == nil && from == "", "from %q, %v", from, err)
-	awaitStatus(t, pool, x.ID, executions.Waiting)
+	enginetest.Await(t, pool, x.ID, executions.Waiting)
 	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "news", nil, "")
 	require.NoError(t, err)
-	awaitStatus(t, pool, x.ID, executions.Completed)
+	enginetest.Await(t, pool, x.ID, executions.Completed)
 	assert.Equal(t, "", d.steps(x.ID))
 }
 
@@ -471,14 +471,14 @@ func TestRetryContinuesStalledExecution(t *testing.T) {
 		update agent_checkpoints set created_at = created_at - interval '61 seconds' where execution_id = @id`, id)
 	pgtest.Exec(t, pool, `update agent_executions set updated_at = updated_at - interval '61 seconds' where id = @id`, id)
 	sweep(t, pool)
-	got := awaitStatus(t, pool, x.ID, executions.Failed)
+	got := enginetest.Await(t, pool, x.ID, executions.Failed)
 	assert.Contains(t, postgres.Deref(got.ErrorMessage), "no progress")
 	assert.True(t, replay(t, p, x.ID).Equal, "the replay of the stalled execution differs")
 	works.Store(true)
 	forked, from, err := p.Retry(t.Context(), pool, x.ID)
 	require.NoError(t, err)
 	assert.Equal(t, "", from, "the retry repeats a recorded step")
-	awaitStatus(t, pool, forked.ID, executions.Completed)
+	enginetest.Await(t, pool, forked.ID, executions.Completed)
 	assert.Equal(t, "", d.steps(forked.ID))
 }
 
@@ -518,7 +518,7 @@ func TestForkRequestsOwnApproval(t *testing.T) {
 		return executions.Result{}, d.step(ctx, "after")
 	}))
 	approve := func(id string) string {
-		awaitStatus(t, pool, id, executions.Waiting)
+		enginetest.Await(t, pool, id, executions.Waiting)
 		asked := pgtest.Value[string](t, pool, `
 			select id::text from agent_approvals where execution_id = @id and status = 'pending'`, postgres.Strict{"id": id})
 		pgtest.Exec(t, pool, `update agent_approvals set status = 'approved', decided_at = clock_timestamp() where id = @id`,
@@ -530,7 +530,7 @@ func TestForkRequestsOwnApproval(t *testing.T) {
 	}
 	id := p.startFlow(t, "flow")
 	asked := approve(id)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	for from, want := range map[string]string{
 		"after": "after", "approved " + asked: "ask pay after",
 		"decision on " + asked: "ask pay after",
@@ -565,7 +565,7 @@ func TestForkAcquiresOwnLanes(t *testing.T) {
 		return executions.Result{Summary: "held"}, err
 	}))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	if got := p.fork(t, executions.ForkSpec{ID: id}, executions.Completed); got.ResultSummary != "busy" {
 		t.Errorf("the fork ended with %q", got.ResultSummary)
 	} else if again := replay(t, p, got.ID); !again.Equal {
@@ -616,7 +616,7 @@ func TestForkChecksInputOfFlowWithQueries(t *testing.T) {
 		return resultOf(executions.Step(ctx, "second", func(context.Context) (int, error) { return 2, nil }))
 	}})
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	_, err := p.Fork(t.Context(), pool,
 		executions.ForkSpec{ID: id, From: "second", Input: json.RawMessage(`{"other": true}`)})
 	assert.Truef(t, errors.Is(err, executions.ErrChanged) &&

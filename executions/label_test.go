@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -33,7 +34,7 @@ func TestListFiltersByLabel(t *testing.T) {
 	first, _ := start(e, "one", executions.Labels{"order": "A-1"})
 	again, created := start(e, "one", executions.Labels{"order": "other"})
 	assert.Truef(t, !created && again == first, "a second start is %s, created %v", again, created)
-	stop := enginetest.Run(t, e.Run)
+	stop := testkit.Run(t, e.Run)
 	second, _ := start(e, "", executions.Labels{"order": "A-1"})
 	for _, id := range []string{first, second} {
 		enginetest.Await(t, pool, id, executions.Completed)
@@ -83,7 +84,7 @@ func TestDefaultLabelsFillUpThoseOfTheStart(t *testing.T) {
 		}
 		return executions.Result{}, executions.SetDefaultLabels(ctx, "labels", own)
 	})
-	enginetest.Run(t, e.Run)
+	testkit.Run(t, e.Run)
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{
 		Flow: "order", Surface: trace.Flow, Labels: executions.Labels{"a": "given", "order": "A-1"},
 	})

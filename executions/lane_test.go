@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -59,7 +60,7 @@ func TestLaneWaitAcquiresLaneInTurn(t *testing.T) {
 		select acquired, fencing_token from await_agent_lock('thread:x', 'earlier', 60, 60)`).Scan(&acquired, &earlier))
 	require.True(t, acquired, "the earlier waiter did not acquire the lane")
 	pgtest.Exec(t, pool, `select release_agent_lock('thread:x', 'earlier')`)
-	x := awaitStatus(t, pool, id, executions.Completed)
+	x := enginetest.Await(t, pool, id, executions.Completed)
 	var token int64
 	require.NoError(t, json.Unmarshal(x.Result, &token))
 	assert.Truef(t, token > earlier, "token %d after %d", token, earlier)
@@ -85,7 +86,7 @@ func TestStaleClaimKeepsNoLane(t *testing.T) {
 	id := g.awaitFirst(t)
 	expireLease(t, pool, id)
 	startEngine(t, pool, flows)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	g.open()
 	assert.ErrorIs(t, testkit.Receive(t, laneErr), executions.ErrStale)
 	join()
@@ -110,10 +111,10 @@ func TestLaneFreeWaitsForEarlierWaiters(t *testing.T) {
 	pgtest.Exec(t, pool, `select await_agent_lock('thread:queued', 'second', 60, 60)`)
 	pgtest.Exec(t, pool, `select release_agent_lock('thread:queued', 'first')`)
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	pgtest.Equal(t, pool, 1, `select wait_number from agent_executions where id = @id`, postgres.Strict{"id": id})
 	pgtest.Exec(t, pool, `select leave_agent_lock_queue('thread:queued', 'second')`)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 }
 
 // An admin breaks the lane of a run whose claim is live. The run's next fenced write stops it.

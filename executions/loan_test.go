@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"sync"
 	"testing"
 	"time"
 
@@ -15,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -536,7 +536,7 @@ func TestChildBorrowsParentLane(t *testing.T) {
 					return executions.Result{}, lane(ctx)
 				},
 			}, func(o *executions.Options) { o.Keeper = lanes.NewKeeper(pool, lanes.Options{Disabled: !enabled}) })
-			awaitStatus(t, pool, p.startFlow(t, "top"), executions.Completed)
+			enginetest.Await(t, pool, p.startFlow(t, "top"), executions.Completed)
 			first, second := testkit.Receive(t, tokens), testkit.Receive(t, tokens)
 			assert.Truef(t, (!enabled || second > first) && (enabled || first+second == 0), "tokens %d, then %d", first, second)
 			held := pgtest.Column[string](t, pool, `select lane from agent_locks where locked_by <> ''`)
@@ -585,15 +585,6 @@ func prune(t testing.TB, db postgres.DB) {
 	require.NoError(t, lanes.Prune(t.Context(), db, 24*time.Hour))
 }
 
-// renewLeases sets a keeper that renews leases until the test ends.
-func renewLeases(t *testing.T, o *executions.Options) {
-	t.Helper()
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	var running sync.WaitGroup
-	running.Go(func() { _ = o.Keeper.Run(ctx) }) // it returns when ctx ends
-	t.Cleanup(func() { cancel(); running.Wait() })
-}
-
 // After a run lost a lane, none of its steps starts, whatever its context. Steps start again after the run acquires the
 // lane again or releases it.
 func TestNoStepStartsAfterLaneIsLost(t *testing.T) {
@@ -631,7 +622,7 @@ func TestNoStepStartsAfterLaneIsLost(t *testing.T) {
 			}
 			_, stopped = executions.Step(ctx, "act", func(context.Context) (int, error) { called = true; return 1, nil })
 			return resultOf(nil, stopped)
-		}), func(o *executions.Options) { renewLeases(t, o) })
+		}), func(o *executions.Options) { testkit.Run(t, o.Keeper.Run) })
 		x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 		assert.Truef(t, err == nil && called == c.goOn && errors.Is(stopped, lanes.ErrLost) != c.goOn &&
 			(x.Status == executions.Completed) == c.goOn, "%s: the step was called %t, with %v; the run is %s, %v", name, called,
@@ -661,7 +652,7 @@ func TestNoStepStartsAfterOuterHoldIsLost(t *testing.T) {
 		_ = inner.Release(ctx) // its error is that the lane was lost
 		_, err = executions.Step(ctx, "act", func(context.Context) (int, error) { called = true; return 1, nil })
 		return resultOf(nil, err)
-	}), func(o *executions.Options) { renewLeases(t, o) })
+	}), func(o *executions.Options) { testkit.Run(t, o.Keeper.Run) })
 	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 	assert.Truef(t, err == nil && !called, "the step was called %t; the run is %s, %v", called, x.Status, err)
 	p.stop()

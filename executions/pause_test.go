@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -75,7 +76,7 @@ func TestPauseStopsUnattendedStarts(t *testing.T) {
 	for _, surface := range []trace.Surface{trace.Chat, trace.Operate} {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: surface, Priority: 4})
 		require.NoError(t, err)
-		awaitStatus(t, pool, x.ID, executions.Completed)
+		enginetest.Await(t, pool, x.ID, executions.Completed)
 	}
 	require.Equal(t, len(held), pgtest.Value[int](t, pool,
 		`select count(*) from agent_executions where status = 'pending' and claim = 0`))
@@ -84,7 +85,7 @@ func TestPauseStopsUnattendedStarts(t *testing.T) {
 	got = resumeAll(t, pool)
 	require.Truef(t, got.Changed && !got.Paused && got.PausedBy == "ana" && got.ResumedAt != nil, "resume: %+v", got)
 	for _, id := range held { // no sweep runs
-		awaitStatus(t, pool, id, executions.Completed)
+		enginetest.Await(t, pool, id, executions.Completed)
 	}
 }
 
@@ -114,7 +115,7 @@ func TestPauseReleasesRunBeforeNextStep(t *testing.T) {
 				counts[1].Load() == 0, "status %s, attempt %d, recorded %v, %v; the second step ran %d times", got.Status,
 				got.Attempt, checkpoints, err, counts[1].Load())
 			resumeAll(t, pool)
-			awaitStatus(t, pool, id, executions.Completed)
+			enginetest.Await(t, pool, id, executions.Completed)
 			assert.Truef(t, counts[0].Load() == 1 && counts[1].Load() == 1,
 				"the steps ran %d and %d times", counts[0].Load(), counts[1].Load())
 		})
@@ -133,7 +134,7 @@ func TestPauseContinuesAttendedRuns(t *testing.T) {
 	pauseAll(t, pool)
 	pgtest.Eventually(t, p.Paused, "the process knows")
 	first.open()
-	awaitStatus(t, pool, x.ID, executions.Completed)
+	enginetest.Await(t, pool, x.ID, executions.Completed)
 }
 
 // A claim in progress either precedes the pause, which waits for it, or fails.
@@ -251,7 +252,7 @@ func TestRunContinuesAfterUnnoticedResume(t *testing.T) {
 	p := startEngine(t, pool, flowMap(twoStepFlow(first, &counts)), neverSweep)
 	pgtest.Eventually(t, p.Paused, "the process knows of the pause")
 	resumeAll(t, pool) // the process reads the change within the hour, not at once
-	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.True(t, p.Paused(), "the process was notified of the end of the pause")
 }
 
@@ -296,7 +297,7 @@ func TestPauseDuringClaim(t *testing.T) {
 	defer cancel()
 	_, err = conn.WaitForNotification(ctx)
 	assert.NoError(t, err, "no notification was received")
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 }
 
 func TestPauseOutlivesProcess(t *testing.T) {
@@ -319,7 +320,7 @@ func TestPauseOutlivesProcess(t *testing.T) {
 	}
 	first.open()
 	resumeAll(t, pool)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 }
 
 func TestTickDuringPauseIsRecordedAsSkipped(t *testing.T) {
@@ -405,8 +406,8 @@ func TestEventsDuringPauseAreKept(t *testing.T) {
 	})
 	event := p.startFlow(t, "event")
 	timer := p.startFlow(t, "timer")
-	awaitStatus(t, pool, event, executions.Waiting)
-	awaitStatus(t, pool, timer, executions.Waiting)
+	enginetest.Await(t, pool, event, executions.Waiting)
+	enginetest.Await(t, pool, timer, executions.Waiting)
 	pauseAll(t, pool)
 	pgtest.Eventually(t, p.Paused, "the process knows")
 	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`,
@@ -415,14 +416,14 @@ func TestEventsDuringPauseAreKept(t *testing.T) {
 	_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "order 7", nil, "")
 	require.NoError(t, err)
 	for what, id := range map[string]string{"event": event, "timer": timer} {
-		awaitStatus(t, pool, id, executions.Running)
+		enginetest.Await(t, pool, id, executions.Running)
 		if got := getExecution(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil {
 			t.Errorf("%s: status %s, claimed by %q", what, got.Status, postgres.Deref(got.ClaimedBy))
 		}
 	}
 	resumeAll(t, pool)
-	awaitStatus(t, pool, event, executions.Completed)
-	awaitStatus(t, pool, timer, executions.Completed)
+	enginetest.Await(t, pool, event, executions.Completed)
+	enginetest.Await(t, pool, timer, executions.Completed)
 }
 
 // waitFlow is a flow that waits for one thing.

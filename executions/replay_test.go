@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -80,7 +81,7 @@ func TestReplayHasNoEffects(t *testing.T) {
 	}
 	p := startEngine(t, pool, flows)
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	const count = `select count(*) from agent_executions`
 	const token = `select fencing_token from agent_locks where lane = 'lane:x'` // grows with each acquisition
 	dump, calls := dumpExecution(t, pool, id), done.Load()
@@ -157,7 +158,7 @@ func TestReplayReportsDivergence(t *testing.T) {
 	}
 	p := startEngine(t, pool, flowMap(code))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	before := dumpExecution(t, pool, id)
 	for change, want := range map[string][2]string{
 		"":                  {"", ""},
@@ -264,7 +265,7 @@ func TestReplayReturnsRecordedTimeout(t *testing.T) {
 		return executions.Result{}, group.Wait()
 	}))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	got := replay(t, p, id)
 	assert.Truef(t, got.Equal, "%+v", got.Divergence)
 }
@@ -274,7 +275,7 @@ func TestReplayRejectsUnknownFlow(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := startEngine(t, pool, flowMap(noop))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	other := newEngine(t, pool, nil)
 	_, err := other.Replay(t.Context(), id)
 	assert.Truef(t, err != nil && errors.Is(err, executions.ErrUnknownFlow), "got %v", err)
@@ -304,7 +305,7 @@ func TestReplayEntersUnfinishedPhase(t *testing.T) {
 		return executions.Result{}, err
 	}))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	before := dumpExecution(t, pool, id)
 	got := replay(t, p, id)
 	assert.Truef(t, got.Equal, "waiting: %+v", got.Divergence)

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -31,7 +32,7 @@ func TestSweepCoversLostNotification(t *testing.T) {
 	id := p.startFlow(t, "flow")
 	pgtest.Exec(t, pool, `delete from river.river_job`)
 	startEngine(t, pool, flowMap(noop))
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 }
 
 func TestRolledBackStartLeavesNothing(t *testing.T) {
@@ -130,7 +131,7 @@ func TestCancelledWriteIsRetried(t *testing.T) {
 				return resultOf(n, err)
 			}))
 			id := p.startFlow(t, "flow")
-			awaitStatus(t, pool, id, executions.Completed)
+			enginetest.Await(t, pool, id, executions.Completed)
 			assert.Truef(t, calls.Load() == 1 && steps.Load() == 1, "%d calls, %d steps", calls.Load(), steps.Load())
 		})
 	}
@@ -169,7 +170,7 @@ func TestCancelledQueryIsRetried(t *testing.T) {
 				return executions.Result{}, err
 			}))
 			id := p.startFlow(t, "flow")
-			awaitStatus(t, pool, id, test.ends)
+			enginetest.Await(t, pool, id, test.ends)
 			assert.Equal(t, test.tries, int(tries.Load()), tries.Load())
 		})
 	}

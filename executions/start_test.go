@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -509,5 +510,5 @@ func TestClaimAndRunReleasesRunWhenCallerLeaves(t *testing.T) {
 	id := p.startFlow(t, "flow")
 	require.NoError(t, p.ClaimAndRun(ctx, id))
 	startEngine(t, pool, flowMap(noop))
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 }

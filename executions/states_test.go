@@ -22,6 +22,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -310,7 +311,7 @@ func TestRejectedCompletionFailsAlone(t *testing.T) {
 		if i == 3 {
 			want = executions.Failed
 		}
-		if x := awaitStatus(t, pool, id, want); want == executions.Completed && string(x.Result) != fmt.Sprint(i) {
+		if x := enginetest.Await(t, pool, id, want); want == executions.Completed && string(x.Result) != fmt.Sprint(i) {
 			t.Errorf("the result of %d is %s", i, x.Result)
 		}
 	}
@@ -525,9 +526,9 @@ func TestTransitionsAreLogged(t *testing.T) {
 				return resultOf(executions.Wait(ctx, "event", executions.Event("key", 0)))
 			}), l.capture)
 			id := p.startFlow(t, "flow")
-			awaitStatus(t, pool, id, executions.Waiting)
+			enginetest.Await(t, pool, id, executions.Waiting)
 			pgtest.Exec(t, pool, wake)
-			awaitStatus(t, pool, id, executions.Completed)
+			enginetest.Await(t, pool, id, executions.Completed)
 			pgtest.Eventually(t, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is logged")
 			var seen []string
 			for _, record := range l.Records(t, "execution started", "action requires wait",

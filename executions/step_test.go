@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -207,7 +208,7 @@ func TestPanicFailsExecution(t *testing.T) {
 			p := startEngine(t, pool, flowMap(c.fn), func(o *executions.Options) {
 				o.Logger = slog.New(slog.NewTextHandler(log, nil))
 			})
-			got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Failed)
+			got := enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Failed)
 			assert.Contains(t, log.String(), "TestPanicFailsExecution") // in the stack
 			assert.Truef(t, postgres.Deref(got.ErrorMessage) == c.says && postgres.Deref(got.FailedStep) == c.step,
 				"error %q, failed step %q", postgres.Deref(got.ErrorMessage), postgres.Deref(got.FailedStep))
@@ -265,7 +266,7 @@ func TestUnstorableResultsAreReplacedOrFail(t *testing.T) {
 				}
 				return c.result, c.err
 			}))
-			got := awaitStatus(t, pool, p.startFlow(t, "flow"), c.status)
+			got := enginetest.Await(t, pool, p.startFlow(t, "flow"), c.status)
 			open := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status not in ('success', 'error')`)
 			assert.Truef(t, open == 0, "%d activities have no clear end (%v)", open, postgres.Deref(got.ErrorMessage))
 		})
@@ -332,7 +333,7 @@ func TestStepTxCommitsEffectWithCheckpoint(t *testing.T) {
 		}
 		return resultOf(executions.Wait(ctx, "pause", executions.Delay(1)))
 	}))
-	got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	got := enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Equal(t, 1, count())
 	same := pgtest.Value[bool](t, pool, `
 		select e.xmin = c.xmin from effects e, agent_checkpoints c where c.execution_id = @id and c.step = 'write'`,
@@ -362,7 +363,7 @@ func TestStaleStepTxLeavesNoEffect(t *testing.T) {
 	id := between.awaitFirst(t)
 	expireLease(t, pool, id)
 	startEngine(t, pool, flows)
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	between.open()
 	got := wait()
 	assert.Equal(t, 1, count(), "effects")
@@ -392,7 +393,7 @@ func TestGateRunsBeforeNewStepsOnly(t *testing.T) {
 		}
 		return resultOf(executions.StepTx(gated, "write", func(context.Context, pgx.Tx) (int, error) { return 0, nil }))
 	}))
-	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Truef(t, asked.Load() == 6 && waits.Load() == 3,
 		"the gate was asked %d times and waited %d times; each of 3 steps asks it, waits, and asks again", asked.Load(),
 		waits.Load())
@@ -414,7 +415,7 @@ func TestLoopReplaysFromSnapshot(t *testing.T) {
 		}))
 	}))
 	id := p.startFlow(t, "flow")
-	got := awaitStatus(t, pool, id, executions.Completed)
+	got := enginetest.Await(t, pool, id, executions.Completed)
 	assert.Truef(t, string(got.Result) == "40" && steps.Load() == 40,
 		"result %s after %d steps, want 40 after 40", got.Result, steps.Load())
 	// 38 until the wait, then again from 32 on: 6 replayed, 2 new.
@@ -441,7 +442,7 @@ func TestFinishedLoopIsNotRepeated(t *testing.T) {
 		}
 		return resultOf(last, nil)
 	}))
-	got := awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	got := enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.Truef(t, string(got.Result) == `"xxx"` && bodies.Load() == 3,
 		"result %s after %d iterations, want xxx after 3", got.Result, bodies.Load())
 }

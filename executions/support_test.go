@@ -107,13 +107,7 @@ func countCompletions(t *testing.T, db postgres.DB, id string) int {
 func newListener(t *testing.T, pool *pgxpool.Pool) *postgres.Listener {
 	t.Helper()
 	l := postgres.NewListener(pgtest.Dialer(t, pool), slog.New(slog.DiscardHandler))
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return l.Run(ctx) })
-	t.Cleanup(func() {
-		cancel()
-		assert.NoError(t, group.Wait())
-	})
+	testkit.Run(t, l.Run)
 	return l
 }
 

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -262,13 +263,13 @@ func TestSweepSkipsLockedRows(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), sweepTimeout)
 			defer cancel()
 			require.NoError(t, p.Sweep(ctx))
-			awaitStatus(t, pool, free, one.then)
+			enginetest.Await(t, pool, free, one.then)
 			x, err := executions.Get(t.Context(), pool, held)
 			assert.Truef(t, err == nil && x.Status == before.Status && x.Claim == before.Claim,
 				"locked execution: %+v, %v", x, err)
 			require.NoError(t, tx.Rollback(t.Context()))
 			require.NoError(t, p.Sweep(t.Context()))
-			awaitStatus(t, pool, held, one.then)
+			enginetest.Await(t, pool, held, one.then)
 		})
 	}
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -76,18 +77,18 @@ func TestEventBeforeOrAfterWait(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := startEngine(t, pool, eventFlow(0))
 	mustDeliver(t, pool, "early", `{"n": 1}`)
-	early := awaitStatus(t, pool, p.startWithInput(t, "early"), executions.Completed)
+	early := enginetest.Await(t, pool, p.startWithInput(t, "early"), executions.Completed)
 	out := outcome(t, early)
 	assert.Truef(t, string(out.Data) == `{"n":1}` && out.Event == "EVENT_COMPLETED" && !out.TimedOut &&
 		early.WaitNumber == 0, "event before its wait: %+v, waits %d", out, early.WaitNumber)
 	id := p.startWithInput(t, "late")
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "late", json.RawMessage(`{"n": 2}`), "once")
 	require.Truef(t, err == nil && len(got.Resumed) == 1 && got.Resumed[0] == id, "delivered %+v, %v", got, err)
 	again, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "late", json.RawMessage(`{"n": 3}`), "once")
 	assert.Truef(t, err == nil && len(again.Resumed) == 0 && again.EventID == got.EventID,
 		"delivered again %+v, %v", again, err)
-	out = outcome(t, awaitStatus(t, pool, id, executions.Completed))
+	out = outcome(t, enginetest.Await(t, pool, id, executions.Completed))
 	assert.Truef(t, string(out.Data) == `{"n":2}` && out.EventID == got.EventID, "event after its wait: %+v", out)
 }
 
@@ -124,17 +125,17 @@ func TestEventResumesAllWaitersKeptEventOne(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := startEngine(t, pool, eventFlow(0))
 	one, two := p.startWithInput(t, "key"), p.startWithInput(t, "key")
-	awaitStatus(t, pool, one, executions.Waiting)
-	awaitStatus(t, pool, two, executions.Waiting)
+	enginetest.Await(t, pool, one, executions.Waiting)
+	enginetest.Await(t, pool, two, executions.Waiting)
 	mustDeliver(t, pool, "key", `{}`)
-	awaitStatus(t, pool, one, executions.Completed)
-	awaitStatus(t, pool, two, executions.Completed)
+	enginetest.Await(t, pool, one, executions.Completed)
+	enginetest.Await(t, pool, two, executions.Completed)
 
 	mustDeliver(t, pool, "old", `{}`)
 	first := p.startWithInput(t, "old")
-	awaitStatus(t, pool, first, executions.Completed)
+	enginetest.Await(t, pool, first, executions.Completed)
 	second := p.startWithInput(t, "old")
-	awaitStatus(t, pool, second, executions.Waiting)
+	enginetest.Await(t, pool, second, executions.Waiting)
 	assert.Equal(t, first, pgtest.Value[string](t, pool, `select consumed_by::text from agent_events where key = 'old'`))
 }
 
@@ -142,7 +143,7 @@ func TestWaitTimesOut(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := startEngine(t, pool, eventFlow(30*time.Millisecond))
-	out := outcome(t, awaitStatus(t, pool, p.startWithInput(t, "key"), executions.Completed))
+	out := outcome(t, enginetest.Await(t, pool, p.startWithInput(t, "key"), executions.Completed))
 	assert.Truef(t, out.TimedOut && out.EventID == "", "outcome %+v", out)
 	mustDeliver(t, pool, "key", `{}`)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool,
@@ -215,7 +216,7 @@ func TestStepAfterWaitFails(t *testing.T) {
 		return executions.Result{Value: "ignored the park"}, nil
 	}))
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	p.stop()
 	got := getExecution(t, pool, id)
 	assert.Truef(t, got.Status == executions.Waiting && after.Load() == 0 && errors.Is(cause, executions.ErrParked),
@@ -256,7 +257,7 @@ func TestDeliverRejectsInvalidArguments(t *testing.T) {
 func TestWaitingNeedsNoGoroutines(t *testing.T) { // not parallel: it counts them
 	pool := pgtest.DB(t)
 	p := startEngine(t, pool, eventFlow(0))
-	awaitStatus(t, pool, p.startWithInput(t, "first"), executions.Waiting)
+	enginetest.Await(t, pool, p.startWithInput(t, "first"), executions.Waiting)
 	before := runtime.NumGoroutine()
 	for i := range 500 {
 		p.startWithInput(t, fmt.Sprint("key ", i))

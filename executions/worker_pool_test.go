@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -260,10 +261,10 @@ func TestDeliverRunsExecutionWithoutRiverJob(t *testing.T) {
 	before := countWakeJobs(t, pool)
 	for range 10 { // one at a time, so each finds a free worker
 		id := p.startFlow(t, "flow")
-		awaitStatus(t, pool, id, executions.Waiting)
+		enginetest.Await(t, pool, id, executions.Waiting)
 		got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", id, nil, id)
 		require.Truef(t, err == nil && len(got.Resumed) == 1, "resumed %v, %v", got.Resumed, err)
-		awaitStatus(t, pool, id, executions.Completed)
+		enginetest.Await(t, pool, id, executions.Completed)
 	}
 	if n := countWakeJobs(t, pool) - before; n > 1 { // the first may start before the workers do
 		t.Errorf("%d hints by way of River", n)
@@ -278,14 +279,14 @@ func TestDeliverInTransactionInsertsRiverJob(t *testing.T) {
 		return resultOf(executions.Wait(ctx, "go", executions.Event(x.ID, 0)))
 	}), neverSweep)
 	id := p.startFlow(t, "flow")
-	awaitStatus(t, pool, id, executions.Waiting)
+	enginetest.Await(t, pool, id, executions.Waiting)
 	before := countWakeJobs(t, pool)
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
 	_, err = p.Deliver(t.Context(), tx, "EVENT_COMPLETED", id, nil, "")
 	assert.NoError(t, err)
 	require.NoError(t, tx.Commit(t.Context()))
-	awaitStatus(t, pool, id, executions.Completed)
+	enginetest.Await(t, pool, id, executions.Completed)
 	assert.Equal(t, before+1, countWakeJobs(t, pool), countWakeJobs(t, pool)-before)
 }
 
@@ -332,7 +333,7 @@ func TestUnknownFlowIsLeftToOthers(t *testing.T) {
 		executions.Spec{Flow: "strange", Surface: trace.Flow, Queue: executions.Interactive})
 	require.NoError(t, err)
 	strange = append(strange, x.ID)
-	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	pgtest.Eventually(t, func() bool { return len(log.Lines("flow unknown here")) >= 2 }, "each queue meets the flow")
 	if warned := log.Lines("flow unknown here", `"WARN"`); len(warned) > 1 {
 		t.Errorf("the flow is reported more than once: %q", warned)
@@ -343,10 +344,10 @@ func TestUnknownFlowIsLeftToOthers(t *testing.T) {
 		return executions.Result{}, nil
 	}}, neverSweep, with)
 	for _, id := range strange {
-		awaitStatus(t, pool, id, executions.Completed)
+		enginetest.Await(t, pool, id, executions.Completed)
 	}
 	for range 3 { // by now this process skips the flow
-		awaitStatus(t, pool, p.startFlow(t, "strange"), executions.Completed)
+		enginetest.Await(t, pool, p.startFlow(t, "strange"), executions.Completed)
 	}
 }
 
@@ -364,7 +365,7 @@ func TestParentResumesWithoutSweep(t *testing.T) {
 	for range 5 {
 		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "flow", Surface: trace.Flow})
 		require.NoError(t, err)
-		awaitStatus(t, pool, x.ID, executions.Completed)
+		enginetest.Await(t, pool, x.ID, executions.Completed)
 	}
 }
 
@@ -382,7 +383,7 @@ func TestLockedReadyExecutionIsPolledAgain(t *testing.T) {
 		require.NoError(t, err)
 		locked = insertPending(t, pool)
 		pgtest.Exec(t, tx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": locked})
-		awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed) // the workers have polled
+		enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed) // the workers have polled
 		if getExecution(t, pool, locked).Status == executions.Pending {
 			return true
 		}
@@ -390,7 +391,7 @@ func TestLockedReadyExecutionIsPolledAgain(t *testing.T) {
 		return false
 	}, "a ready execution is locked before a worker takes it")
 	require.NoError(t, tx.Commit(t.Context()))
-	awaitStatus(t, pool, locked, executions.Completed)
+	enginetest.Await(t, pool, locked, executions.Completed)
 }
 
 // A thousand executions in two processes wait for one event each. Every event comes several times, in any order, by

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -54,7 +55,7 @@ func startProcess(
 	for _, more := range register {
 		require.NoError(t, more(e))
 	}
-	w.stop = enginetest.Run(t, e.Run)
+	w.stop = testkit.Run(t, e.Run)
 	return w
 }
 

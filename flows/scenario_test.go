@@ -91,7 +91,7 @@ func (s *scenario) startEngine(t *testing.T, pool *pgxpool.Pool) {
 	})
 	s.Engine = e
 	e.Fallback((&flows.Interpreter{Pool: pool, Engine: e, Logger: log}).Find)
-	enginetest.Run(t, e.Run)
+	testkit.Run(t, e.Run)
 }
 
 // startFlow starts a flow in the thread.

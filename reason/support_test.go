@@ -102,7 +102,7 @@ func (w *world) engine(t *testing.T, run bool) *executions.Engine {
 		w.prepare(e)
 	}
 	if run {
-		enginetest.Run(t, e.Run)
+		testkit.Run(t, e.Run)
 	}
 	return e
 }

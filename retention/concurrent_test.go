@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/retention"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -100,13 +101,7 @@ func (w *workload) start() {
 	require.NoError(w.t, err)
 	w.engine = engine
 	require.NoError(w.t, errors.Join(engine.Register("errand", w.runJob), engine.Register("child", w.runChild)))
-	ctx, cancel := context.WithCancel(context.WithoutCancel(w.t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return engine.Run(ctx) })
-	w.t.Cleanup(func() {
-		cancel()
-		assert.NoError(w.t, group.Wait(), "engine")
-	})
+	testkit.Run(w.t, engine.Run)
 }
 
 // startJob starts a job, raises its early event, and returns the id of its execution.

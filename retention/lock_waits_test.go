@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // passAppName is the application name of sessions that run passes.
@@ -40,10 +41,10 @@ func impatientPool(t *testing.T, url string, watcher *pgxpool.Pool) *pgxpool.Poo
 	pool, err := pgxpool.NewWithConfig(t.Context(), config)
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	done := make(chan struct{})
-	go func() { defer close(done); w.watch(ctx, watcher) }()
-	t.Cleanup(func() { stop(); <-done })
+	testkit.Run(t, func(ctx context.Context) error {
+		w.watch(ctx, watcher)
+		return nil
+	})
 	return pool
 }
 

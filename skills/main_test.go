@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -109,7 +110,7 @@ func TestFlowSkill(t *testing.T) {
 			})
 		return executions.Result{Value: v}, err
 	})
-	enginetest.Run(t, e.Run)
+	testkit.Run(t, e.Run)
 	call := func(s skills.Skill, args, key string) (got skills.FlowAnswer) {
 		t.Helper()
 		raw, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(args), IdempotencyKey: key})

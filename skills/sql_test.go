@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -314,7 +315,7 @@ func TestSQLRetriesAfterDisconnect(t *testing.T) {
 			})
 		return executions.Result{Value: got}, err
 	})
-	enginetest.Run(t, e.Run)
+	testkit.Run(t, e.Run)
 	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "asks", Surface: trace.Flow})
 	require.NoError(t, err)
 	pgtest.Eventually(t, func() bool { return isRunning(t, pool, marker) }, "the query does not start")

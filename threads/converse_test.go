@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -39,7 +40,7 @@ func TestParkedThreadKeepsItsHolder(t *testing.T) {
 		return resultOf(sendAll(ctx, "hello, "+data.Content))
 	}})
 	id := p.startFlow(t, "ask")
-	p.awaitStatus(t, id, executions.Waiting)
+	enginetest.Await(t, p.pool, id, executions.Waiting)
 	held := pgtest.Value[bool](t, pool, `select parked and expires_at > clock_timestamp() + interval '100 years'
 		from agent_locks where lane = 'thread:t'`)
 	freed, err := threads.Clean(t.Context(), pool, slog.New(slog.DiscardHandler))
@@ -49,7 +50,7 @@ func TestParkedThreadKeepsItsHolder(t *testing.T) {
 	assert.Truef(t, s.Queued, "a message of another: %+v", s)
 	got := p.receive(t, "t", "Ada")
 	assert.Truef(t, len(got.Resumed) == 1 && got.Resumed[0] == id && got.Seq == 2, "received: %+v", got)
-	p.awaitStatus(t, id, executions.Completed)
+	enginetest.Await(t, p.pool, id, executions.Completed)
 	pgtest.Eventually(t, func() bool { return len(sentContents(t, pool, "t")) == 4 }, "the queued message leaves")
 	assert.NoDiff(t, []string{"who are you?", "Ada", "hello, Ada", "other"}, sentContents(t, pool, "t"))
 	p.log.assertLine(t, `msg="lane acquired"`, "lane=thread:t", "owner="+id)
@@ -104,7 +105,7 @@ func TestWaitStartsWhenQueuedQuestionIsSent(t *testing.T) {
 	a, b := startClaimed(t, pool, ""), ""
 	sendAs(t, pool, a, "a")
 	id := p.startFlow(t, "ask")
-	p.awaitStatus(t, id, executions.Waiting)
+	enginetest.Await(t, p.pool, id, executions.Waiting)
 	b = startClaimed(t, pool, "")
 	sendAs(t, pool, b, "b")
 	got := p.receive(t, "t", "for a")
@@ -158,7 +159,7 @@ func TestChildBorrowsThreadAndSiblingQueues(t *testing.T) {
 			and status = 'waiting'
 			or flow = 'sibling' and status = 'completed'`)
 	p.receive(t, "t", "my answer")
-	p.awaitStatus(t, id, executions.Completed)
+	enginetest.Await(t, p.pool, id, executions.Completed)
 	pgtest.Eventually(t, func() bool { return len(sentContents(t, pool, "t")) == 6 }, "all is said")
 	want := []string{"parent begins", "child asks", "my answer", "child thanks", "parent ends", "sibling"}
 	assert.NoDiff(t, want, sentContents(t, pool, "t"))
@@ -224,7 +225,7 @@ func TestTimedOutWaitReturnsThreadToParent(t *testing.T) {
 					pgtest.Until(t, pool, 1, `select count(*)::int from agent_messages where status = 'queued'`)
 				}
 			}
-			p.awaitStatus(t, x.ID, executions.Completed)
+			enginetest.Await(t, p.pool, x.ID, executions.Completed)
 			pgtest.Eventually(t, func() bool { return len(sentContents(t, pool, "t")) == len(want)+1 },
 				"the child's message leaves")
 		})

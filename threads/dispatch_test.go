@@ -1,7 +1,6 @@
 package threads_test
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -17,12 +16,12 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	standardwebhooks "github.com/standard-webhooks/standard-webhooks/libraries/go"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -98,35 +97,22 @@ func (l *target) contents() (all []string) {
 	return all
 }
 
-// startDispatcher runs a dispatcher until the end of the test, or until the caller calls stop.
-func startDispatcher(
-	t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatcher),
-) (log *logRecorder, stop func()) {
+// startDispatcher runs a dispatcher until the end of the test.
+func startDispatcher(t *testing.T, pool *pgxpool.Pool) *logRecorder {
 	t.Helper()
 	host, _, err := net.SplitHostPort("127.0.0.1:80")
 	require.NoError(t, err)
 	client, err := skills.NewGuardedClient([]string{host}, nil)
 	require.NoError(t, err)
-	log = &logRecorder{}
+	log := &logRecorder{}
 	notes := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
 	c := &threads.Dispatcher{
 		Pool: pool, Client: client, Logger: slog.New(slog.NewTextHandler(log, nil)), Listener: notes,
 		Getenv:   func(name string) string { return map[string]string{"SECRET": whsec}[name] },
 		Schedule: []time.Duration{time.Millisecond, time.Millisecond, time.Millisecond},
 	}
-	for _, f := range change {
-		f(c)
-	}
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return c.Run(ctx) })
-	group.Go(func() error { return notes.Run(ctx) })
-	stop = sync.OnceFunc(func() {
-		cancel()
-		assert.NoError(t, group.Wait())
-	})
-	t.Cleanup(stop)
-	return log, stop
+	testkit.Run(t, c.Run, notes.Run)
+	return log
 }
 
 // createThread creates a thread whose messages go to a target.
@@ -211,7 +197,7 @@ func TestHangingTargetDelaysNoOther(t *testing.T) {
 	createThread(t, pool, "log", threads.ChannelLog, "")
 	sendByAdmin(t, pool, "fast", "x", "y")
 	sendByAdmin(t, pool, "log", "for the log")
-	log, _ := startDispatcher(t, pool)
+	log := startDispatcher(t, pool)
 	pgtest.Eventually(t, func() bool { return len(fast.contents()) == 2 }, "the fast target receives both messages")
 	pgtest.Until(t, pool, "delivered", `select status from agent_messages where thread_id = 'log'`)
 	log.assertLine(t, "msg=message", `content="for the log"`, "thread_id=log")
@@ -283,7 +269,7 @@ func TestDispatcherFlushesAndReleasesThreads(t *testing.T) {
 	sendAs(t, db, a, "a")
 	sendAs(t, db, b, "b")
 	sendAs(t, db, c, "c")
-	log, _ := startDispatcher(t, db)
+	log := startDispatcher(t, db)
 	endExecution(t, db, a, "completed")
 	pgtest.Eventually(t, func() bool { return len(sentContents(t, db, "t")) == 2 }, "b's message is sent")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)

@@ -9,7 +9,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -57,14 +56,7 @@ func startProcess(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *proc
 			return fn(ctx)
 		}))
 	}
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return e.Run(ctx) })
-	group.Go(func() error { return keeper.Run(ctx) })
-	t.Cleanup(func() {
-		stop()
-		assert.NoError(t, group.Wait(), "process")
-	})
+	testkit.Run(t, e.Run, keeper.Run)
 	return &process{e, pool, log}
 }
 
@@ -73,18 +65,6 @@ func (p *process) startFlow(t *testing.T, flow string) string {
 	x, _, err := p.Start(t.Context(), p.pool, executions.Spec{Flow: flow, Surface: trace.Flow, ThreadID: "t"})
 	require.NoError(t, err)
 	return x.ID
-}
-
-// awaitStatus waits for a status of an execution.
-func (p *process) awaitStatus(t *testing.T, id string, status executions.Status) executions.Execution {
-	t.Helper()
-	var got executions.Execution
-	pgtest.Eventually(t, func() bool {
-		var err error
-		got, err = executions.Get(t.Context(), p.pool, id)
-		return err == nil && got.Status == status
-	}, "execution is "+string(status))
-	return got
 }
 
 // receive delivers a message of the participant.

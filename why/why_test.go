@@ -95,7 +95,7 @@ func TestAShutdownIsExplained(t *testing.T) {
 		return executions.Result{}, context.Cause(ctx)
 	})
 	r := w.newScenario(1).start(executions.Spec{Flow: "order", Surface: trace.Flow}, nil, cause{})
-	stop := enginetest.Run(t, engine.Run)
+	stop := testkit.Run(t, engine.Run)
 	testkit.Receive(t, held)
 	stop()
 	answer, err := why.Of(t.Context(), w.pool, r.trace)

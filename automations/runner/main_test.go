@@ -25,6 +25,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -77,7 +78,7 @@ func (w *world) process(t *testing.T) (*runner.Runner, *executions.Engine) {
 	r, e, keeper := w.idle(t)
 	listener := postgres.NewListener(postgres.Dialer(w.pool), r.Logger)
 	r.Listener = listener
-	enginetest.Run(t, e.Run, r.Run, keeper.Run, listener.Run)
+	testkit.Run(t, e.Run, r.Run, keeper.Run, listener.Run)
 	return r, e
 }
 

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -207,7 +208,7 @@ func TestTrialCannotCallSkillOrAcquireLane(t *testing.T) {
 		}))
 		x, _, err := engine.Start(t.Context(), w.pool, executions.Spec{Flow: "eval", Surface: surface})
 		require.NoError(t, err)
-		enginetest.Run(t, engine.KeepAlive)
+		testkit.Run(t, engine.KeepAlive)
 		require.NoError(t, engine.ClaimAndRun(t.Context(), x.ID))
 		want := executions.Failed
 		if allowed {

@@ -25,6 +25,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -83,7 +84,7 @@ func newTestRunner(t *testing.T) *testRunner {
 		},
 	}
 	require.NoError(t, w.runner.Register())
-	enginetest.Run(t, w.runner.Engine.KeepAlive)
+	testkit.Run(t, w.runner.Engine.KeepAlive)
 	return w
 }
 
@@ -470,7 +471,7 @@ func TestRunNeedsSameSetup(t *testing.T) {
 	other := *w.runner
 	other.Engine, other.Model, other.Setup = enginetest.New(t, w.pool), client, "0c0a"
 	require.NoError(t, other.Register())
-	enginetest.Run(t, other.Engine.Run)
+	testkit.Run(t, other.Engine.Run)
 	cancel()
 	<-ended
 	err = other.Work(t.Context(), run, 1, func(evals.Trial) {})

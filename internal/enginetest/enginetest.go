@@ -4,12 +4,10 @@ package enginetest
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -40,30 +38,6 @@ func Register(
 ) {
 	tb.Helper()
 	require.NoError(tb, e.Register(flow, fn))
-}
-
-// Run runs services, such as an engine's Run, until stop is called or the test ends. A service that fails fails the
-// test.
-func Run(tb testing.TB, services ...func(ctx context.Context) error) (stop func()) {
-	tb.Helper()
-	ctx, cancel := context.WithCancel(context.WithoutCancel(tb.Context()))
-	group, running := errgroup.WithContext(ctx)
-	for _, run := range services {
-		group.Go(func() error { return run(running) })
-	}
-	stopped := false
-	stop = func() {
-		if stopped {
-			return
-		}
-		stopped = true
-		cancel()
-		if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
-			tb.Errorf("service: %v", err)
-		}
-	}
-	tb.Cleanup(stop)
-	return stop
 }
 
 // Await waits until an execution has a status. It fails if the execution ends with another one.

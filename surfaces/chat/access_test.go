@@ -36,13 +36,7 @@ func TestRevokedParticipantHearsNoMore(t *testing.T) {
 	g, reply := gated()
 	w := newWorld(t, reply)
 	listener := postgres.NewListener(postgres.Dialer(w.pool), slog.New(slog.DiscardHandler))
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	done := make(chan error, 1)
-	go func() { done <- listener.Run(ctx) }()
-	t.Cleanup(func() {
-		stop()
-		<-done
-	})
+	testkit.Run(t, listener.Run)
 	p := w.process(t, func(c *chat.Chat) { c.Listener = listener })
 	hall, _, err := threads.Open(t.Context(), w.pool, threads.Admin, threads.Thread{Name: "hall"})
 	require.NoError(t, err)

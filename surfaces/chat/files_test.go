@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -137,7 +138,7 @@ func TestFilesAnswerRequestOfFlow(t *testing.T) {
 	second, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "signed.txt", "yes")))
 	require.Truef(t, err == nil && second.Choices[0].Message.Content == "photo is dent.txt.\n\nform is signed.txt.",
 		"%+v, %v", second, err)
-	p.reaches(t, id, executions.Completed)
+	enginetest.Await(t, p.pool, id, executions.Completed)
 	lines := w.transcript(t, "t")
 	assert.Truef(t, len(lines) == 6 && strings.Contains(lines[1], "a dent") && strings.Contains(lines[2], missing) &&
 		strings.Contains(lines[3], "yes"), "the thread: %q", lines)
@@ -166,7 +167,7 @@ func TestWhyNamesTurnThatBroughtDocument(t *testing.T) {
 	client := p.official("site", option.WithHeader("X-Thread-Id", "t"))
 	_, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "dent.txt", "a dent")))
 	require.NoError(t, err)
-	p.reaches(t, id, executions.Completed)
+	enginetest.Await(t, p.pool, id, executions.Completed)
 	got := pgtest.Value[string](t, w.pool, `
 		select string_agg(y.what, '; ') from agent_executions x cross join lateral why(x.trace_id) y
 		 where x.id = $1 and y.part = 'waits'`, id)
@@ -184,7 +185,7 @@ func TestWordsAloneAreToldWhichDocumentIsMissing(t *testing.T) {
 	for range 2 { // the second answer does not repeat the first one's message
 		assert.Equal(t, want, p.answerTo(t, "t", "it is broken"))
 	}
-	p.reaches(t, id, executions.Waiting)
+	enginetest.Await(t, p.pool, id, executions.Waiting)
 	lines := w.transcript(t, "t")
 	require.Equal(t, 5, len(lines), lines)
 	assert.Contains(t, lines[2], want)
@@ -206,7 +207,7 @@ func TestChannelSaysWhichDocumentIsMissing(t *testing.T) {
 		Flow: "talk", Surface: trace.Flow, ThreadID: "t",
 	})
 	require.NoError(t, err)
-	p.reaches(t, x.ID, executions.Waiting)
+	enginetest.Await(t, p.pool, x.ID, executions.Waiting)
 	_, err = p.chat.Accept(t.Context(), channels.Visit{
 		Key: "1", Channel: channels.Channel{Name: "support", Type: channels.Telegram}, Conversation: "t",
 		Text: "it is broken",

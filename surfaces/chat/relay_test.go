@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -80,16 +81,8 @@ func (p *process) talks(t *testing.T) string {
 	require.NoError(t, err)
 	x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "talk", Surface: trace.Flow, ThreadID: "t"})
 	require.NoError(t, err)
-	p.reaches(t, x.ID, executions.Waiting)
+	enginetest.Await(t, p.pool, x.ID, executions.Waiting)
 	return x.ID
-}
-
-func (p *process) reaches(t *testing.T, id string, status executions.Status) {
-	t.Helper()
-	pgtest.Eventually(t, func() bool {
-		x, err := executions.Get(t.Context(), p.pool, id)
-		return err == nil && x.Status == status
-	}, "execution is "+string(status))
 }
 
 func TestMessageGoesToFlowThatWaitsForIt(t *testing.T) {
@@ -109,7 +102,7 @@ func TestMessageGoesToFlowThatWaitsForIt(t *testing.T) {
 	require.NoError(t, err)
 	got, err := streamed(t, stream)
 	assert.Truef(t, err == nil && got == "So Ada lives in London.", "streamed: %q, %v", got, err)
-	p.reaches(t, id, executions.Completed)
+	enginetest.Await(t, p.pool, id, executions.Completed)
 	want := []string{"Who are you?", "Ada", "Hello, Ada.", "Where do you live?", "London", "So Ada lives in London."}
 	assert.NoDiff(t, want, p.all(t, "t"))
 	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'chat'`))
@@ -138,7 +131,7 @@ func TestAFlowThatFailsIsNotSilent(t *testing.T) {
 	id := p.talks(t)
 	const failed = "Your message was received, but the process that was to answer it has failed."
 	assert.Equal(t, failed, p.answerTo(t, "t", "Ada"))
-	p.reaches(t, id, executions.Failed)
+	enginetest.Await(t, p.pool, id, executions.Failed)
 	assert.NoDiff(t, []string{"Who are you?", "Ada", failed}, p.all(t, "t"))
 }
 
@@ -171,7 +164,7 @@ func TestMessageThatNobodyAnswersIsPassedOn(t *testing.T) {
 	assert.NoDiff(t, []string{"One moment.", "hello?"}, p.all(t, "t"))
 	_, err := p.engine.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "go", nil, "")
 	require.NoError(t, err)
-	p.reaches(t, id, executions.Completed)
+	enginetest.Await(t, p.pool, id, executions.Completed)
 	// After the flow has ended, the model answers again.
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("here I am") })
 	assert.Equal(t, "here I am", p.answerTo(t, "t", "anybody?"))
@@ -244,9 +237,9 @@ func TestRelayEndsAfterAWhile(t *testing.T) {
 	}, func(c *chat.Chat) { c.RelayWait = 8 * time.Second })
 	id := p.talks(t)
 	assert.Equal(t, "Let me see, Ada.", p.answerTo(t, "t", "Ada"))
-	p.reaches(t, id, executions.Running)
+	enginetest.Await(t, p.pool, id, executions.Running)
 	close(done)
-	p.reaches(t, id, executions.Completed)
+	enginetest.Await(t, p.pool, id, executions.Completed)
 }
 
 func TestRelayWhoseMessagesAreDeletedEndsWithWhatItHasShown(t *testing.T) {
@@ -276,7 +269,7 @@ func TestRelayWhoseMessagesAreDeletedEndsWithWhatItHasShown(t *testing.T) {
 	close(done)
 	rest, err := streamed(t, stream)
 	assert.Truef(t, err == nil && rest == "", "then comes %q, %v", rest, err)
-	p.reaches(t, id, executions.Completed)
+	enginetest.Await(t, p.pool, id, executions.Completed)
 }
 
 // A child gets the message. The answer also has the messages that its parent flow sends after it.
@@ -299,7 +292,7 @@ func TestRelayFollowsFromChildToItsParent(t *testing.T) {
 	id := p.talks(t)
 	pgtest.Until(t, p.pool, 1, `select count(*)::int from agent_executions where flow = 'child' and status = 'waiting'`)
 	assert.Equal(t, "Got it.\n\nNext step.", p.answerTo(t, "t", "here it is"))
-	p.reaches(t, id, executions.Completed)
+	enginetest.Await(t, p.pool, id, executions.Completed)
 }
 
 // An absent external worker sends nothing. The visitor does not wait for it, and gets its messages with the next

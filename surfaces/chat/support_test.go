@@ -16,7 +16,6 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
@@ -24,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/looptest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -100,7 +100,7 @@ type process struct {
 func (w *world) process(t *testing.T, change ...func(*chat.Chat)) *process {
 	t.Helper()
 	p, keeper := w.silent(t, change...)
-	p.run(t, keeper)
+	testkit.Run(t, p.engine.Run, keeper.Run, p.chat.Run)
 	return p
 }
 
@@ -110,11 +110,9 @@ func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lan
 	log := &testkit.Log{}
 	logger := slog.New(slog.NewTextHandler(log, nil))
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
-	e, err := executions.New(w.pool, executions.Options{
-		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
-		StopTimeout: 2 * time.Second, Workers: 2,
+	e := enginetest.New(t, w.pool, func(o *executions.Options) {
+		o.Keeper, o.StopTimeout, o.Workers = keeper, 2*time.Second, 2
 	})
-	require.NoError(t, err)
 	p := &process{world: w, engine: e, log: log}
 	p.chat = &chat.Chat{
 		Pool: w.pool, Engine: e, Loop: w.loop(t), Logger: logger, Rate: -1,
@@ -177,24 +175,6 @@ func (p *process) serve(t *testing.T) {
 		server.Close()
 	})
 	p.url = server.URL
-}
-
-func (p *process) run(t *testing.T, keeper *lanes.Keeper) {
-	t.Helper()
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error {
-		if err := p.engine.Run(ctx); err != nil && ctx.Err() == nil {
-			return err
-		}
-		return nil
-	})
-	group.Go(func() error { return keeper.Run(ctx) })
-	group.Go(func() error { return p.chat.Run(ctx) })
-	t.Cleanup(func() {
-		stop()
-		assert.NoError(t, group.Wait())
-	})
 }
 
 // client returns the stock Go client with the key site.

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -49,7 +50,7 @@ func (p *process) announce(t *testing.T, words ...string) {
 			ThreadID: "t", Input: w,
 		})
 		require.NoError(t, err)
-		p.reaches(t, x.ID, executions.Completed)
+		enginetest.Await(t, p.pool, x.ID, executions.Completed)
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -96,7 +97,8 @@ func (w *testHeartbeat) loseProcess(t *testing.T, reached, release chan struct{}
 	}
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.engine(t, true)
-	x := w.waitStatus(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
+	id := pgtest.Value[string](t, w.pool, `select id::text from agent_executions`)
+	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	close(release)
 	require.NoError(t, first.Wait())
 	return x

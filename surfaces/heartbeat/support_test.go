@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/looptest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -156,11 +157,7 @@ func (w *testHeartbeat) addObjective(t *testing.T, d objectives.Definition) (o o
 func (w *testHeartbeat) engine(t *testing.T, running bool) *executions.Engine {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
-	e, err := executions.New(w.pool, executions.Options{
-		Keeper: keeper, SweepEvery: 100 * time.Millisecond,
-		LeaseTTL: 20 * time.Second,
-	})
-	require.NoError(t, err)
+	e := enginetest.New(t, w.pool, func(o *executions.Options) { o.Keeper = keeper })
 	beat := *w.surface
 	require.NoError(t, beat.Register(e))
 	if !running {
@@ -192,17 +189,6 @@ func summary(t *testing.T, x executions.Execution) (s heartbeat.Summary) {
 		require.NoError(t, json.Unmarshal(x.Result, &s))
 	}
 	return s
-}
-
-// waitStatus waits for an execution to reach a status.
-func (w *testHeartbeat) waitStatus(t *testing.T, id string, want executions.Status) (x executions.Execution) {
-	t.Helper()
-	pgtest.Eventually(t, func() bool {
-		var err error
-		x, err = executions.Get(t.Context(), w.pool, id)
-		return err == nil && x.Status == want
-	}, "execution becomes "+string(want))
-	return x
 }
 
 // traceLines returns skill and status of a trace, in order.

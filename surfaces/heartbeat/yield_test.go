@@ -10,6 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -128,7 +129,7 @@ func TestRunningHeartbeatYields(t *testing.T) {
 				"the heartbeat lost its lane by waiting")
 			requests := len(w.model.Requests())
 			w.freeLane(t, heartbeat.OperateLane)
-			x = w.waitStatus(t, x.ID, executions.Completed)
+			x = enginetest.Await(t, w.pool, x.ID, executions.Completed)
 			assert.True(t, len(w.model.Requests()) > requests, "the heartbeat did not continue after the admin's release")
 			keys := map[string]bool{}
 			for _, r := range w.model.Requests() {
@@ -159,7 +160,7 @@ func TestHeartbeatResumesAfterLaneHolder(t *testing.T) {
 				return err == nil && (x.Status == executions.Completed || postgres.Deref(x.WaitingKey) == heartbeat.Lane)
 			}, "it waits for its lane")
 			w.freeLane(t, heartbeat.Lane)
-			x = w.waitStatus(t, x.ID, executions.Completed)
+			x = enginetest.Await(t, w.pool, x.ID, executions.Completed)
 			lines := w.traceLines(t, x.TraceID)
 			got := phases(lines)
 			assert.Truef(t, len(got) == 6 && !strings.Contains(strings.Join(lines, " "), "error"), "story is %q", lines)
@@ -187,7 +188,7 @@ func TestHeartbeatWaitTimeout(t *testing.T) {
 			e := w.engine(t, true)
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			require.NoError(t, err)
-			x = w.waitStatus(t, x.ID, executions.Completed)
+			x = enginetest.Await(t, w.pool, x.ID, executions.Completed)
 			assert.NoDiff(t, want, phases(w.traceLines(t, x.TraceID)))
 			pgtest.Equal(t, w.pool, 1, `select wait_number from agent_executions where id = $1`, x.ID)
 			assert.Equal(t, 1, w.calls.of("look"))
@@ -225,7 +226,7 @@ func TestResumedHeartbeatSkipsFinishedPhases(t *testing.T) {
 	require.Truef(t, err == nil && x.Status == executions.Waiting, "the heartbeat is %s: %v", x.Status, err)
 	w.holdLane(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations where name = 'a'`))
 	w.freeLane(t, heartbeat.OperateLane)
-	x = w.waitStatus(t, x.ID, executions.Completed)
+	x = enginetest.Await(t, w.pool, x.ID, executions.Completed)
 	assert.Equal(t, "automations: a succeeded, b succeeded", summary(t, x).Phases["run_automations"])
 	lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
 	assert.Truef(t, !strings.Contains(lines, "run_automation skipped"), "story is %s", lines)

@@ -11,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -53,7 +54,7 @@ func TestInlineApprovalKeepsStreaming(t *testing.T) {
 				"asked for %s, %v", asked.Arguments, err)
 			assert.Truef(t, asked.Skill == "wipe" && !asked.ExpiresAt.IsZero(), "asked %+v", asked)
 			start := waitEvent[operate.Start](t, b, "start")
-			x := w.waitStatus(t, start.ExecutionID, executions.Waiting)
+			x := enginetest.Await(t, w.pool, start.ExecutionID, executions.Waiting)
 			assert.Equal(t, "approval", postgres.Deref(x.WaitingFor), "it waits for")
 			assert.Equal(t, 0, called.Load())
 			w.decide(t, asked.ID, approve)
@@ -75,7 +76,7 @@ func (p *process) sendGuarded(
 	b = p.send(t, s, "Wipe orders.", false)
 	asked = waitEvent[operate.Approval](t, b, "approval")
 	start = waitEvent[operate.Start](t, b, "start")
-	w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	enginetest.Await(t, w.pool, start.ExecutionID, executions.Waiting)
 	return b, asked, start
 }
 
@@ -91,7 +92,7 @@ func TestDetachedTurnFinishesHeadless(t *testing.T) {
 	assert.Equal(t, "", w.laneHolder(t))
 	w.process(t, true) // a working process
 	w.decide(t, asked.ID, true)
-	x := w.waitStatus(t, start.ExecutionID, executions.Completed)
+	x := enginetest.Await(t, w.pool, start.ExecutionID, executions.Completed)
 	assert.Truef(t, called.Load() == 1 && x.ResultSummary == "It is over.",
 		"called %d times, %q", called.Load(), x.ResultSummary)
 	pgtest.Equal(t, w.pool, "It is over.",
@@ -116,7 +117,7 @@ func TestHeadlessTurnWaitsForLane(t *testing.T) {
 	}, "the turn waits for the other admin")
 	assert.Equal(t, 0, called.Load())
 	require.NoError(t, other.Close(t.Context()))
-	w.waitStatus(t, start.ExecutionID, executions.Completed)
+	enginetest.Await(t, w.pool, start.ExecutionID, executions.Completed)
 	assert.Equal(t, 1, called.Load())
 }
 
@@ -143,7 +144,7 @@ func checkHeadlessApproval(t *testing.T, replies []modeltest.Reply) {
 	p := w.process(t, true, w.delegates(t))
 	b := p.send(t, p.open(t, ""), "Wipe both.", false)
 	start := waitEvent[operate.Start](t, b, "start")
-	first := w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	first := enginetest.Await(t, w.pool, start.ExecutionID, executions.Waiting)
 	b.leave(context.Canceled)
 	_, err := b.wait(t)
 	require.NoError(t, err)
@@ -160,7 +161,7 @@ func checkHeadlessApproval(t *testing.T, replies []modeltest.Reply) {
 	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" },
 		"the turn that waits for a person frees the lane")
 	w.decide(t, second, true)
-	w.waitStatus(t, start.ExecutionID, executions.Completed)
+	enginetest.Await(t, w.pool, start.ExecutionID, executions.Completed)
 }
 
 // Another process runs the decided calls, and requests a further approval. The listener reports all events as if the
@@ -178,12 +179,12 @@ func TestCallsOfAnotherProcessAreReported(t *testing.T) {
 	pgtest.Until(t, w.pool, "lane", `select coalesce(waiting_for, '') from agent_executions`)
 	s.Wake() // it lends the lane
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_approvals where status = 'pending'`)
-	w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	enginetest.Await(t, w.pool, start.ExecutionID, executions.Waiting)
 	s.Wake()
 	pgtest.Eventually(t, func() bool { return strings.Count(b.names(), "approval") == 2 }, "it asks again")
 	second, _ := lastEvent[operate.Approval](&b.eventLog, "approval")
 	w.decide(t, second.ID, false)
-	w.waitStatus(t, start.ExecutionID, executions.Completed)
+	enginetest.Await(t, w.pool, start.ExecutionID, executions.Completed)
 	s.Wake()
 	done, err := b.wait(t)
 	assert.Truef(t, err == nil && done.Text == "One of them." && b.text() == done.Text,
@@ -227,7 +228,7 @@ func TestInterruptCancelsWaitingTurn(t *testing.T) {
 	b.leave(operate.ErrInterrupt)
 	_, err := b.wait(t)
 	assert.Error(t, err, "the turn has an answer")
-	w.waitStatus(t, start.ExecutionID, executions.Cancelled)
+	enginetest.Await(t, w.pool, start.ExecutionID, executions.Cancelled)
 	_, err = approvals.Decide(t.Context(), w.pool, asked.ID, true, "admin", "")
 	assert.Truef(t, err != nil && called.Load() == 0, "an approval of a cancelled turn can be granted: %v", err)
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -127,7 +128,7 @@ func TestDisconnectCancelsTurn(t *testing.T) {
 	start := read[operate.Start](t, events, "start")
 	pgtest.Eventually(t, runs, "the skill runs")
 	leave()
-	x := w.waitStatus(t, start.ExecutionID, executions.Cancelled)
+	x := enginetest.Await(t, w.pool, start.ExecutionID, executions.Cancelled)
 	assert.Equal(t, "admin", postgres.Deref(x.CancelledBy))
 	pgtest.Eventually(t, stopped, "the skill is stopped")
 	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
@@ -141,11 +142,11 @@ func TestDisconnectKeepsTurnWaitingForApproval(t *testing.T) {
 	resp := p.post(t, ctx, `{"message":"Wipe."}`, "")
 	events, _ := readEvents(resp.Body, func(e sse) bool { return e.name == "approval" })
 	start := read[operate.Start](t, events, "start")
-	w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	enginetest.Await(t, w.pool, start.ExecutionID, executions.Waiting)
 	leave()
 	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	w.decide(t, read[operate.Approval](t, events, "approval").ID, true)
-	w.waitStatus(t, start.ExecutionID, executions.Completed)
+	enginetest.Await(t, w.pool, start.ExecutionID, executions.Completed)
 	assert.Equal(t, 1, called.Load())
 }
 
@@ -169,7 +170,7 @@ func TestJSONResponse(t *testing.T) {
 	assert.Truef(t, spent != 0 && got.Usage.TotalTokens == spent && got.Usage.TotalTokens == got.Usage.PromptTokens+
 		got.Usage.CompletionTokens, "the call before the wait used %d tokens, the answer says %+v", spent, got.Usage)
 	w.decide(t, got.Approvals[0].ID, true)
-	assert.Equal(t, "Later.", w.waitStatus(t, got.ExecutionID, executions.Completed).ResultSummary)
+	assert.Equal(t, "Later.", enginetest.Await(t, w.pool, got.ExecutionID, executions.Completed).ResultSummary)
 }
 
 func TestJSONResponseWithDelegatedApproval(t *testing.T) {
@@ -187,7 +188,7 @@ func TestJSONResponseWithDelegatedApproval(t *testing.T) {
 	events, _ := readEvents(watch, func(e sse) bool { return e.name == "approval" })
 	assert.Equal(t, got.Approvals[0].ID, read[operate.Approval](t, events, "approval").ID)
 	w.decide(t, got.Approvals[0].ID, true)
-	assert.Equal(t, "Later.", w.waitStatus(t, got.ExecutionID, executions.Completed).ResultSummary)
+	assert.Equal(t, "Later.", enginetest.Await(t, w.pool, got.ExecutionID, executions.Completed).ResultSummary)
 }
 
 func TestBusyLaneProblem(t *testing.T) {

@@ -19,6 +19,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/looptest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -91,12 +92,9 @@ func (w *testDatabase) process(t *testing.T, working bool, change ...func(*opera
 	t.Helper()
 	listener := postgres.NewListener(postgres.Dialer(w.pool), slog.New(slog.DiscardHandler))
 	p := &process{keeper: lanes.NewKeeper(w.pool, lanes.Options{Listener: listener})}
-	var err error
-	p.engine, err = executions.New(w.pool, executions.Options{
-		Keeper: p.keeper, Listener: listener, SweepEvery: 100 * time.Millisecond, LeaseTTL: w.lease,
-		StopTimeout: 200 * time.Millisecond,
+	p.engine = enginetest.New(t, w.pool, func(o *executions.Options) {
+		o.Keeper, o.Listener, o.LeaseTTL, o.StopTimeout = p.keeper, listener, w.lease, 200*time.Millisecond
 	})
-	require.NoError(t, err)
 	beat := &heartbeat.Heartbeat{
 		Pool: w.pool, Loop: w.loop, Heal: selfheal.Default(),
 		Logger: slog.New(slog.DiscardHandler),
@@ -109,6 +107,7 @@ func (w *testDatabase) process(t *testing.T, working bool, change ...func(*opera
 	for _, c := range change {
 		c(&opts)
 	}
+	var err error
 	p.Operate, err = operate.New(opts)
 	require.NoError(t, err)
 	mux := http.NewServeMux()
@@ -267,23 +266,6 @@ func (w *testDatabase) execution(t *testing.T, id string) executions.Execution {
 	t.Helper()
 	x, err := executions.Get(t.Context(), w.pool, id)
 	require.NoError(t, err)
-	return x
-}
-
-// waitStatus waits for a turn to reach a status.
-func (w *testDatabase) waitStatus(t *testing.T, id string, want executions.Status) (x executions.Execution) {
-	t.Helper()
-	t.Cleanup(func() {
-		if t.Failed() {
-			t.Logf("execution is %s, waits for %s %s; %s", x.Status, postgres.Deref(x.WaitingFor), postgres.Deref(x.WaitingKey),
-				postgres.Deref(x.ErrorMessage))
-		}
-	})
-	pgtest.Eventually(t, func() bool {
-		x = w.execution(t, id)
-		return x.Status == want || x.Status.Ended()
-	}, "execution becomes "+string(want))
-	require.Equal(t, want, x.Status)
 	return x
 }
 

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -240,7 +241,7 @@ func TestFollowTurnOfOtherProcess(t *testing.T) {
 	b := p.send(t, p.open(t, ""), "Wipe orders.", false)
 	asked := waitEvent[operate.Approval](t, b, "approval")
 	start := waitEvent[operate.Start](t, b, "start")
-	w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	enginetest.Await(t, w.pool, start.ExecutionID, executions.Waiting)
 	w.decide(t, asked.ID, true)
 	require.NoError(t, other.engine.Sweep(t.Context()))
 	done, err := b.wait(t)
@@ -300,7 +301,7 @@ func testResumesHeadless(t *testing.T, elsewhere bool) {
 	}
 	other := w.process(t, true)
 	if elsewhere {
-		x := w.waitStatus(t, start.ExecutionID, executions.Waiting)
+		x := enginetest.Await(t, w.pool, start.ExecutionID, executions.Waiting)
 		if postgres.Deref(x.WaitingFor) != "lane" || w.laneHolder(t) != "another admin" {
 			t.Errorf("it waits for %s, the lane is held by %q", postgres.Deref(x.WaitingFor), w.laneHolder(t))
 		}
@@ -308,7 +309,7 @@ func testResumesHeadless(t *testing.T, elsewhere bool) {
 			where lane = 'operate'`)
 		require.NoError(t, other.engine.Sweep(t.Context()))
 	}
-	x := w.waitStatus(t, start.ExecutionID, executions.Completed)
+	x := enginetest.Await(t, w.pool, start.ExecutionID, executions.Completed)
 	assert.Truef(t, x.ResultSummary == "All done." && first.Load() == 1 && second.Load() == 2,
 		"%q; first was called %d times, second %d", x.ResultSummary, first.Load(), second.Load())
 }
@@ -336,7 +337,7 @@ func TestShutdownHandsTurnOver(t *testing.T) {
 	assert.Truef(t, err == nil && done.Ended == operate.HandedOn, "left as %+v, %v", done, err)
 	require.NoError(t, p.Close(t.Context()))
 	w.process(t, true)
-	w.waitStatus(t, start.ExecutionID, executions.Completed)
+	enginetest.Await(t, w.pool, start.ExecutionID, executions.Completed)
 }
 
 // Between two turns only the process holds the lane. After a crash the next admin must not wait for the lease.
@@ -436,7 +437,7 @@ func TestHeartbeatYieldsToSession(t *testing.T) {
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Nothing to report.") })
 	beat, _, err := p.engine.Start(t.Context(), w.pool, heartbeat.Spec("agent"))
 	require.NoError(t, err)
-	x := w.waitStatus(t, beat.ID, executions.Waiting)
+	x := enginetest.Await(t, w.pool, beat.ID, executions.Waiting)
 	require.Truef(t, postgres.Deref(x.WaitingFor) == "lane" && postgres.Deref(x.WaitingKey) == operate.Lane,
 		"the heartbeat waits for %s %s", postgres.Deref(x.WaitingFor), postgres.Deref(x.WaitingKey))
 	done, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {})
@@ -448,6 +449,6 @@ func TestHeartbeatYieldsToSession(t *testing.T) {
 	}
 	assert.Equal(t, executions.Waiting, w.execution(t, beat.ID).Status)
 	require.NoError(t, s.Close(t.Context()))
-	w.waitStatus(t, beat.ID, executions.Completed)
+	enginetest.Await(t, w.pool, beat.ID, executions.Completed)
 	assert.Equal(t, 1, strings.Count(w.traceRows(t, x.TraceID), "look success"), w.traceRows(t, x.TraceID))
 }

@@ -23,6 +23,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -91,11 +92,7 @@ func (w *testWebhooks) engine(
 ) (*executions.Engine, *lanes.Keeper) {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
-	e, err := executions.New(w.pool, executions.Options{
-		Keeper: keeper, SweepEvery: 100 * time.Millisecond,
-		LeaseTTL: 20 * time.Second,
-	})
-	require.NoError(t, err)
+	e := enginetest.New(t, w.pool, func(o *executions.Options) { o.Keeper = keeper })
 	require.NoError(t, s.Register(e))
 	for _, f := range more {
 		f(e)

@@ -12,7 +12,6 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -189,7 +188,7 @@ func newTestEnv(t *testing.T, server *modeltest.Server, model string, change fun
 	}
 	require.NoError(t, visitors.Register(w.engine))
 	w.chat = testkit.Serve(t, visitors.CompletionsHandler())
-	w.run(t, keeper.Run, w.engine.Run, visitors.Run)
+	testkit.Run(t, keeper.Run, w.engine.Run, visitors.Run)
 	w.objective(t)
 	return w
 }
@@ -226,25 +225,6 @@ func (w *testEnv) newLoop(t *testing.T) *reason.Loop {
 	}, skills.SourceWorkspace)
 	require.NoError(t, err)
 	return &reason.Loop{Pool: w.pool, Model: w.client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
-}
-
-// run runs the process until the test ends.
-func (w *testEnv) run(t *testing.T, parts ...func(context.Context) error) {
-	t.Helper()
-	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	for _, part := range parts {
-		group.Go(func() error {
-			if err := part(ctx); err != nil && ctx.Err() == nil {
-				return err
-			}
-			return nil
-		})
-	}
-	t.Cleanup(func() {
-		stop()
-		assert.NoError(t, group.Wait())
-	})
 }
 
 // objective declares an objective with two steps.

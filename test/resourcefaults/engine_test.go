@@ -15,7 +15,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -44,13 +43,7 @@ func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, 
 	for name, fn := range flows {
 		require.NoError(t, e.Register(name, fn))
 	}
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	var group errgroup.Group
-	group.Go(func() error { return e.Run(ctx) })
-	t.Cleanup(func() {
-		cancel()
-		assert.NoError(t, group.Wait(), "engine")
-	})
+	testkit.Run(t, e.Run)
 	return e
 }
 
