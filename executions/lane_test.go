@@ -135,7 +135,7 @@ func TestLostLaneIsNotLoggedAsLostClaim(t *testing.T) {
 			return "", hold.Fence(ctx, tx)
 		}))
 	}), log.capture)
-	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	assert.True(t, strings.Contains(log.String(), `"execution released"`), log.String())
 	assert.True(t, !strings.Contains(log.String(), `"claim lost"`), log.String())
 }
@@ -151,7 +151,7 @@ func TestCompletionWithoutResponseIsLogged(t *testing.T) {
 			x.ID, x.Claim)
 		return executions.Result{}, nil
 	}), log.capture)
-	awaitStatus(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
 	p.stop()
 	assert.True(t, strings.Contains(log.String(), `"execution completed"`), log.String())
 }
