@@ -10,10 +10,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/chromedp/chromedp/kb"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -309,48 +307,6 @@ func TestSilentStreamOfTurnIsClosed(t *testing.T) {
 	p.Shows("It is done.")
 	p.Until("the turn has ended", `!document.getElementById("send").disabled`)
 	p.Until("half of the answer is gone", `document.querySelectorAll("#transcript .bubble-assistant").length === 1`)
-}
-
-// A message that the browser or the admin sends again after a lost answer has the key of its first request. The page
-// shows the turn of that request.
-func TestRepeatedMessageShowsItsTurn(t *testing.T) {
-	t.Parallel()
-	var keys sync.Map
-	var answers atomic.Bool
-	_, url := serveConsole(t, map[string]http.HandlerFunc{
-		"POST /v1/operate": func(w http.ResponseWriter, r *http.Request) {
-			keys.Store(r.Header.Get("Idempotency-Key"), true)
-			if !answers.Load() {
-				panic(http.ErrAbortHandler)
-			}
-			w.Header().Set("Content-Type", "application/problem+json")
-			w.WriteHeader(http.StatusConflict)
-			fmt.Fprint(w, `{"type": "urn:lanekeeper:problem:idempotency-key-used", "detail": "this key was used"}`)
-		},
-		"GET /v1/executions": func(w http.ResponseWriter, r *http.Request) {
-			respond(fmt.Sprintf(`{"items": [{"id": "x-1", "trace_id": %q, "thread_id": %q, "created_at": %q,
-				"input": {"message": "refund A-1001"}}]}`, consoleTrace, aSession, time.Now().Format(time.RFC3339)))(w, r)
-		},
-		"GET /v1/executions/{id}": respond(`{"status": "completed", "result": {"text": "Refunded once."}}`),
-		"GET /v1/activity":        respond(`{"items": []}`),
-	})
-	p := browser.Open(t, browser.Look{})
-	p.Go(url + "/operate")
-	p.Expect("ERR_EMPTY_RESPONSE")
-	p.Expect("409")
-	p.Type("#message", "refund A-1001")
-	p.Click("#send")
-	p.Shows("The server could not be reached.")
-	answers.Store(true)
-	p.Click("#send")
-	p.Shows("Refunded once.")
-	var list []any
-	keys.Range(func(key, _ any) bool {
-		list = append(list, key)
-		return true
-	})
-	assert.Truef(t, len(list) == 1 && list[0] != "", "the keys of the requests are %q", list)
-	wantNoBrowserErrors(t, p)
 }
 
 // Another process continues after a crash. It replaces a partial answer, and keeps a text before an approval.

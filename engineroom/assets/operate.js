@@ -332,30 +332,25 @@
     return null;
   };
 
-  let unheard = null; // the last request without an answer: its repetition has the same key, so its turn begins once
   const say = async (message, wait) => {
     if (!wait) bubble("user", "You", message);
     setBusy(true);
     tell(wait ? "Waits for the lane …" : "Thinks …");
     const show = view();
     let result = null, sent = false;
-    const body = { message };
-    if (session) body.session_id = session;
-    if (wait) body.wait = true;
-    if (who && !who.disabled) body.agent = who.value;
-    const text = JSON.stringify(body);
-    if (unheard?.text !== text) unheard = { text, key: crypto.getRandomValues(new Uint32Array(4)).join("-"), since: Date.now() };
-    const { key, since } = unheard;
+    const since = Date.now();
     try {
+      const body = { message };
+      if (session) body.session_id = session;
+      if (wait) body.wait = true;
+      if (who && !who.disabled) body.agent = who.value;
       const response = await fetch("/v1/operate", {
         method: "POST", cache: "no-store", credentials: "same-origin",
-        headers: { "Content-Type": "application/json", Accept: "text/event-stream", "Idempotency-Key": key }, body: text,
+        headers: { "Content-Type": "application/json", Accept: "text/event-stream" }, body: JSON.stringify(body),
       });
       sent = true;
-      const p = response.ok ? null : await problem(response);
-      if (!p?.type?.endsWith(":idempotency-key-running")) unheard = null;
-      if (p && !/:idempotency-key-(running|used)$/.test(p.type)) return refused(p, response.status, message);
-      if (!p) result = await take(events(response), show, message);
+      if (!response.ok) return refused(await problem(response), response.status, message);
+      result = await take(events(response), show, message);
     } catch { /* the connection broke: see below */ }
     if (leaving) return;
     if (result && result.event === "error") {
