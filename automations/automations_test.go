@@ -548,20 +548,17 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 		runs[0].Attempt == 1, "ended %d times: %+v, %v", ended.Load(), runs, err)
 }
 
-// A heartbeat runs several automations under a trace of its own. A run is unsafe after its own call, of a skill that is
-// not idempotent, that timed out, had no usable answer or ended unknown.
+// A heartbeat runs several automations under a trace of its own. A run is unsafe after its own unknown call of a skill
+// that is not idempotent.
 func TestUnknownCallOfRunIsNotRepeated(t *testing.T) {
 	t.Parallel()
 	for call, want := range map[string]string{
-		"'automation a', 'call', 'unknown', '', 'post'":        automations.Dead,
-		"'automation a', 'call', 'error', 'timeout', 'post'":   automations.Dead,
-		"'automation a', 'call', 'error', 'no_answer', 'post'": automations.Dead,
-		"'automation a', 'call', 'error', 'http', 'post'":      automations.Error,
-		"'automation a', 'call', 'success', '', 'post'":        automations.Error,
-		"'automation a', 'call', 'unknown', '', 'search'":      automations.Error,
-		"'automation a', 'call', 'unknown', '', 'nothing'":     automations.Error, // a tool of the runtime
-		"'automation b', 'call', 'unknown', '', 'post'":        automations.Error,
-		"'automation a', 'model', 'error', 'timeout', 'post'":  automations.Error,
+		"'automation a', 'call', 'unknown', 'post'":    automations.Dead,
+		"'automation a', 'call', 'success', 'post'":    automations.Error,
+		"'automation a', 'call', 'unknown', 'search'":  automations.Error,
+		"'automation a', 'call', 'unknown', 'nothing'": automations.Error, // a tool of the runtime
+		"'automation b', 'call', 'unknown', 'post'":    automations.Error,
+		"'automation a', 'model', 'unknown', 'post'":   automations.Error,
 	} {
 		pool := pgtest.DB(t)
 		pgtest.Exec(t, pool, `
@@ -570,9 +567,9 @@ func TestUnknownCallOfRunIsNotRepeated(t *testing.T) {
 		run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
 		pgtest.Exec(t, pool, `update agent_automation_runs set execution_id = $1`, execution(t, pool, "running"))
 		pgtest.Exec(t, pool, `
-			insert into agent_activity (execution_id, trace_id, purpose, kind, status, error_class, skill_name, skill_id)
-			select r.execution_id, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', c.purpose, c.kind, c.status, c.class, c.skill, s.id
-			  from agent_automation_runs r cross join (values (`+call+`)) c (purpose, kind, status, class, skill)
+			insert into agent_activity (execution_id, trace_id, purpose, kind, status, skill_name, skill_id)
+			select r.execution_id, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', c.purpose, c.kind, c.status, c.skill, s.id
+			  from agent_automation_runs r cross join (values (`+call+`)) c (purpose, kind, status, skill)
 			  left join agent_skills s on s.name = c.skill`)
 		run = finish(t, pool, run, automations.Result{Error: "cancelled"})
 		assert.Equal(t, want, run.Status, call)

@@ -13,7 +13,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
-	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // Result is the outcome of a run. A run with an Error is retried, or dead. A skipped run counts neither as a success
@@ -23,6 +22,7 @@ type Result struct {
 	Error    string // empty for a success
 	Skipped  bool   // there was no work, another run blocked it, or its call awaits an approval
 	Released bool   // with an Error: the run was interrupted, so it is retried even after its last attempt
+	Unsafe   bool   // with an Error: a call that is not safe to repeat may have taken effect, so the run is dead
 }
 
 const (
@@ -33,9 +33,9 @@ const (
 )
 
 // Finish ends a claimed run and returns its row. A failed run is retried after 1, 4, 16 and then 60 minutes, until its
-// attempts are used up. A released run is retried even then. No run is retried after its call of a skill that is not
-// idempotent timed out, had no usable answer, or ended unknown. Finish returns false if the caller's attempt does not
-// hold the claim any more.
+// attempts are used up. A released run is always retried, and an unsafe one not at all. A run is also unsafe after its
+// call of a skill that is not idempotent ended unknown. Finish returns false if the caller's attempt does not hold the
+// claim any more.
 func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, result Result) (Run, bool, error) {
 	output, err := result.encode()
 	if err != nil {
@@ -43,13 +43,13 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 	}
 	rows, err := db.Query(ctx, `
 		with last as (
-		  select not exists (
+		  select not @unsafe::boolean and not exists (
 		           select from agent_automation_runs r
 		             join agent_automations a on a.id = r.automation_id
 		             join agent_activity x on x.execution_id = r.execution_id and x.purpose = 'automation ' || a.name
 		             join agent_skills s on s.id = x.skill_id
-		            where r.id = @id and @error::text <> '' and x.kind = 'call'
-		              and (x.status = 'unknown' or x.error_class = any(@uncertain)) and not s.idempotent) as safe)
+		            where r.id = @id and @error::text <> '' and x.kind = 'call' and x.status = 'unknown'
+		              and not s.idempotent) as safe)
 		update agent_automation_runs r
 		   set status = case
 		                  when @skipped::boolean then 'skipped'
@@ -69,7 +69,7 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 		          r.execution_id, r.trace_id, r.error_message, r.output, r.created_at, r.finished_at`,
 		pgx.StrictNamedArgs{
 			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": failureText(result.Error), "output": output,
-			"retry": backoff(attempt).Seconds(), "released": result.Released, "uncertain": skills.UncertainClasses,
+			"retry": backoff(attempt).Seconds(), "released": result.Released, "unsafe": result.Unsafe,
 		})
 	run, ok, err := collectRun(rows, err)
 	if err != nil {

@@ -34,9 +34,6 @@ const (
 	ClassBusy = "lane_busy"
 )
 
-// UncertainClasses are the classes of calls that may have taken effect.
-var UncertainClasses = []string{ClassTimeout, ClassNoAnswer, ClassTooLarge}
-
 // CallError is a failed call.
 type CallError struct {
 	Class   string

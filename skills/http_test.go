@@ -9,7 +9,6 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/url"
-	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -373,9 +372,11 @@ func TestAPostWithoutUsableAnswerMayHaveActed(t *testing.T) {
 		server.URL: true, server.URL + "/large": true, server.URL + "/image": true, server.URL + "/short": true,
 		"http://127.0.0.1:1": false,
 	} {
-		s := row(t, skills.Definition{Name: "h", Handler: "http:POST " + url})
-		_, err := r.Invoke(t.Context(), skills.Call{Skill: s})
-		require.Error(t, err)
-		assert.Equal(t, want, slices.Contains(skills.UncertainClasses, errorClass(err)), url, err)
+		for method, acts := range map[string]bool{"POST": want, "GET": false} {
+			s := row(t, skills.Definition{Name: "h", Handler: "http:" + method + " " + url})
+			_, err := r.Invoke(t.Context(), skills.Call{Skill: s})
+			require.Error(t, err)
+			assert.Equal(t, acts, r.MayHaveActed(s, errorClass(err)), method, url, err)
+		}
 	}
 }

@@ -34,7 +34,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net/http"
 	"regexp"
 	"slices"
 	"strings"
@@ -213,13 +212,11 @@ func resolve(d Definition) (resolved, error) {
 	if len(problems) > 0 {
 		return resolved{}, errors.Join(problems...)
 	}
-	switch h := parsed.(type) {
-	case flowHandler: // repeated calls share one execution
-		r.idempotent = true
-	case sqlHandler: // a query changes nothing, and agent_effects records a write in its own transaction
-		r.idempotent = true
-	case httpHandler:
-		r.idempotent = r.idempotent || h.method == http.MethodGet || h.method == http.MethodHead
+	if strings.HasPrefix(r.handler, "flow:") {
+		r.idempotent = true // repeated calls share one execution
+	}
+	if query, ok := parsed.(sqlHandler); ok && query.writes {
+		r.idempotent = true // agent_effects records the call in its own transaction
 	}
 	r.tool, err = json.Marshal(toolDefinition{Name: r.name, Description: r.description, Parameters: parameters})
 	return r, err

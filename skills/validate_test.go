@@ -6,7 +6,6 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
-	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -256,17 +255,5 @@ func TestViolationsHaveAnOrder(t *testing.T) {
 		for range 20 {
 			assert.Equal(t, "call h: invalid parameters: "+want, r.Check(s, json.RawMessage(args)).Error())
 		}
-	}
-}
-
-func TestSkillThatChangesNothingIsIdempotent(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	for handler, want := range map[string]bool{
-		"sql:select 1": true, "http:GET https://example.com": true, "http:HEAD https://example.com": true,
-		"http:POST https://example.com": false, "builtin:x": false,
-	} {
-		s := put(t, pool, skills.Definition{Name: "s", Handler: handler})
-		assert.Equal(t, want, s.Idempotent, handler)
 	}
 }

@@ -225,10 +225,20 @@ func callSkill(ctx context.Context, loop *reason.Loop, a automations.Automation)
 		return output, &executions.StepError{Class: classPending, Message: "skill " + skill.Name +
 			" awaits approval " + asked.ID}
 	}
-	return loop.Invoke(ctx, "skill "+skill.Name, skill, a.Arguments, executions.Call{
+	output, err := loop.Invoke(ctx, "skill "+skill.Name, skill, a.Arguments, executions.Call{
 		Entry: activity.Entry{Purpose: "automation " + a.Name},
 	})
+	var step *executions.StepError
+	if errors.As(err, &step) && loop.Skills.MayHaveActed(skill, step.Class) {
+		err = unsafe{err}
+	}
+	return output, err
 }
+
+// unsafe is the failure of a call that may have taken effect, of a skill that is not safe to repeat.
+type unsafe struct{ error }
+
+func (e unsafe) Unwrap() error { return e.error }
 
 // Released is the failure of a preempted run. The run is retried, even after its last attempt.
 type Released struct{ Cause error }
@@ -260,6 +270,7 @@ func Finish(
 	}
 	if failure != nil {
 		ended.Error, ended.Released = failure.Error(), errors.As(failure, &Released{}) || paused(run, failure)
+		ended.Unsafe = errors.As(failure, &unsafe{})
 	}
 	state, err := executions.StepTx(ctx, "finish", func(ctx context.Context, tx pgx.Tx) (string, error) {
 		run, _, err := automations.Finish(ctx, tx, run.ID, run.Attempt, ended)
