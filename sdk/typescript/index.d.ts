@@ -62,7 +62,7 @@ export interface Run {
    * `timeout` (7 days by default, 30 at most).
    */
   waitForEvent<T = unknown>(key: string, options?: { timeout?: Duration }): Promise<T>;
-  /** Suspends the flow for a time, at most 30 days. */
+  /** Suspends the flow for a time, at most 30 days. 0 or less is a moment. */
   sleep(duration: Duration): Promise<void>;
 }
 

@@ -228,6 +228,7 @@ class Run {
   }
 
   async sleep(duration) {
+    if (typeof duration === "number") duration = Math.max(duration, 1); // the server requires more than 0
     await this.#wait("delay", undefined, duration);
   }
 
@@ -406,7 +407,7 @@ export class Worker {
     }
     if (run.stopped instanceof Suspended) this.#log(`execution ${run.id}: waits`);
     else if (run.stopped) this.#log(`execution ${run.id}: stopped here: ${run.stopped.message}`);
-    else this.#log(`execution ${run.id}: ${body.status}`);
+    else this.#log(`execution ${run.id}: ${body.status}${body.error_message ? `: ${body.error_message}` : ""}`);
   }
 }
 

@@ -27,7 +27,7 @@ worker.flow("external:scenario", async (input, run) => {
       sum = -1;
     }
   }
-  if (input.sleep) await run.sleep(input.sleep);
+  if (input.sleep !== undefined) await run.sleep(input.sleep);
   if (input.fail) throw new Error(input.fail);
   return new Result({ sum }, `the sum is ${sum}`);
 });

@@ -35,7 +35,7 @@ def scenario(input, run):
             total += run.wait_for_event(input["event"], timeout=input.get("timeout"))["amount"]
         except WaitTimeout:
             total = -1
-    if input.get("sleep"):
+    if "sleep" in input:
         run.sleep(input["sleep"])
     if input.get("fail"):
         raise ValueError(input["fail"])

@@ -231,7 +231,7 @@ func TestWaitsSuspendFlow(t *testing.T) {
 	eachSDK(t, func(w *testEnv) {
 		worker := w.worker("first", w.base, 30)
 		id := w.start("external:scenario", `{"steps":1,"pause_ms":0,"event":"paid 7","sleep":"1s"}`)
-		late := w.start("external:scenario", `{"steps":0,"pause_ms":0,"event":"never","timeout":"1s"}`)
+		late := w.start("external:scenario", `{"steps":0,"pause_ms":0,"event":"never","timeout":"1s","sleep":0}`)
 		failed := w.start("external:scenario", `{"steps":0,"pause_ms":0,"fail":"it is broken"}`)
 		careless := w.start("external:careless", `{"event":"care"}`)
 		pgtest.Until(w, w.db, "waiting", `select status::text from agent_executions where id = $1::uuid`, id)
@@ -257,10 +257,11 @@ func TestWaitsSuspendFlow(t *testing.T) {
 // Otherwise the worker with the lock would run the flow again and again.
 func TestRejectedEndFailsFlow(t *testing.T) {
 	eachSDK(t, func(w *testEnv) {
-		w.worker("first", w.base, 30)
+		worker := w.worker("first", w.base, 30)
 		w.checkEnd(w.start("external:huge", `{}`), "failed",
 			"the end of the flow was refused: 413: the body is larger than 1048576 bytes")
 		w.checkEnd(w.start("external:exit", `{}`), "failed", "it gives up") // in Python it is no Exception
+		worker.AwaitOutput("it gives up")
 		if status, text := w.waitEnded(w.start("external:no-json", `{}`)); status != "failed" || !strings.Contains(text, "JSON") &&
 			!strings.Contains(text, "serialize") {
 			w.Errorf("the step without JSON ended the flow %s: %q", status, text)

@@ -114,7 +114,9 @@ class Run:
         return outcome["data"]
 
     def sleep(self, duration: float | str) -> None:
-        """Suspends the flow for a number of seconds, or text such as "24h"; at most 30 days."""
+        """Suspends the flow for a number of seconds, or text such as "24h"; at most 30 days. 0 or less is a moment."""
+        if not isinstance(duration, str):
+            duration = max(duration, 0.001)  # the server requires more than 0
         self._wait("delay", None, duration)
 
     def _wait(self, kind: str, key: str | None, timeout: float | str | None) -> Any:
@@ -139,7 +141,7 @@ class Run:
 def _error_text(error: BaseException) -> str:
     """The text of an error. Its own method may fail, and the server stores neither NUL nor surrogates."""
     try:
-        text = str(error) or type(error).__name__
+        text = repr(error) if isinstance(error, KeyError) else str(error) or type(error).__name__
     except BaseException:
         text = type(error).__name__
     return text[:10_000].replace("\0", "\ufffd").encode(errors="replace").decode()
@@ -311,6 +313,8 @@ class Worker:
             log.info("execution %s: waits", run.id)
         elif run.stopped is not None:
             log.warning("execution %s: stopped here: %s", run.id, run.stopped)
+        elif body["status"] == "failed":
+            log.warning("execution %s failed: %s", run.id, body["error_message"])
         else:
             log.info("execution %s: %s", run.id, body["status"])
 
