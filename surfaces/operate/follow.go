@@ -35,7 +35,7 @@ var (
 
 const (
 	cancelTimeout = 10 * time.Second // bounds the write of a cancel or of a new turn
-	outageTimeout = 30 * time.Second // bounds the retries of a listener while the database is away
+	outageTimeout = 30 * time.Second // bounds the retries of a listener or a turn while the database is away
 )
 
 // Turn runs a message as a turn and calls emit for each event, one at a time; the last is done or error. It returns
@@ -274,10 +274,14 @@ func (s *Session) follow(
 	}()
 	runCtx := context.WithoutCancel(ctx)
 	if x.ClaimedBy != nil {
-		if _, err := s.o.Engine.RunClaimed(runCtx, &x); err != nil && !problem.Away(err) {
-			return x, "", err
+		if _, err := s.o.Engine.RunClaimed(runCtx, &x); err != nil {
+			if !problem.Away(err) {
+				return x, "", err
+			}
+			s.o.log.WarnContext(ctx, "turn interrupted by an outage", "execution", x.ID, "error", err)
 		}
 	}
+	var awaySince time.Time // of the first failed write in a row
 	for {
 		current, err := s.o.readExecution(runCtx, x.ID)
 		if err != nil {
@@ -301,8 +305,14 @@ func (s *Session) follow(
 			return current, HandedOn, nil
 		}
 		pause, err := s.advance(ctx, current)
-		if err != nil && !problem.Away(err) {
+		switch {
+		case err == nil:
+			awaySince = time.Time{}
+		case !problem.Away(err), !awaySince.IsZero() && time.Since(awaySince) > outageTimeout:
 			return x, "", err
+		case awaySince.IsZero():
+			awaySince = time.Now()
+			s.o.log.WarnContext(ctx, "turn not continued during an outage", "execution", x.ID, "error", err)
 		}
 		s.o.sleep(ctx, pause, s.wake)
 	}
