@@ -64,8 +64,8 @@ type NewLabel struct {
 }
 
 // PutLabel stores or withdraws the caller's label of a trial, and records the change in the audit. It returns
-// [ErrNotFound] for an unknown trial, [ErrNoAnswer] for a trial without an answer, and [ErrTrial] or [ErrLabel] for an
-// invalid label.
+// [ErrNotFound] for an unknown trial, [ErrNoAnswer] for a label of a trial without an answer, and [ErrTrial] or
+// [ErrLabel] for an invalid label.
 func PutLabel(
 	ctx context.Context, db postgres.Beginner, l NewLabel,
 ) (stored Label, recorded activity.Recorded, err error) {
@@ -87,7 +87,7 @@ func PutLabel(
 		switch {
 		case err != nil:
 			return nil, err
-		case t.Answer == "":
+		case t.Answer == "" && l.Word != Unlabeled:
 			return nil, ErrNoAnswer
 		}
 		input["eval"] = run.Suite
