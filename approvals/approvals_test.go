@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
@@ -218,6 +219,19 @@ func TestExpiredApprovalIsReplaced(t *testing.T) {
 	second := requestApproval(t, pool, s, `{}`)
 	require.True(t, second != first, "the repeated request returned the expired approval")
 	assert.NoError(t, approve(t, pool, second))
+}
+
+// A heartbeat may use the approval only at its next start.
+func TestLateApprovalCanBeUsedForAWeek(t *testing.T) {
+	t.Parallel()
+	pool, s := setUp(t)
+	id := requestApproval(t, pool, s, `{}`)
+	pgtest.Exec(t, pool, `update agent_approvals set created_at = clock_timestamp() - interval '167 hours',
+		expires_at = clock_timestamp() + interval '1 hour' where id = $1`, id)
+	require.NoError(t, approve(t, pool, id))
+	a, err := approvals.Get(t.Context(), pool, id)
+	require.NoError(t, err)
+	assert.Equal(t, approvals.Lifetime, a.ExpiresAt.Sub(*a.DecidedAt).Round(time.Minute))
 }
 
 func TestChangedSkillVoidsApprovals(t *testing.T) {

@@ -223,7 +223,8 @@ create table agent_idempotency (
 create index agent_idempotency_expired on agent_idempotency (expires_at);
 comment on index agent_idempotency_expired is 'Finds rows to delete.';
 comment on table agent_idempotency is
-  'Requests that carry an Idempotency-Key, with their answers. A second request with the key gets the first answer.';
+  'Requests that carry an Idempotency-Key, with their answers. A second request with the key gets the first answer. '
+  'An error is not kept.';
 comment on column agent_idempotency.scope is 'The method and route, and the caller.';
 comment on column agent_idempotency.key is 'The Idempotency-Key.';
 comment on column agent_idempotency.fingerprint is
