@@ -29,8 +29,8 @@ func (s *server) executionRoutes() []route {
 			method: "GET", path: "/v1/executions", response: page[executions.Execution]{}, handle: s.listExecutions,
 			csv: true, about: "Executions, newest first.",
 			params: listParams(param{
-				name: "status", about: "State of the execution, or several with commas: " + strings.Join(executions.Statuses(), ", "),
-				check: checkStatuses,
+				name: "status", check: checkStatuses,
+				about: "State of the execution, or several with commas: " + strings.Join(executions.Statuses(), ", "),
 			}, surfaceParam,
 				textParam("flow", "Name of the flow"), textParam("agent", "Name of the agent"),
 				textParam("label", "Label: name=value, or a value"), traceParam,
