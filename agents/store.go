@@ -47,7 +47,7 @@ func current(ctx context.Context, db postgres.DB) (all []row, err error) {
 func queueCurrent(b *pgx.Batch, use func([]row)) {
 	b.Queue(`
 		select name, version, definition, source, created_at from agent_agents
-		 where current order by not is_default, name`).Query(func(rows pgx.Rows) error {
+		 where current order by not is_default, name collate "C"`).Query(func(rows pgx.Rows) error {
 		all, err := pgx.CollectRows(rows, pgx.RowToStructByName[row])
 		if err == nil {
 			use(all)

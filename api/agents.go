@@ -72,20 +72,12 @@ func (s *server) getAgent(r request) (response, error) {
 	if !isPrintableText(name) {
 		return response{}, problem.New(http.StatusNotFound, "no agent of this name; see GET /v1/agents")
 	}
-	version := 0
-	if r.query["version"] != "" {
-		var err error
-		if version, err = strconv.Atoi(r.query["version"]); err != nil {
-			return response{}, problem.BadParameter("parameter version %s", err)
-		}
-	}
+	version, _ := strconv.Atoi(r.query["version"]) // checkVersion has checked it; 0 without one
 	shown, err := s.agents.Show(r.Context(), s.pool, name, version)
 	missing, ok := errors.AsType[*agents.MissingError](err)
 	switch {
 	case ok && missing.Latest == 0:
 		return response{}, problem.New(http.StatusNotFound, "%s; see GET /v1/agents", missing)
-	case ok && missing.Version > 0:
-		return response{}, problem.New(http.StatusNotFound, "%s; omit version to see it", missing)
 	case ok:
 		return response{}, problem.New(http.StatusNotFound, "%s; ?version=%d shows its last version", missing, missing.Latest)
 	}

@@ -119,12 +119,13 @@ func TestUnknownAgentProblems(t *testing.T) {
 	_, err := agents.Remove(t.Context(), a.pool, []string{"sales"})
 	require.NoError(t, err)
 	for path, words := range map[string]string{
-		"/v1/agents/nobody-near":      `there is no agent "nobody-near"; see GET /v1/agents`,
-		"/v1/agents/salse":            `there is no agent "salse", did you mean "sales"?; see GET /v1/agents`,
-		"/v1/agents/billing":          "agent billing was removed; ?version=1 shows its last version",
-		"/v1/agents/sales?version=9":  "agent sales has no version 9: the latest is 1; omit version to see it",
-		"/v1/agents/%00":              "see GET /v1/agents",
-		"/v1/agents/nobody?version=2": `there is no agent "nobody"; see GET /v1/agents`,
+		"/v1/agents/nobody-near":       `there is no agent "nobody-near"; see GET /v1/agents`,
+		"/v1/agents/salse":             `there is no agent "salse", did you mean "sales"?; see GET /v1/agents`,
+		"/v1/agents/billing":           "agent billing was removed; ?version=1 shows its last version",
+		"/v1/agents/sales?version=9":   "agent sales has no version 9: the latest is 1; ?version=1 shows its last version",
+		"/v1/agents/billing?version=9": "agent billing has no version 9: the latest is 1; ?version=1 shows its last version",
+		"/v1/agents/%00":               "see GET /v1/agents",
+		"/v1/agents/nobody?version=2":  `there is no agent "nobody"; see GET /v1/agents`,
 	} {
 		a.checkProblem(a.raw("GET", path, "", asAdmin()), http.StatusNotFound, words)
 	}
