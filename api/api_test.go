@@ -57,19 +57,22 @@ func TestV1AcceptsOnlyToken(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for name, test := range map[string]struct {
-		header string
-		status int
+		header    string
+		status    int
+		challenge string
 	}{
-		"the token":          {"Bearer " + token, 200},
-		"any case of scheme": {"bearer " + token, 200},
-		"another":            {"Bearer " + token + "x", 401},
-		"a beginning of it":  {"Bearer " + token[:5], 401},
-		"empty":              {"Bearer ", 401},
-		"another scheme":     {"Basic " + token, 401},
-		"no scheme":          {token, 401},
+		"the token":          {"Bearer " + token, 200, ""},
+		"any case of scheme": {"bearer " + token, 200, ""},
+		"another":            {"Bearer " + token + "x", 401, `Bearer realm="lanekeeper", error="invalid_token"`},
+		"a beginning of it":  {"Bearer " + token[:5], 401, `Bearer realm="lanekeeper", error="invalid_token"`},
+		"empty":              {"Bearer ", 401, `Bearer realm="lanekeeper"`},
+		"another scheme":     {"Basic " + token, 401, `Bearer realm="lanekeeper"`},
+		"no scheme":          {token, 401, `Bearer realm="lanekeeper"`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			assert.Equal(t, test.status, a.raw("GET", "/v1/traces", "", http.Header{"Authorization": {test.header}}).Code)
+			w := a.raw("GET", "/v1/traces", "", http.Header{"Authorization": {test.header}})
+			assert.Equal(t, test.status, w.Code)
+			assert.Equal(t, test.challenge, w.Header().Get("WWW-Authenticate"))
 		})
 	}
 }

@@ -182,13 +182,17 @@ func bearer(r *http.Request) (secret string, has bool) {
 	return secret, strings.EqualFold(scheme, "Bearer") && secret != ""
 }
 
-// unauthorized requests a bearer token (RFC 6750). credential names the accepted credentials.
+// unauthorized challenges for a bearer token (RFC 6750, which has no error code for another scheme). credential names
+// the accepted credentials.
 func unauthorized(w http.ResponseWriter, r *http.Request, credential string) error {
+	challenge := `Bearer realm="lanekeeper"`
+	if _, has := bearer(r); has {
+		challenge += `, error="invalid_token"`
+	}
+	w.Header().Set("WWW-Authenticate", challenge)
 	if r.Header.Get("Authorization") == "" {
-		w.Header().Set("WWW-Authenticate", `Bearer realm="lanekeeper"`)
 		return problem.New(http.StatusUnauthorized, "send the header Authorization: Bearer with %s", credential)
 	}
-	w.Header().Set("WWW-Authenticate", `Bearer realm="lanekeeper", error="invalid_token"`)
 	return problem.New(http.StatusUnauthorized, "the header Authorization does not hold %s", credential)
 }
 
