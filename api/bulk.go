@@ -50,10 +50,13 @@ type bulkItem struct {
 	ExecutionID string            `json:"execution_id,omitempty"` // the new execution of a retry
 	Status      executions.Status `json:"status,omitempty"`       // of the new execution, or after the cancel
 	Error       string            `json:"error,omitempty"`        // of a rejected action
+	// CancelRequested and Detail are those of the cancel.
+	CancelRequested bool   `json:"cancel_requested,omitempty"`
+	Detail          string `json:"detail,omitempty"`
 }
 
 type bulkResponse struct {
-	Done    int        `json:"done"`
+	Done    int        `json:"done"` // with requested cancels
 	Refused int        `json:"refused"`
 	Detail  string     `json:"detail"` // a sentence
 	Items   []bulkItem `json:"items"`
@@ -106,7 +109,7 @@ func (s *server) bulkOne(r request, b bulkRequest, id string) (bulkItem, error) 
 		}
 		done, err := s.cancel(r.Context(), x, b.Reason)
 		if c, ok := done.body.(cancelResponse); ok {
-			item.Status = c.Status
+			item.Status, item.CancelRequested, item.Detail = c.Status, c.CancelRequested, c.Detail
 		}
 		return item, err
 	}
@@ -117,10 +120,14 @@ func (s *server) bulkOne(r request, b bulkRequest, id string) (bulkItem, error) 
 	return item, err
 }
 
-// describe returns the number of successes, and the reason of the first rejection.
+// describe returns the number of successes, and the reasons of the first requested cancel and the first rejection.
 func (b bulkResponse) describe(action string) string {
 	verb := map[string]string{"retry": "retried", "cancel": "cancelled"}[action]
-	text := fmt.Sprintf("%d of %d executions %s.", b.Done, len(b.Items), verb)
+	requested := slices.DeleteFunc(slices.Clone(b.Items), func(i bulkItem) bool { return !i.CancelRequested })
+	text := fmt.Sprintf("%d of %d executions %s.", b.Done-len(requested), len(b.Items), verb)
+	if len(requested) > 0 {
+		text += fmt.Sprintf(" %d requested: %s", len(requested), requested[0].Detail)
+	}
 	if b.Refused == 0 {
 		return text
 	}

@@ -27,8 +27,8 @@ func (s *server) forkRoutes() []route {
 			about: "Fork a failed, timed out or cancelled execution and repeat the failed part. 409 for any other.",
 		}, {
 			method: "POST", path: "/v1/executions/bulk", body: bulkRequest{}, response: bulkResponse{}, handle: s.bulkExecutions,
-			about: "Retry or cancel up to 200 executions, each as by its own route and with its own row in the audit. Each " +
-				"item has its result; a refused item has an error.",
+			about: "Retry or cancel up to 200 executions, each with its own row in the audit. Each item has its " +
+				"result; a refused item has an error. Unlike its own route, the cancel of an ended execution is refused.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/replay", response: executions.Replayed{}, handle: s.replayExecution,
 			conflicts: true,

@@ -120,6 +120,9 @@ func TestCancelExecutionOnce(t *testing.T) {
 	path := "/v1/executions/" + locked.ID + "/cancel"
 	a.checkResponse(a.raw("POST", path, `{"reason":"in the way"}`, asAdmin()), "POST", path, http.StatusAccepted, &got)
 	assert.Equal(t, "pending", got.Status)
+	var bulk struct{ Detail string }
+	a.post("/v1/executions/bulk", `{"action":"cancel","ids":["`+locked.ID+`"],"reason":"in the way"}`, &bulk)
+	assert.Contains(t, bulk.Detail, "0 of 1 executions cancelled. 1 requested: ")
 }
 
 func TestForkRetryAndReplayOverHTTP(t *testing.T) {
