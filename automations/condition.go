@@ -18,14 +18,16 @@ import (
 )
 
 // Bounds of a condition, such as payload.amount > 100 && failures_24h < 5. Loops (all, any, map, …), ranges and
-// exponential values ([exprcost.Check]) are rejected, so a node's cost is at most linear in the payload.
+// exponential values ([exprcost.Check]) are rejected, and so is a pattern of matches that is no constant. So a node's
+// cost is at most linear in the payload.
 const (
 	maxCondition = 1000    // bytes
 	maxNodes     = 200     // AST nodes
 	maxMemory    = 100_000 // VM memory budget
 )
 
-// ConditionEnv has the variables of an event's condition. A run stores its JSON as payload, where Payload is data.
+// ConditionEnv has the variables of an event's condition. The column payload of a run has the event, its key and its
+// data as JSON.
 type ConditionEnv struct {
 	Event    string `expr:"event" json:"event"`
 	Key      string `expr:"key" json:"key"`
@@ -33,8 +35,8 @@ type ConditionEnv struct {
 	Counters `json:"-"`
 }
 
-// compile compiles a boolean condition over env, which is ConditionEnv{} or Counters{}. The error has the line and the
-// column.
+// compile compiles a boolean condition over env, which is ConditionEnv{} or Counters{}. The error of a misspelt
+// condition has the line and the column.
 func compile(text string, env any) (*vm.Program, error) {
 	if len(text) > maxCondition {
 		return nil, fmt.Errorf("must have at most %d bytes", maxCondition)
@@ -45,16 +47,16 @@ func compile(text string, env any) (*vm.Program, error) {
 	} {
 		options = append(options, expr.EnableBuiltin(name))
 	}
-	loops := &loopFinder{}
-	program, err := expr.Compile(text, append(options, expr.Patch(loops))...)
-	if err == nil && loops.found {
+	limits := &costVisitor{}
+	program, err := expr.Compile(text, append(options, expr.Patch(limits))...)
+	if err == nil && limits.problem != "" {
 		runes := []rune(text)
-		before := string(runes[:min(loops.offset, len(runes))])
-		return nil, positionError("loops and ranges are not supported", 1+strings.Count(before, "\n"),
+		before := string(runes[:min(limits.offset, len(runes))])
+		return nil, positionError(limits.problem, 1+strings.Count(before, "\n"),
 			utf8.RuneCountInString(before[strings.LastIndex(before, "\n")+1:]))
 	}
 	if err == nil {
-		err = exprcost.Check(loops.root)
+		err = exprcost.Check(limits.root)
 	}
 	return program, withPosition(err)
 }
@@ -73,29 +75,37 @@ func positionError(message string, line, column int) error {
 	return fmt.Errorf("%s (line %d, column %d)", message, line, column+1)
 }
 
-// loopFinder finds predicates, whose cost grows with a list, and ranges, whose cost grows with their ends.
-type loopFinder struct {
-	found  bool
-	offset int      // offset of the first match
-	root   ast.Node // the node of the last visit
+// costVisitor finds predicates, whose cost grows with a list, ranges, whose cost grows with their ends, and patterns
+// that are compiled at each evaluation.
+type costVisitor struct {
+	problem string   // of the first match; "" without one
+	offset  int      // of the first match
+	root    ast.Node // the last visited node, since children come first
 }
 
 // Visit implements ast.Visitor.
-func (f *loopFinder) Visit(node *ast.Node) {
-	f.root = *node
-	if f.found {
+func (v *costVisitor) Visit(node *ast.Node) {
+	v.root = *node
+	if v.problem != "" {
 		return
 	}
+	const noLoops = "loops and ranges are not supported"
 	switch n := (*node).(type) {
 	case *ast.PredicateNode:
-		f.found = true
+		v.problem = noLoops
 	case *ast.BinaryNode:
-		f.found = n.Operator == ".."
+		_, isConstant := n.Right.(*ast.StringNode)
+		switch {
+		case n.Operator == "..":
+			v.problem = noLoops
+		case n.Operator == "matches" && !isConstant:
+			v.problem = "the pattern of matches must be a text in quotes"
+		}
 	}
-	f.offset = (*node).Location().From
+	v.offset = (*node).Location().From
 }
 
-// evaluate compiles and runs a condition over env. It keeps no compiled programs.
+// evaluate compiles and runs a condition over env.
 func evaluate(text string, env any) (bool, error) {
 	program, err := compile(text, env)
 	if err != nil {
@@ -137,8 +147,8 @@ func ConditionHolds(ctx context.Context, db postgres.DB, a Automation, runID str
 	return result, nil
 }
 
-// ConditionError reports a condition that fails at run time, such as a comparison with a missing field. The caller must
-// not retry it as a database error.
+// ConditionError reports a condition that fails at run time, such as payload.missing > 1. The caller must not retry it
+// as a database error.
 type ConditionError struct {
 	Automation string
 	Err        error

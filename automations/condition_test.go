@@ -53,6 +53,7 @@ func TestAConditionLooksAtTheEventAndTheCounters(t *testing.T) {
 		`event == "E" and key startsWith "repo/" and calls_24h == 0`:      "true",
 		`payload.nothing == nil`:                                          "true",
 		`payload.action matches "^clo"`:                                   "false",
+		`payload.action matches payload.pattern`:                          "must be a text in quotes (line 1, ",
 		`payload.nothing.more == 1`:                                       `evaluate condition of automation "a"`,
 		`payload.action > 3`:                                              `evaluate condition of automation "a"`,
 		`payload`:                                                         "invalid operation: bool",
