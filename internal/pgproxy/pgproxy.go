@@ -10,6 +10,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/url"
@@ -149,6 +150,9 @@ type Request struct {
 	Executes bool     // has an Execute message, or is Simple
 }
 
+// maxFirst bounds the first message of a session, as the server does.
+const maxFirst = 10_000
+
 // NewRequests reads and returns the first message of a session. It declines encryption first. The first message may be
 // a cancel request, see IsCancel.
 func NewRequests(client io.ReadWriter) (*Requests, []byte, error) {
@@ -159,7 +163,11 @@ func NewRequests(client io.ReadWriter) (*Requests, []byte, error) {
 			return nil, nil, err
 		}
 		code := binary.BigEndian.Uint32(head[4:])
-		first := make([]byte, binary.BigEndian.Uint32(head))
+		size := binary.BigEndian.Uint32(head)
+		if size < 8 || size > maxFirst {
+			return nil, nil, fmt.Errorf("the first message has %d bytes", size)
+		}
+		first := make([]byte, size)
 		if _, err := io.ReadFull(in, first); err != nil {
 			return nil, nil, err
 		}
