@@ -19,8 +19,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
-// The tests of why() play random history and compare its rows with a model. This file has the model: what the test
-// itself did, without a read of the data of why(). answers_test.go and waits_test.go have the operations.
+// The tests of why() play random history and compare its rows with a model. The model has what the test itself did, and
+// reads nothing that why() reads. answers_test.go and waits_test.go have the operations, and the expected rows.
 
 // world is a database for scenarios. They run one after the other, with the functions and packages of the product. The
 // test is the only process.
@@ -92,13 +92,13 @@ type wait struct {
 // cause is what caused an object of the history.
 type cause struct {
 	kind, from string // from is a reference, such as "event ID"
-	trace      string // the trace of from; empty for none
+	trace      string // the trace of from; "" if it has none or the model does not need it
 }
 
 // event is a raised event.
 type event struct {
 	id, name, key string
-	trace         string // the sending execution; empty from outside
+	trace         string // of the sender; empty from outside
 	by            string // a reference
 	end           *run   // set if it is the completion of this execution
 	taken         bool
@@ -174,7 +174,6 @@ type scenario struct {
 	jobs      []*job
 	approvals []*approval
 	asked     map[string]*run // requests to people
-	answers   map[string]*event
 	causes    map[string]cause
 	facts     []fact
 	spend     map[[2]string]*model
@@ -185,8 +184,7 @@ type scenario struct {
 func (w *world) newScenario(seed uint64) *scenario {
 	s := &scenario{
 		world: w, rng: rand.New(rand.NewPCG(seed, 4711)), causes: map[string]cause{}, spend: map[[2]string]*model{},
-		asked:   map[string]*run{},
-		answers: map[string]*event{},
+		asked: map[string]*run{},
 	}
 	for range 3 {
 		s.keys = append(s.keys, w.name("key"))

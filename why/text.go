@@ -51,15 +51,15 @@ const blocked = "blocked"
 const maxDepth = 12
 
 const (
-	bold = "\x1b[1m"
-	dim  = "\x1b[2m"
-	red  = "\x1b[31m"
-	none = "\x1b[0m"
+	bold  = "\x1b[1m"
+	dim   = "\x1b[2m"
+	red   = "\x1b[31m"
+	reset = "\x1b[0m"
 )
 
-// Write writes an answer for people: a line about the trace, and the parts below. Each row has its time, and the
-// linked trace if there is one. Causes and children are indented below their cause. Foreign text is shown without
-// control characters. colour adds ANSI colours, which carry no extra information.
+// Write writes an answer for people: the trace, the root cause of a failure, and the parts below. Rows of spend have no
+// time. Causes and children are indented below their cause. Foreign text is shown without control characters. colour
+// adds ANSI colours, which carry no extra information.
 func Write(w io.Writer, a Answer, colour bool) error {
 	out := bufio.NewWriter(w)
 	p := page{out: out, answer: a, colour: colour}
@@ -153,7 +153,7 @@ func (p page) paint(text, tint string) string {
 	if !p.colour || strings.TrimSpace(text) == "" {
 		return text
 	}
-	return tint + text + none
+	return tint + text + reset
 }
 
 // plain returns foreign text on one line, without control characters.

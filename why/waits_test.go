@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"maps"
 	"os"
 	"slices"
 	"strconv"
@@ -301,7 +302,8 @@ func (s *scenario) request() bool {
 
 // sign answers a signature request.
 func (s *scenario) sign() bool {
-	for id, r := range s.asked {
+	for _, id := range slices.Sorted(maps.Keys(s.asked)) { // the order of a seed is always the same
+		r := s.asked[id]
 		if r.over || r.wait == nil || r.wait.key != id {
 			continue
 		}
