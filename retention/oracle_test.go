@@ -30,7 +30,7 @@ type approval struct {
 	ID, TraceID, ExecutionID, Status, ConsumedFor string
 	Parked                                        bool
 	CreatedAt, ExpiresAt                          time.Time
-	DecidedAt                                     *time.Time
+	DecidedAt, ConsumedAt                         *time.Time
 }
 
 // row is a row of any other table, with the columns that its rule reads. InUse reports that a pass must keep it.
@@ -101,7 +101,7 @@ func readOracle(t *testing.T, db postgres.DB) *oracle {
 		created_at from agent_events`)
 	for _, a := range pgtest.Rows[approval](t, db,
 		`select id::text, trace_id, coalesce(execution_id::text, ''), status, consumed_for, parked, created_at,
-		expires_at, decided_at from agent_approvals`) {
+		expires_at, decided_at, consumed_at from agent_approvals`) {
 		o.approvals[a.ID] = a
 	}
 	for name, sql := range tableQueries {
@@ -190,10 +190,10 @@ func (o *oracle) deleteExecutions(deletable map[string]bool) {
 		o.rows[table] = slices.DeleteFunc(o.rows[table], func(r row) bool { return deletable[r.ExecutionID] })
 	}
 	o.events = slices.DeleteFunc(o.events, func(v event) bool {
-		end, _ := strings.CutPrefix(v.ExternalID, "completed ")
+		end, isEnd := strings.CutPrefix(v.ExternalID, "completed ")
 		decided, isApproval := strings.CutPrefix(v.ExternalID, "approval ")
 		a := o.approvals[decided]
-		return deletable[end] || isApproval && a.Parked && deletable[a.ExecutionID]
+		return isEnd && deletable[end] || isApproval && a.Parked && deletable[a.ExecutionID]
 	})
 	for id, deleted := range deletable {
 		if deleted {
@@ -230,7 +230,7 @@ func (o *oracle) approvalDeletable(a approval, cutoff time.Time) bool {
 	consumer, _, _ := strings.Cut(a.ConsumedFor, " ")
 	closed := a.Status == "rejected" || a.Status == "expired" || a.Status == "consumed" || a.ExpiresAt.Before(cutoff)
 	return closed && a.CreatedAt.Before(cutoff) && (a.DecidedAt == nil || a.DecidedAt.Before(cutoff)) &&
-		!o.unfinished(a.ExecutionID) &&
+		(a.ConsumedAt == nil || a.ConsumedAt.Before(cutoff)) && !o.unfinished(a.ExecutionID) &&
 		(!a.Parked || !exists) && !o.unfinished(consumer)
 }
 
@@ -243,7 +243,7 @@ func (o *oracle) threadIdle(id string) bool {
 	}
 	return !o.anyRow("locks", func(r row) bool { return r.InUse && r.ID == "thread:"+id }) &&
 		!o.anyRow("messages", func(r row) bool {
-			return r.ThreadID == id && (r.Status == "queued" || o.unfinished(r.ExecutionID))
+			return r.ThreadID == id && (r.Status == "queued" || r.Status == "sending" || o.unfinished(r.ExecutionID))
 		})
 }
 

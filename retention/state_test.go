@@ -246,6 +246,9 @@ func (s *seeder) addThread(id string) {
 		s.queue(`insert into agent_messages (id, thread_id, role, content, status, execution_id)
 			values ($1, $2, 'user', '', 'queued', $3)`, s.id(at), id, x.id)
 	case s.oneIn(10):
+		s.queue(`insert into agent_messages (id, thread_id, seq, turn, role, content, status)
+			values ($1, $2, 50, 50, 'assistant', '', 'sending')`, s.id(at), id)
+	case s.oneIn(10):
 		s.queue(`insert into agent_locks (lane, locked_by, fencing_token, expires_at)
 			values ('thread:' || $1::text, 'x', 1, now() + $2::text::interval)`,
 			id, s.choose("1 hour", "-1 hour"))
@@ -266,17 +269,17 @@ func (s *seeder) addIndependentRows() {
 	approval := s.id(at)
 	parked := consumer != nil && s.oneIn(2)
 	status := s.choose("pending", "approved", "rejected", "expired", "consumed")
-	consumedFor := ""
+	consumedFor, consumedAt := "", any(nil)
 	if y, _ := s.anyExecution(); status == "consumed" {
-		consumedFor = y.id + " step"
+		consumedFor, consumedAt = y.id+" step", s.randomTimeAfter(at)
 	}
 	s.queue(`insert into agent_approvals (id, trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
 		arguments_hash, status,
-		       decided_at, consumed_for, expires_at, created_at)
+		       decided_at, consumed_for, expires_at, created_at, consumed_at)
 		values ($1::text::uuid, $2, $3, $1::text, $4, 's', 1, '{}', $1::text, $5, case when $5 in ('rejected', 'approved')
-		  then $6::timestamptz end, $7, $8, $9)`,
+		  then $6::timestamptz end, $7, $8, $9, $10)`,
 		approval, x.trace, consumer, parked, status, s.randomTimeAfter(at), consumedFor,
-		at.Add(time.Duration(s.r.IntN(60))*24*time.Hour), at)
+		at.Add(time.Duration(s.r.IntN(60))*24*time.Hour), at, consumedAt)
 	if parked {
 		s.queue(`insert into agent_events (id, event, key, external_id, consumed_by, created_at)
 			values ($1, 'APPROVAL_DECIDED', $2::text, 'approval ' || $2::text, $3, $4)`,
