@@ -153,8 +153,8 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 		select 'x', p.id, 'token', clock_timestamp() + interval '1 hour' from agent_principals p returning id::text`)
 	run := one(`insert into agent_eval_runs (suite, version, agent, agent_version, model, trials)
 		values ('returns', 1, 'a', 1, 'm', 1) returning id::text`)
-	one(`insert into agent_eval_trials (run_id, case_name, trial, position, verdict)
-		values ($1::uuid, 'late', 1, 1, 'pass')
+	one(`insert into agent_eval_trials (run_id, case_name, trial, position, verdict, answer)
+		values ($1::uuid, 'late', 1, 1, 'pass', 'It is late.')
 		returning case_name`, run)
 	return [][]string{
 		{"eval label " + run + " late bad --note kind", "run " + run + ", eval returns, case late", ""},

@@ -42,7 +42,7 @@ labels of people. The Engine Room has a key for each label.`,
 			case errors.Is(err, evals.ErrNotFound):
 				return hint(fmt.Errorf("run %s has no trial %d of %.100q", l.Run, l.Trial, l.Case), "see agent eval show %s", l.Run)
 			case errors.Is(err, evals.ErrNoAnswer):
-				return hint(err, "wait for the end of the run")
+				return hint(err, "see agent eval show %s", l.Run)
 			case err != nil:
 				return err
 			}
