@@ -75,11 +75,7 @@ func TestBulkActions(t *testing.T) {
 func TestSlowBulkRetryAnswersInTime(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	first, second := a.start("external:a", trace.New(trace.Flow)).ID, a.start("external:b", trace.New(trace.Flow)).ID
-	pgtest.Exec(t, a.pool, `select cancel_agent_execution(id, 'ana', '') from agent_executions`)
-	pgtest.Exec(t, a.pool, `create function delay() returns trigger language plpgsql as $$ begin
-		perform pg_sleep(0.3); return new; end $$`)
-	pgtest.Exec(t, a.pool, `create trigger delay before insert on agent_executions for each row execute function delay()`)
+	first, second := a.startSlowToFork()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second+200*time.Millisecond)
 	defer cancel()
 	w := a.send(ctx, "POST", "/v1/executions/bulk",
@@ -99,11 +95,7 @@ func TestSlowBulkRetryAnswersInTime(t *testing.T) {
 func TestRepeatedBulkRetryForksOnce(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	first, second := a.start("external:a", trace.New(trace.Flow)).ID, a.start("external:b", trace.New(trace.Flow)).ID
-	pgtest.Exec(t, a.pool, `select cancel_agent_execution(id, 'ana', '') from agent_executions`)
-	pgtest.Exec(t, a.pool, `create function delay() returns trigger language plpgsql as $$ begin
-		perform pg_sleep(0.3); return new; end $$`)
-	pgtest.Exec(t, a.pool, `create trigger delay before insert on agent_executions for each row execute function delay()`)
+	first, second := a.startSlowToFork()
 	const forks = `select count(*) from agent_executions where forked_from is not null`
 	body := fmt.Sprintf(`{"action":"retry","ids":[%q,%q],"reason":"it is back"}`, first, second)
 	header := asAdmin()
@@ -121,4 +113,15 @@ func TestRepeatedBulkRetryForksOnce(t *testing.T) {
 	assert.Truef(t, again.Code == 200 && strings.Contains(again.Body.String(), `"done":2`),
 		"%d %s", again.Code, again.Body)
 	pgtest.Equal(t, a.pool, 2, forks)
+}
+
+// startSlowToFork returns two cancelled executions. The start of an execution, such as a fork, then takes 300 ms.
+func (a *agent) startSlowToFork() (first, second string) {
+	a.t.Helper()
+	first, second = a.start("external:a", trace.New(trace.Flow)).ID, a.start("external:b", trace.New(trace.Flow)).ID
+	pgtest.Exec(a.t, a.pool, `select cancel_agent_execution(id, 'ana', '') from agent_executions`)
+	pgtest.Exec(a.t, a.pool, `create function delay() returns trigger language plpgsql as $$ begin
+		perform pg_sleep(0.3); return new; end $$`)
+	pgtest.Exec(a.t, a.pool, `create trigger delay before insert on agent_executions for each row execute function delay()`)
+	return first, second
 }
