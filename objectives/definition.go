@@ -170,8 +170,8 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 	return id, false, err
 }
 
-// Remove retires the workspace's objectives except keep. It deletes one that was never advanced, and pauses the active
-// others, because they hold results. It returns the names of both.
+// Remove retires the workspace's objectives except keep. It deletes objectives that were never advanced, and pauses the
+// other active objectives, because they hold results. It returns the names of both.
 func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
 	return postgres.Values[string](ctx, db, "remove objectives of the workspace", `
 		with gone as (

@@ -8,9 +8,9 @@
 //
 // Each caller gets the result of its own write after the commit. A caller repeats its write as a single write if the
 // batch skipped it, or if the batch failed and certainly changed nothing. So one rejected write does not fail the
-// others. A slow batch, for example one that waits for a lock, delays other batches for 10 to 20 ms. Up to three
-// batches of one batcher may be in flight when the scheduler sends its queue. After MaxWait in the queue, a caller
-// makes a single write under its own context. So writes of departed callers do not accumulate during an outage.
+// others. A batch that waits for a lock delays other batches for 10 to 20 ms. Up to three batches of one batcher may be
+// in flight when the scheduler sends its queue. After MaxWait in the queue, a caller makes a single write under its own
+// context. So writes of departed callers do not accumulate during an outage.
 package batch
 
 import (

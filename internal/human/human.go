@@ -5,7 +5,7 @@
 // The rules:
 //
 //   - Money has two decimals: $0.00, $0.05, $1,234.50. An amount that rounds to less than a cent has four: $0.0042.
-//     One that rounds to less than $0.0001 is <$0.0001. Zero is $0.00.
+//     A smaller amount, which rounds to less than $0.0001, is <$0.0001. Zero is $0.00.
 //   - A number below ten has one decimal, without a trailing zero: 5.9 s, 6 s, 1.5 kB. From ten on it is whole.
 //   - A duration from a minute on has two units; a zero unit is left out: 3 min 20 s, 2 h, 3 d 4 h.
 //   - Durations and sizes are truncated, not rounded, so that a running clock and a stored duration agree.
