@@ -17,8 +17,9 @@
 //
 // A heartbeat resumes after a crash in another process. If its lane is busy, or an admin is at work (lane "operate"),
 // the heartbeat is recorded as skipped without an error. When an admin arrives, the heartbeat yields before its next
-// step and resumes when the lane is free. After YieldLimit it only saves its notes and skips the other phases. If
-// another heartbeat acquired its lane meanwhile, it waits for that heartbeat. With nothing to do it calls no model.
+// step and resumes when the lane is free. After YieldLimit it only saves its notes and skips the other phases. The
+// phase save_memories does not yield. If another heartbeat acquired its lane meanwhile, it waits for that heartbeat.
+// With nothing to do it calls no model.
 //
 // A prompt in the agent's document is a further phase, heartbeat_prompt, before reflect.
 //

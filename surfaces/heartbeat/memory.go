@@ -81,8 +81,10 @@ type noteBase struct {
 	read int
 }
 
-// saveMemories stores the notes and drops expired memories.
+// saveMemories stores the notes and drops expired memories. It does not yield: it needs no model, and an early end
+// would lose the notes.
 func (b *heartbeatRun) saveMemories(ctx context.Context) (phaseResult, error) {
+	ctx = withoutYield(ctx)
 	expired, err := executions.StepTx(ctx, "expire", func(ctx context.Context, tx pgx.Tx) (int, error) {
 		n, err := memories.Expire(ctx, tx)
 		return int(n), err

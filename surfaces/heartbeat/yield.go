@@ -107,9 +107,7 @@ func (h *Heartbeat) endEarly(
 			continue // this phase already has a row
 		}
 		if p.name == "save_memories" && len(b.memories) > 0 {
-			result, err := h.runPhase(ctx, b, phase{p.name, func(b *heartbeatRun, ctx context.Context) (phaseResult, error) {
-				return b.saveMemories(withoutYield(ctx))
-			}})
+			result, err := h.runPhase(ctx, b, p)
 			if err != nil && !isStepError(err) {
 				return executions.Result{}, err
 			}

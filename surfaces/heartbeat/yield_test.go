@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	openai "github.com/sashabaranov/go-openai"
+
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -207,6 +209,27 @@ func TestHeartbeatWaitTimeout(t *testing.T) {
 			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_locks_live`)
 		})
 	}
+}
+
+// An admin arrives during the last model call of the heartbeat.
+func TestNotesAreSavedBesideAdmin(t *testing.T) {
+	t.Parallel()
+	w := newTestHeartbeat(t)
+	w.surface.YieldLimit = 300 * time.Millisecond
+	w.addFailingSkill(t, "fetch_prices") // news for the reflection
+	script := map[string][]modeltest.Reply{"Reflect": {modeltest.ToolCall("remember", `{"key":"k","value":1}`)}}
+	w.model.Handle(func(n int, req openai.ChatCompletionRequest) modeltest.Reply {
+		if n == 1 {
+			w.holdLane(t, heartbeat.OperateLane)
+		}
+		return replyForTask(script, req)
+	})
+	x, err := w.engine(t, true).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
+	require.NoError(t, err)
+	x = enginetest.Await(t, w.pool, x.ID, executions.Completed)
+	assert.NoDiff(t, "1 memories saved", summary(t, x).Phases["save_memories"])
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_memory where key = 'k'`)
+	w.freeLane(t, heartbeat.OperateLane)
 }
 
 func TestResumedHeartbeatSkipsFinishedPhases(t *testing.T) {
