@@ -36,8 +36,9 @@ const maxArguments = 2500
 // maxRequests bounds the messages for one request for approval in one conversation.
 const maxRequests = 3
 
-// requestApprovals shows new requests for approval of the channel's agent in the conversation for reports. It repeats a
-// request without a confirmed message after a minute, because nobody may have seen it.
+// requestApprovals shows new requests for approval in the conversation for reports: those of the channel's agent and of
+// the channel's threads, or all if the channel names no agent. It repeats a request without a confirmed message after a
+// minute, because nobody may have seen it.
 func (w *worker) requestApprovals(ctx context.Context) error {
 	if w.channel.ReportTo == "" {
 		return nil
@@ -45,7 +46,8 @@ func (w *worker) requestApprovals(ctx context.Context) error {
 	ids, err := postgres.Names(ctx, w.Pool, "find requests for approval", `
 		select a.id::text from agent_approvals a left join agent_executions x on x.id = a.execution_id
 		 where a.status = 'pending' and a.expires_at > clock_timestamp()
-		   and (@agent = '' or x.agent = @agent or exists (
+		   and (@agent = ''
+		     or coalesce((select n.agent from agent_activity n where n.id = a.activity_id), x.agent) = @agent or exists (
 		     select from agent_threads t where t.id = x.thread_id and t.target = @channel and t.channel = @type))
 		   and coalesce((select bool_and(b.message_ref = '' and b.created_at < clock_timestamp() - interval '1 minute')
 		         and count(*) < 2 * @tries from agent_channel_buttons b

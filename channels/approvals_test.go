@@ -209,6 +209,23 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 	})
 }
 
+// Within an execution, an automation or an objective may act as another agent.
+func TestRequestsOfTheActingAgentAreShown(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{Agent: "billing", ReportTo: "900"}, nil)
+	s.request(`{"order": "of shop"}`)
+	acting := s.request(`{"order": "of billing"}`)
+	pgtest.Exec(t, s.pool, `
+		with called as (
+		  insert into agent_activity (trace_id, skill_name, kind, status, agent, execution_id)
+		  select trace_id, skill_name, 'call', 'skipped', 'billing', execution_id from agent_approvals where id = $1
+		  returning id)
+		update agent_approvals set activity_id = called.id from called where agent_approvals.id = $1`, acting)
+	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', 'approval requested')`)
+	assert.Contains(t, s.shown(1).Text, "of billing")
+	assert.Equal(t, 1, len(s.bot.Sent(900)))
+}
+
 // A request whose message was not confirmed is shown again. The buttons of both messages work.
 func TestUnconfirmedRequestForApprovalIsShownAgain(t *testing.T) {
 	t.Parallel()
