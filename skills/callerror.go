@@ -17,7 +17,7 @@ const (
 	ClassTimeout     = "timeout"     // no answer within the skill's timeout
 	ClassHTTPStatus  = "http_status" // the service answered with an error
 	ClassNetwork     = "network"     // the service or the database is unreachable
-	ClassNoAnswer    = "no_answer"   // the request was sent, and its answer broke off or is neither JSON nor text
+	ClassNoAnswer    = "no_answer"   // the request was sent, and has no usable answer
 	ClassSQL         = "sql"         // the database rejected the query
 	ClassTooLarge    = "too_large"   // the result exceeds the limit
 	ClassRefused     = "refused"     // a rule forbids the call

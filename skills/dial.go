@@ -150,10 +150,14 @@ func isPublic(ip netip.Addr) bool {
 	return !slices.ContainsFunc(nonPublicRanges, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
-// checkRedirect allows a redirect within the host, and never from https to http, because headers may contain secrets.
+// checkRedirect allows a redirect within the host, but not from https to http, because headers may contain secrets. It
+// refuses a redirect that net/http follows with a GET after a write: the service may have acted, and the GET does not.
 func checkRedirect(next *http.Request, via []*http.Request) error {
-	last := via[len(via)-1].URL
+	method, last := via[len(via)-1].Method, via[len(via)-1].URL
 	switch {
+	case next.Method != method:
+		return newCallError(ClassNoAnswer, "the answer %s would turn %s into %s, so it is not followed",
+			next.Response.Status, method, next.Method)
 	case len(via) > maxRedirects:
 		return newCallError(ClassRefused, "more than %d redirects", maxRedirects)
 	case !strings.EqualFold(next.URL.Host, last.Host), last.Scheme == "https" && next.URL.Scheme != "https":

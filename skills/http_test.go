@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/url"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -271,6 +272,30 @@ func TestHTTPRedirects(t *testing.T) {
 	for path, want := range map[string]string{"/here": "", "/away": skills.ClassRefused, "/loop": skills.ClassRefused} {
 		got, err := invokeHTTP(t, skills.Definition{Handler: "http:" + server.URL + path}, "")
 		assert.Truef(t, errorClass(err) == want && (want != "" || string(got) == `"end"`), "%s: got %s, %v", path, got, err)
+	}
+}
+
+// net/http follows 301, 302 and 303 with a GET, which does not write.
+func TestHTTPRedirectsOfWrites(t *testing.T) {
+	t.Parallel()
+	server := startServer(t, func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/end" {
+			_, _ = io.WriteString(w, `"`+r.Method+`"`)
+			return
+		}
+		status, err := strconv.Atoi(r.URL.Path[1:])
+		assert.NoError(t, err)
+		w.Header().Set("Location", "/end")
+		w.WriteHeader(status)
+	})
+	for _, method := range []string{"POST", "PUT", "PATCH", "DELETE"} {
+		for status, want := range map[int]string{
+			301: skills.ClassNoAnswer, 302: skills.ClassNoAnswer, 303: skills.ClassNoAnswer, 307: "", 308: "",
+		} {
+			got, err := invokeHTTP(t, skills.Definition{Handler: fmt.Sprintf("http:%s %s/%d", method, server.URL, status)}, "")
+			assert.Truef(t, errorClass(err) == want && (want != "" || string(got) == `"`+method+`"`),
+				"%s %d: got %s, %v", method, status, got, err)
+		}
 	}
 }
 
