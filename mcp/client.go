@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"net"
 	"os"
 	"slices"
 	"sync"
@@ -125,7 +126,8 @@ func (c *Client) quarantine(ctx context.Context, conn *connection) error {
 	})
 }
 
-// classifyFailure classifies a failed call and retires a broken connection.
+// classifyFailure classifies a failed call and retires a broken connection. Unless the server was not reached, or did
+// not take the request, it may have acted.
 func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn *connection, err error) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
@@ -139,7 +141,13 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 	if conn.responseTooLong.Load() { // the SDK drops the error of the body
 		message += fmt.Sprintf(" (a response of the server has more than %d bytes)", maxMessage)
 	}
-	return &skills.CallError{Class: skills.ClassUnavailable, Message: message}
+	class := skills.ClassNoAnswer
+	if refused, ok := errors.AsType[*skills.CallError](err); ok {
+		class = refused.Class
+	} else if dial, ok := errors.AsType[*net.OpError](err); ok && dial.Op == "dial" {
+		class = skills.ClassUnavailable
+	}
+	return &skills.CallError{Class: class, Message: message}
 }
 
 // connection returns the server's connection, or opens a new connection if none is usable. A start that takes longer

@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -131,7 +132,7 @@ func TestBrokenMessageOfChildEndsSession(t *testing.T) {
 	f.put(d)
 	f.sync()
 	start := time.Now()
-	f.wantFailure("cut", `{}`, skills.ClassUnavailable, "")
+	f.wantFailure("cut", `{}`, skills.ClassNoAnswer, "")
 	took := time.Since(start)
 	assert.Truef(t, took <= maxTimedOutCall, "the call took %s", took)
 }
@@ -155,6 +156,43 @@ func TestTimeoutsKeepSlowChild(t *testing.T) {
 		f.wantFailure("hang", `{}`, skills.ClassTimeout, "2s")
 	}
 	assert.Equal(t, first, f.process().PID, "process id after the timeouts")
+}
+
+// A server that was reached may have acted, so its call is not safe to repeat.
+func TestCallWithoutAnswerMayHaveActed(t *testing.T) {
+	t.Parallel()
+	f := newClientFixture(t, nil)
+	f.put(stdioServer(t, map[string]any{childVariable: "exits"}))
+	f.sync()
+	f.wantFailure("exit", `{}`, skills.ClassNoAnswer, "test/exit")
+	assert.True(t, f.registry.MayHaveActed(f.skill("exit"), skills.ClassNoAnswer), "the call is repeated")
+}
+
+func TestStatusOfAGateway(t *testing.T) {
+	t.Parallel()
+	f := newClientFixture(t, nil)
+	s := serve(t, tools("")...)
+	var status atomic.Int64
+	server := s.Config.Handler
+	gateway := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if code := int(status.Load()); code != 0 {
+			w.WriteHeader(code)
+			return
+		}
+		server.ServeHTTP(w, r)
+	}))
+	t.Cleanup(gateway.Close)
+	f.put(httpServer(gateway.URL))
+	for code, want := range map[int64]string{
+		429: skills.ClassUnavailable, 500: skills.ClassNoAnswer, 502: skills.ClassNoAnswer, 503: skills.ClassUnavailable,
+		504: skills.ClassNoAnswer,
+	} {
+		status.Store(0)
+		f.sync()
+		f.mustCall("echo", `{"text":"a"}`)
+		status.Store(code)
+		f.wantFailure("echo", `{"text":"a"}`, want, http.StatusText(int(code)))
+	}
 }
 
 func TestSyncErrorNamesConnectTimeout(t *testing.T) {
@@ -288,7 +326,7 @@ func TestFailedReconciliationIsAnAttempt(t *testing.T) {
 func TestTooLongResponseFailsCall(t *testing.T) {
 	t.Parallel()
 	f, _ := newHTTPFixture(t, tools("")...)
-	f.wantFailure("echo", `{"text":"0123456789","times":1000000}`, skills.ClassUnavailable, "more than 8388608 bytes")
+	f.wantFailure("echo", `{"text":"0123456789","times":1000000}`, skills.ClassNoAnswer, "more than 8388608 bytes")
 }
 
 func TestPrivateAddressNeedsPermission(t *testing.T) {
@@ -360,7 +398,7 @@ func TestResultConversion(t *testing.T) {
 	}
 	f.wantFailure("failed", `{}`, skills.ClassHandler, "no such city")
 	f.wantFailure("large", `{}`, skills.ClassTooLarge, "bytes")
-	f.wantFailure("huge", `{}`, skills.ClassUnavailable, "test/huge")
+	f.wantFailure("huge", `{}`, skills.ClassNoAnswer, "test/huge")
 	// The client survives the oversized response.
 	assert.Equal(t, `"a\nb"`, f.mustCall("texts", `{}`))
 }

@@ -41,7 +41,7 @@ func TestMain(m *testing.M) {
 
 // runChild runs a stdio server. The kind "slow" starts late; the kind "stall" stops reading after 100,000 bytes;
 // the kind "change" changes its tools; the kind "noisy" prints log lines to stdout;
-// the kind "broken" has the tool cut, whose response is cut.
+// the kind "broken" has the tool cut, whose response is cut; the kind "exits" has the tool exit, which ends the child.
 func runChild(kind string) int {
 	fmt.Fprintln(os.Stderr, "child begins")
 	if kind == "slow" {
@@ -70,6 +70,15 @@ func runChild(kind string) int {
 				fmt.Println(`{"jsonrpc":"2.0","id":2,"resu`)
 				<-ctx.Done()
 				return nil, ctx.Err()
+			},
+		})
+	}
+	if kind == "exits" {
+		all = append(all, tool{
+			sdk.Tool{Name: "exit", InputSchema: json.RawMessage(`{"type":"object"}`)},
+			func(context.Context, *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+				os.Exit(1)
+				return nil, nil
 			},
 		})
 	}

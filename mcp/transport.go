@@ -6,6 +6,7 @@ import (
 	"context"
 	"crypto/tls"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -91,7 +92,8 @@ func httpTransport(conn *connection, headers map[string]string, allow []string, 
 	}, nil
 }
 
-// boundedTransport adds the declared headers to each request and bounds each response.
+// boundedTransport adds the declared headers to each request and bounds each response. It makes an error of a status
+// that says the server did not process the request.
 type boundedTransport struct {
 	next            http.RoundTripper
 	headers         map[string]string
@@ -113,6 +115,11 @@ func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, err
 	if err != nil {
 		cancel()
 		return nil, err
+	}
+	if response.StatusCode == http.StatusTooManyRequests || response.StatusCode == http.StatusServiceUnavailable {
+		cancel()
+		return nil, errors.Join(&skills.CallError{Class: skills.ClassUnavailable, Message: response.Status},
+			response.Body.Close())
 	}
 	response.Body = &boundedBody{
 		ReadCloser: response.Body, remaining: maxMessage, responseTooLong: b.responseTooLong, cancel: cancel,
