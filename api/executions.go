@@ -1,10 +1,12 @@
 package api
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"net/http"
+	"reflect"
 	"regexp"
 	"strings"
 	"time"
@@ -12,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
@@ -74,9 +77,10 @@ func (s *server) listExecutions(r request) (response, error) {
 // executionDetail is a redacted execution with its latest checkpoint and open wait.
 type executionDetail struct {
 	executions.Execution
-	Labels     executions.Labels      `json:"labels"`
-	Checkpoint *executions.Checkpoint `json:"checkpoint"` // the latest checkpoint; null before the first
-	Waits      []wait                 `json:"waits"`      // the open ones
+	ResultAltered bool                   `json:"result_altered"` // result differs from the flow's: redacted, cut or hidden
+	Labels        executions.Labels      `json:"labels"`
+	Checkpoint    *executions.Checkpoint `json:"checkpoint"` // the latest checkpoint; null before the first
+	Waits         []wait                 `json:"waits"`      // the open ones
 }
 
 type wait struct {
@@ -96,12 +100,15 @@ func (s *server) getExecution(r request) (response, error) {
 	if err != nil {
 		return response{trace: x.TraceID}, err
 	}
+	stored := x.Result
 	x = x.Redacted(r.Context())
 	labels, err := executions.LabelsOf(r.Context(), s.pool, []string{x.ID})
 	if err != nil {
 		return response{trace: x.TraceID}, err
 	}
-	detail := executionDetail{Execution: x, Labels: labels[x.ID].Redacted(), Waits: []wait{}}
+	detail := executionDetail{
+		Execution: x, ResultAltered: !equalJSON(stored, x.Result), Labels: labels[x.ID].Redacted(), Waits: []wait{},
+	}
 	if len(recorded) > 0 {
 		detail.Checkpoint = new(recorded[len(recorded)-1].Redacted(r.Context()))
 	}
@@ -111,6 +118,13 @@ func (s *server) getExecution(r request) (response, error) {
 		detail.Waits = append(detail.Waits, w)
 	}
 	return response{body: detail, trace: x.TraceID}, nil
+}
+
+// equalJSON compares two values; the order of keys does not matter.
+func equalJSON(a, b json.RawMessage) bool {
+	x, err := exactjson.Decode(a)
+	y, otherErr := exactjson.Decode(b)
+	return bytes.Equal(a, b) || err == nil && otherErr == nil && reflect.DeepEqual(x, y)
 }
 
 // execution reads the execution in the path.

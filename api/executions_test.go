@@ -92,6 +92,23 @@ func TestExecutionsHideSecrets(t *testing.T) {
 		"the row keeps %s, %v", kept.Variables, err)
 }
 
+func TestAlteredResultIsMarked(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	x := a.start("ask", trace.New(trace.Flow))
+	for result, want := range map[string]bool{
+		`null`: false, `{"bb": 1.50, "a": [1e30, "<ü>"]}`: false, `{"token": "Zq81xLm0Kk77"}`: true,
+		`"` + strings.Repeat("x", 65<<10) + `"`: true,
+	} {
+		pgtest.Exec(t, a.pool, `update agent_executions set result = $1::text::jsonb`, result)
+		var got struct {
+			Altered bool `json:"result_altered"`
+		}
+		a.get("/v1/executions/"+x.ID, &got)
+		assert.Equal(t, want, got.Altered, result[:min(len(result), 40)])
+	}
+}
+
 func TestCancelExecutionOnce(t *testing.T) {
 	t.Parallel()
 	a := start(t)

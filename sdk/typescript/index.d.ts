@@ -30,7 +30,10 @@ export class Client {
   start(flow: string, input?: unknown, options?: StartOptions): Promise<Started>;
   /** Sends an event to the flow that waits for `key`; without one, it is kept for the first. The same `id` counts once. */
   sendEvent(key: string, data?: unknown, options?: { id?: string }): Promise<void>;
-  /** Waits for the end of an execution. Rejects with a FlowError unless it completed. */
+  /**
+   * Waits for the end of an execution, and resolves to its result of at most 64 KiB. Rejects with a FlowError unless it
+   * completed, and with a ResultError if the server does not show the result as the flow returned it.
+   */
   result<Out = unknown>(id: string, options?: { signal?: AbortSignal }): Promise<Out>;
   cancel(id: string, reason: string): Promise<void>;
 }
@@ -100,6 +103,11 @@ export class Worker {
 export class FlowError extends Error {
   readonly id: string;
   readonly status: "failed" | "timeout" | "cancelled";
+}
+
+/** An execution completed, but the server does not show its result as the flow returned it. */
+export class ResultError extends Error {
+  readonly id: string;
 }
 
 /** A wait whose time ended. */

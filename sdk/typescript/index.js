@@ -17,6 +17,14 @@ export class FlowError extends Error {
   }
 }
 
+export class ResultError extends Error {
+  constructor(id) {
+    super(`execution ${id} completed, but its result has more than 64 KiB, contains a secret, or needs the scope ` +
+      "threads:read");
+    this.id = id;
+  }
+}
+
 export class TimeoutError extends Error {}
 
 /** Marks the errors that stop a run, and the listener onRejection, in each copy of this package. */
@@ -142,7 +150,10 @@ export class Client {
   async result(id, { signal } = {}) {
     for (let wait = 50; ; wait = Math.min(wait * 1.5, 1000)) {
       const x = await this.#connection.call("GET", `/v1/executions/${encodeURIComponent(id)}`, { signal });
-      if (x.status === "completed") return x.result;
+      if (x.status === "completed") {
+        if (x.result_altered) throw new ResultError(id);
+        return x.result;
+      }
       if (["failed", "timeout", "cancelled"].includes(x.status)) {
         throw new FlowError(id, x.status, x.error_message ?? x.cancel_reason ?? "");
       }

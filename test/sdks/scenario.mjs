@@ -1,7 +1,7 @@
 // The scenario of the SDK tests, in TypeScript's SDK. It appends each effect to the file EFFECTS.
 import { appendFileSync } from "node:fs";
 import { setTimeout as pause } from "node:timers/promises";
-import { LostError, Result, TimeoutError, Worker } from "../../sdk/typescript/index.js";
+import { LostError, Result, ResultError, TimeoutError, Worker } from "../../sdk/typescript/index.js";
 
 const worker = new Worker({ owner: process.env.OWNER, ttlSeconds: Number(process.env.TTL_SECONDS ?? 30) });
 const effect = (line) => appendFileSync(process.env.EFFECTS, line + "\n");
@@ -85,6 +85,16 @@ worker.flow("external:parallel", async (input, run) => {
 worker.flow("external:again", async () => { await worker.start(); });
 
 worker.flow("external:huge", () => "x".repeat(12 << 20));
+worker.flow("external:long", () => "x".repeat(100 << 10));
+worker.flow("external:reader", async (input, run) => {
+  const { id } = await worker.client.start("external:long", {}, { key: run.id });
+  try {
+    return await worker.client.result(id);
+  } catch (error) {
+    if (!(error instanceof ResultError)) throw error;
+    return new Result(error.id, error.message);
+  }
+});
 worker.flow("external:no-json", (input, run) => run.step("no json", () => 1n));
 worker.flow("external:exit", () => { throw "it gives up"; });
 

@@ -7,7 +7,7 @@ import sys
 from threading import Event
 
 sys.path.insert(0, os.environ["SDK"])
-from lanekeeper import Client, FlowError, LostError, RequestError, Result, WaitTimeout, Worker
+from lanekeeper import Client, FlowError, LostError, RequestError, Result, ResultError, WaitTimeout, Worker
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 worker = Worker(owner=os.environ.get("OWNER"), ttl_seconds=int(os.environ.get("TTL_SECONDS", "30")))
@@ -91,6 +91,20 @@ def again(input, run):
 @worker.flow("external:huge")
 def huge(input, run):
     return "x" * (12 << 20)
+
+
+@worker.flow("external:long")
+def long(input, run):
+    return "x" * (100 << 10)
+
+
+@worker.flow("external:reader")
+def reader(input, run):
+    client = worker.client
+    try:
+        return client.result(client.start("external:long", key=run.id))
+    except ResultError as error:
+        return Result(error.id, str(error))
 
 
 @worker.flow("external:no-json")

@@ -269,6 +269,15 @@ func TestRejectedEndFailsFlow(t *testing.T) {
 	})
 }
 
+func TestAlteredResultIsAnError(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		w.worker("first", w.base, 30)
+		status, text := w.waitEnded(w.start("external:reader", `{}`))
+		assert.Truef(w, status == "completed" && strings.Contains(text, "its result has more than 64 KiB"),
+			"the client read the cut result: %s %.200s", status, text)
+	})
+}
+
 // Each of these ends once ended the worker, or made it run the flow again and again.
 func TestOddEndFailsFlow(t *testing.T) {
 	eachSDK(t, func(w *testEnv) {

@@ -15,7 +15,7 @@ any process, and waits for days without one::
     worker.run(concurrency=4)
 """
 
-from ._client import Client, FlowError, RequestError
+from ._client import Client, FlowError, RequestError, ResultError
 from ._worker import LostError, Result, Run, Step, WaitTimeout, Worker
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "LostError",
     "RequestError",
     "Result",
+    "ResultError",
     "Run",
     "Step",
     "WaitTimeout",

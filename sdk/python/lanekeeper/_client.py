@@ -41,6 +41,17 @@ class FlowError(Exception):
         self.status = status
 
 
+class ResultError(Exception):
+    """An execution completed, but the server does not show its result as the flow returned it."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(
+            f"execution {id} completed, but its result has more than 64 KiB, contains a secret, or needs the scope "
+            "threads:read"
+        )
+        self.id = id
+
+
 class Stopped(Exception):
     """The caller's stop event was set while the server was away."""
 
@@ -181,12 +192,18 @@ class Client:
         self._connection.call("POST", "/v1/events", body)
 
     def result(self, id: str, *, timeout: float | None = None) -> Any:
-        """Waits for the end of an execution. Raises FlowError unless it completed, TimeoutError after timeout seconds."""
+        """Waits for the end of an execution, and returns its result of at most 64 KiB.
+
+        Raises FlowError unless it completed, ResultError if the server does not show the result as the flow returned
+        it, TimeoutError after timeout seconds.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         wait = 0.05
         while True:
             x = self._connection.call("GET", f"/v1/executions/{quote(id, safe='')}", deadline=deadline)
             if x["status"] == "completed":
+                if x.get("result_altered"):
+                    raise ResultError(id)
                 return x["result"]
             if x["status"] in ("failed", "timeout", "cancelled"):
                 raise FlowError(id, x["status"], x.get("error_message") or x.get("cancel_reason") or "")
