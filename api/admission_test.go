@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -297,6 +298,34 @@ func sendWithoutReading(t *testing.T, rt route) net.Conn {
 	t.Cleanup(func() { _ = conn.Close() })
 	require.NoError(t, conn.SetDeadline(time.Now().Add(90*time.Second)))
 	return conn
+}
+
+// A page of a rare filter may have no rows.
+func TestCSVEndsBeforeItsDeadline(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		rt := route{path: "/x", csv: true, params: listParams(), handle: func(r request) (response, error) {
+			time.Sleep(7 * time.Second)
+			n, _ := strconv.Atoi(r.query["cursor"])
+			if n == 9 {
+				return response{body: pageOf([]bulkItem{{ID: "rare"}}, "")}, r.Context().Err()
+			}
+			return response{body: pageOf[bulkItem](nil, strconv.Itoa(n+1))}, r.Context().Err()
+		}}
+		s, _ := newBareServer(t, rt)
+		h := s.withDeadline(rt, s.apiHandler(rt))
+		path, tables := "/x", 0
+		for ; path != ""; tables++ {
+			r := httptest.NewRequestWithContext(t.Context(), "GET", path, nil)
+			r.Header.Set("Accept", "text/csv")
+			w := httptest.NewRecorder()
+			h.ServeHTTP(w, r)
+			require.Truef(t, w.Code == http.StatusOK, "%s: %d %s", path, w.Code, w.Body)
+			path = strings.TrimSuffix(strings.TrimPrefix(w.Header().Get("Link"), "<"), `>; rel="next"`)
+			assert.Equal(t, path == "", strings.Contains(w.Body.String(), "rare"), "the row is in the last table")
+		}
+		assert.Equal(t, 2, tables)
+	})
 }
 
 func TestSlowBodyIsRequestTimeout(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"reflect"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -54,7 +55,7 @@ func (s *server) writeCSV(w http.ResponseWriter, r *http.Request, rt route, req 
 	}
 }
 
-// csvTable returns the table, and the cursor of its next part if it is cut at the limit.
+// csvTable returns the table, and the cursor of its next part if the limit or the request's time cuts it.
 func (s *server) csvTable(rt route, req request) (table []byte, next string, err error) {
 	var b bytes.Buffer
 	out := csv.NewWriter(&b)
@@ -64,7 +65,8 @@ func (s *server) csvTable(rt route, req request) (table []byte, next string, err
 	}
 	req.query, req.csv = maps.Clone(req.query), true
 	var columns []string
-	for rows := 0; rows < limit; {
+	deadline, limited := req.Context().Deadline()
+	for rows := 0; rows < limit && (columns == nil || !limited || time.Until(deadline) > bulkMargin); {
 		req.query["limit"] = strconv.Itoa(min(limit-rows, maxPage))
 		resp, _, err := s.dispatch(rt, req)
 		if err != nil {
