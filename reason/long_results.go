@@ -197,6 +197,9 @@ func (w *turn) recordSights() {
 			upto = long.seenBytes
 		}
 		w.seen.Add(builtins.Sights(a.skill, []byte(a.text), upto)...)
+		if a.piece == "" { // a read earlier in the same reply does not undo a write
+			w.seen.Add(builtins.SightsWritten(a.skill, []byte(a.text))...)
+		}
 	}
 	w.pendingSights = nil
 }

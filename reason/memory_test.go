@@ -88,6 +88,18 @@ func TestTurnReplacesWhatItHasRead(t *testing.T) {
 	}
 }
 
+// The answer of the read is older than the write after it.
+func TestReadInTheReplyOfAWriteKeepsItsRevision(t *testing.T) {
+	t.Parallel()
+	w := remembering(t, readK, modeltest.ToolCall("recall", `{"query":"k"}`).AndCall("memory_write",
+		`{"key":"k","value":"draft"}`), writeK, bye)
+	x, _ := w.completed(t)
+	assert.Equal(t, `"mine" at 4`, w.kept(t))
+	for _, row := range named(w.rows(t, x), "memory_write") {
+		assert.Equal(t, "success", row.Status, row.Message)
+	}
+}
+
 func TestTurnWritesThroughSkillThatDoesNotKnowRevisions(t *testing.T) {
 	t.Parallel()
 	w := remembering(t, readK, writeK, bye)
