@@ -187,9 +187,6 @@ func (r *runner) checkAnswer(s *trial, call *retriedCall, answer json.RawMessage
 		if call.skill == "memory_write" && tokenOf(result.Yours) != call.wrote.token {
 			s.fail("the conflict shows %s as the rejected value", result.Yours)
 		}
-		if s.current == nil {
-			return r.read
-		}
 		return s.current
 	case call.applied && s.current == call.wrote: // it finds its own write
 		return s.current

@@ -32,20 +32,29 @@ const ClassConflict = "conflict"
 
 // rejectedWrite is the answer of a rejected write, with both values.
 type rejectedWrite struct {
-	Error   string          `json:"error"` // ClassConflict
-	Message string          `json:"message"`
-	Yours   json.RawMessage `json:"yours,omitempty"`
-	Theirs  any             `json:"theirs"` // *memoryView or objectiveView; nil if the entry does not exist any more
+	Error    string          `json:"error"` // ClassConflict
+	Message  string          `json:"message"`
+	Category string          `json:"category,omitempty"` // set with Key if Theirs is nil
+	Key      string          `json:"key,omitempty"`
+	Yours    json.RawMessage `json:"yours,omitempty"`
+	Theirs   any             `json:"theirs"` // *memoryView or objectiveView; nil if the entry does not exist any more
 }
 
 func conflictAnswer(c *memory.ConflictError) any {
-	write := rejectedWrite{Error: ClassConflict, Yours: c.Yours, Message: "Nothing was changed: " +
-		"somebody else wrote this key since you read it, or you have not read it. " +
-		"Compare theirs with yours. Then, if it is still right, make the call again with what both say."}
-	if e := c.Theirs; e != nil {
-		write.Theirs = &memoryView{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID}
+	e := c.Theirs
+	if e == nil {
+		return rejectedWrite{
+			Error: ClassConflict, Category: c.Category, Key: c.Key, Yours: c.Yours,
+			Message: "Nothing was changed: this key has no entry any more. If yours is still right, make the call again, as " +
+				"for a new entry.",
+		}
 	}
-	return write
+	return rejectedWrite{
+		Error: ClassConflict, Yours: c.Yours,
+		Theirs: &memoryView{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID},
+		Message: "Nothing was changed: somebody else wrote this key since you read it, or you have not read it. " +
+			"Compare theirs with yours. Then, if it is still right, make the call again with what both say.",
+	}
 }
 
 // noteConflict is the answer of a note that would replace an unread one.
@@ -138,7 +147,7 @@ func SightsOf(o objectives.Objective) []memory.Sight {
 	}
 }
 
-// SightsWritten returns the sights of a call's own write.
+// SightsWritten returns the sights of a call's own write, or of the absence that rejected it.
 func SightsWritten(s skills.Skill, answer json.RawMessage) []memory.Sight {
 	var done struct {
 		memory.Sight
@@ -146,15 +155,16 @@ func SightsWritten(s skills.Skill, answer json.RawMessage) []memory.Sight {
 		Objective string `json:"objective"`
 		ID        string `json:"id"`
 	}
-	if _, conflict := IsConflict(s, answer); conflict || !needsRevision(s) || json.Unmarshal(answer, &done) != nil {
+	if !needsRevision(s) || json.Unmarshal(answer, &done) != nil {
 		return nil
 	}
+	_, conflict := IsConflict(s, answer)
 	switch {
 	case writesObjective(s) && done.Revision > 0: // the call wrote a note
 		return SightsOf(objectives.Objective{ID: done.ID, Name: done.Objective, Revision: done.Revision})
 	case writesObjective(s) || done.Key == "":
 		return nil
-	case done.Forgotten != nil:
+	case done.Forgotten != nil || conflict:
 		done.Revision = memory.Absent
 	}
 	return []memory.Sight{{Name: memory.Name{Category: done.Category, Key: done.Key}, Revision: done.Revision}}

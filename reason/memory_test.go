@@ -149,6 +149,19 @@ func TestConflictGivesModelBothValues(t *testing.T) {
 		string(both.Theirs.Value) == `"theirs"` && both.Theirs.Revision == 3, "the model gets %s", last)
 }
 
+func TestTurnWritesAgainWhatWasForgotten(t *testing.T) {
+	t.Parallel()
+	w := remembering(t)
+	w.during(1, func() {
+		forgotten, err := memory.Shared.Forget(t.Context(), w.pool, "general", "k", 0)
+		assert.True(t, forgotten && err == nil, err)
+	}, readK, writeK, writeK, bye)
+	w.completed(t)
+	assert.Equal(t, `"mine" at 3`, w.kept(t))
+	since := w.since(t, 2)
+	assert.Contains(t, since[len(since)-1].Content, `"theirs":null`, "this key has no entry any more")
+}
+
 func TestWhatTurnHasReadSurvivesItsProcess(t *testing.T) {
 	t.Parallel()
 	w := remembering(t)
