@@ -106,13 +106,10 @@ func writesMemory(s skills.Skill) bool {
 	return s.Handler == "builtin:memory_write" || s.Handler == "builtin:memory_forget"
 }
 
-// OnMemory reports whether a skill reads or writes the memory.
-func OnMemory(s skills.Skill) bool { return readsMemory(s) }
-
 func writesObjective(s skills.Skill) bool { return s.Handler == "builtin:objective_update" }
 
-// readsMemory reports whether a skill's answer may show memory entries.
-func readsMemory(s skills.Skill) bool {
+// OnMemory reports whether a skill reads or writes the memory, so its answer may show entries.
+func OnMemory(s skills.Skill) bool {
 	return s.Handler == "builtin:recall" || s.Handler == "builtin:memory_search" || writesMemory(s)
 }
 
@@ -124,7 +121,7 @@ func readsObjectives(s skills.Skill) bool {
 // Sights are the memory entries and objectives in the first upto bytes of a skill's answer.
 func Sights(s skills.Skill, answer []byte, upto int) []memory.Sight {
 	switch {
-	case readsMemory(s):
+	case OnMemory(s):
 		return memory.SightsIn(answer, upto)
 	case !readsObjectives(s):
 		return nil
