@@ -36,7 +36,7 @@ func (s *Surface) runAction(ctx context.Context, p plan, t task, attempt int) (a
 		case t.Action.EventName() != "":
 			return s.raiseEvent(ctx, c, t)
 		case t.Action.Automation != "":
-			return s.triggerAutomation(ctx, c, t)
+			return s.triggerAutomation(ctx, t)
 		case t.Action.Flow != "":
 			return s.startFlow(ctx, c, t)
 		case t.Action.Prompt != "":
@@ -210,29 +210,18 @@ func (s *Surface) flowExists(ctx context.Context, flow string) (bool, error) {
 	return executions.RetryTransient(ctx, func(ctx context.Context) (bool, error) { return s.Engine.HasFlow(ctx, flow) })
 }
 
-// triggerAutomation starts the run of an automation in the checkpoint's transaction. The run has its own attempts.
-func (s *Surface) triggerAutomation(ctx context.Context, c webhooks.Content, t task) (actionResult, error) {
-	payload, err := eventData(c, webhooks.Action{})
-	if err != nil {
-		return actionResult{}, err
-	}
-	trigger := s.Automate
-	if trigger == nil {
-		trigger = s.startAutomation
-	}
-	x, _ := executions.Current(ctx)
+// triggerAutomation starts the run of an automation in the checkpoint's transaction. The run has its own attempts, and
+// some process must have registered its runner.
+func (s *Surface) triggerAutomation(ctx context.Context, t task) (actionResult, error) {
 	return executions.StepTx(ctx, "automate", func(ctx context.Context, tx pgx.Tx) (actionResult, error) {
-		run, err := trigger(ctx, tx, AutomationRequest{
-			Automation: t.Action.Automation, Key: fmt.Sprintf("webhook %s %d", x.ID, t.Number),
-			TraceID: x.TraceID, Payload: payload,
-		})
+		run, err := s.startAutomation(ctx, tx, t.Action.Automation)
 		return actionResult{Run: run}, err
 	})
 }
 
-// startAutomation creates a run, claims it and starts its execution in one transaction.
-func (s *Surface) startAutomation(ctx context.Context, tx pgx.Tx, r AutomationRequest) (string, error) {
-	a, err := automations.Get(ctx, tx, r.Automation)
+// startAutomation creates a run, claims it and starts its execution in one transaction, under the delivery's trace.
+func (s *Surface) startAutomation(ctx context.Context, tx pgx.Tx, name string) (string, error) {
+	a, err := automations.Get(ctx, tx, name)
 	if err != nil {
 		return "", err
 	}
@@ -243,7 +232,8 @@ func (s *Surface) startAutomation(ctx context.Context, tx pgx.Tx, r AutomationRe
 	if err != nil {
 		return "", err
 	}
-	run, err := automations.RunManually(ctx, tx, a.ID, r.TraceID)
+	delivery, _ := executions.Current(ctx)
+	run, err := automations.RunManually(ctx, tx, a.ID, delivery.TraceID)
 	if err != nil {
 		return "", err
 	}

@@ -483,7 +483,7 @@ func TestConcurrentDuplicates(t *testing.T) {
 	t.Parallel()
 	const deliveries, senders = 200, 16
 	w := newTestWebhooks(t)
-	w.failures.Store(20)
+	w.addAutomation(t, "work", 20)
 	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "storm", MaxAttempts: 20, Actions: []webhooks.Action{
 		{Event: "EVENT_COMPLETED", Key: "storm-{body.n}"}, {Automation: "work"},
 	}})
@@ -522,7 +522,7 @@ func TestConcurrentDuplicates(t *testing.T) {
 			and repeats = 1`,
 		"one event each": `select count(*) = 200 and count(distinct key) = 200 from agent_events
 			where event = 'EVENT_COMPLETED'`,
-		"one run each": `select count(*) = 200 from agent_memory where category = 'run'`,
+		"one run each": `select count(*) = 200 from agent_automation_runs`,
 		"a trace each": `select count(distinct trace_id) = 200 from agent_executions`,
 		"each trace is complete": `select count(*) = 200
 			from (select trace_id from agent_activity where skill_name = 'webhook_action' and status = 'success'

@@ -2,7 +2,6 @@ package webhook_test
 
 import (
 	"bytes"
-	"context"
 	"crypto/hmac"
 	"crypto/sha256"
 	"encoding/hex"
@@ -13,14 +12,13 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	standardwebhooks "github.com/standard-webhooks/standard-webhooks/libraries/go"
 
+	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
@@ -45,13 +43,11 @@ func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 
 // testWebhooks is a database with a receiving server, and the settings of its surfaces.
 type testWebhooks struct {
-	pool           *pgxpool.Pool
-	server         *httptest.Server
-	surface        *webhook.Surface // of the server
-	env            map[string]string
-	newSurface     func() *webhook.Surface
-	automationRuns atomic.Int32
-	failures       atomic.Int32 // number of automation requests that will fail
+	pool       *pgxpool.Pool
+	server     *httptest.Server
+	surface    *webhook.Surface // of the server
+	env        map[string]string
+	newSurface func() *webhook.Surface
 }
 
 // newTestWebhooks starts a server that receives deliveries. The environment has the secrets SECRET and NEXT.
@@ -62,15 +58,6 @@ func newTestWebhooks(t *testing.T) *testWebhooks {
 		return &webhook.Surface{
 			Pool: w.pool, Logger: slog.New(slog.DiscardHandler), Getenv: func(name string) string { return w.env[name] },
 			Backoff: func(int) time.Duration { return 20 * time.Millisecond },
-			Automate: func(ctx context.Context, tx pgx.Tx, r webhook.AutomationRequest) (string, error) {
-				if w.failures.Add(-1) >= 0 {
-					return "", fmt.Errorf("automation %s is out of order", r.Automation)
-				}
-				w.automationRuns.Add(1)
-				_, err := tx.Exec(ctx, `insert into agent_memory (category, key, value) values ('run', @key, @payload)`,
-					postgres.Strict{"key": r.Key, "payload": r.Payload})
-				return r.Key, err
-			},
 		}
 	}
 	w.surface = w.newSurface()
@@ -84,6 +71,25 @@ func newTestWebhooks(t *testing.T) *testWebhooks {
 	w.server = httptest.NewServer(mux)
 	t.Cleanup(w.server.Close)
 	return w
+}
+
+// addAutomation declares an automation whose first runs cannot be started. No runner is registered, so its other runs
+// are claimed and stay so.
+func (w *testWebhooks) addAutomation(t *testing.T, name string, failures int) {
+	t.Helper()
+	_, err := automations.Put(t.Context(), w.pool, automations.Definition{Name: name, Cron: "0 0 1 1 *", Skill: "none"})
+	require.NoError(t, err)
+	pgtest.Exec(t, w.pool, `create sequence run_count`)
+	pgtest.Exec(t, w.pool, fmt.Sprintf(`
+		create function fail_run() returns trigger language plpgsql as $$
+		begin
+		  if nextval('run_count') <= %d then
+		    raise exception 'the automation is out of order';
+		  end if;
+		  return new;
+		end $$`, failures))
+	pgtest.Exec(t, w.pool, `create trigger fail_run before insert
+		on agent_automation_runs for each row execute function fail_run()`)
 }
 
 // engine returns an engine that is not running.

@@ -21,7 +21,6 @@ package webhook
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -53,9 +52,6 @@ type Surface struct {
 	Loop        *reason.Loop
 	Logger      *slog.Logger
 	Agent       string
-	// Automate starts a run of an automation in the given transaction and returns the run's id. Nil means package
-	// automations. Some process must register its runner.
-	Automate func(ctx context.Context, tx pgx.Tx, r AutomationRequest) (string, error)
 	// Getenv resolves the secrets of endpoints; nil reads the process's environment.
 	Getenv func(string) string
 	// Now is the clock for signed timestamps; nil is the system's.
@@ -70,14 +66,6 @@ type Surface struct {
 	guard      *credentials.Guard // of bearer tokens
 	mu         sync.Mutex
 	rejections map[string]rejectionCount // by endpoint
-}
-
-// AutomationRequest is an action's request to run an automation.
-type AutomationRequest struct {
-	Automation string // its name
-	Key        string // identifies the request; equal for repeats by the same action of the same execution
-	TraceID    string
-	Payload    json.RawMessage
 }
 
 // Register registers the flow with the engine.
