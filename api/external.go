@@ -3,7 +3,6 @@ package api
 import (
 	"cmp"
 	"encoding/json"
-	"errors"
 	"net/http"
 	"regexp"
 	"slices"
@@ -14,7 +13,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
-	"github.com/lanekeeper/lanekeeper/threads"
 )
 
 // workerRoutes returns the routes of external workers.
@@ -363,8 +361,7 @@ func (r releaseRequest) check() error {
 	return err
 }
 
-// releaseLock ends a claim: the execution completes, fails or waits. It validates the awaited execution or thread
-// first.
+// releaseLock ends a claim: the execution completes, fails or waits.
 func (s *server) releaseLock(r request) (response, error) {
 	id, lockID, err := s.pathLock(r)
 	if err != nil {
@@ -377,24 +374,6 @@ func (s *server) releaseLock(r request) (response, error) {
 	}
 	if b.WaitingFor == "agent" && strings.EqualFold(b.WaitingKey, id) {
 		return response{}, problem.BadBody("waiting_key is this execution; it cannot wait for itself")
-	}
-	if b.WaitingFor == "agent" && b.WaitingKey != "" {
-		_, err := executions.Get(r.Context(), s.pool, b.WaitingKey)
-		if errors.Is(err, executions.ErrNotFound) {
-			err = problem.New(http.StatusNotFound, "waiting_key: no execution %s", b.WaitingKey)
-		}
-		if err != nil {
-			return response{}, err
-		}
-	}
-	if b.WaitingFor == "response" && b.WaitingKey != "" { // only participants may read a thread
-		may, err := threads.MayJoin(r.Context(), s.pool, b.WaitingKey, id)
-		if err == nil && !may {
-			err = problem.New(http.StatusNotFound, "waiting_key: %s", threads.ErrNotFound)
-		}
-		if err != nil {
-			return response{}, err
-		}
 	}
 	if !isSet(b.Result) {
 		b.Result = nil

@@ -239,7 +239,7 @@ func TestInvalidExternalRequests(t *testing.T) {
 		},
 		{
 			"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"018f0000-0000-7000-8000-000000000000"}`,
-			404, "waiting_key: no execution",
+			404, "waiting_key is not valid: there is no execution",
 		},
 		{"DELETE", held, ``, 400, "JSON object"},
 		{"DELETE", held, `{"status":"cancelled"}`, 400, "completed, failed or waiting"},

@@ -38,6 +38,8 @@ var (
 	ErrNotReady = errors.New("the run waits")
 	// ErrEnded reports an ended execution.
 	ErrEnded = errors.New("the run has ended")
+	// ErrWaitingKey reports a wait for an unknown execution, or in a thread that the execution cannot access.
+	ErrWaitingKey = errors.New("waiting_key is not valid")
 	// ErrMalformed reports an invalid argument. The text names the argument.
 	ErrMalformed = errors.New("not valid")
 )
@@ -328,7 +330,6 @@ var malformedCodes = []string{
 	"22023", // invalid_parameter_value: refused by the SQL function
 	"22P02", // invalid_text_representation: not a UUID or not JSON
 	"22P05", // untranslatable_character: U+0000 in JSON
-	"P0002", // no_data_found: the awaited execution does not exist
 }
 
 // invalidArgument converts the database's error for an invalid argument to ErrMalformed. It returns other errors
@@ -357,7 +358,7 @@ type UnlockParams struct {
 // of the wait is a checkpoint named "wait KIND N", where N counts the waits of the execution. The returned status is
 // Running if the awaited event had happened already.
 //
-// Errors: ErrNotFound, ErrVoid with the reason, ErrMalformed.
+// Errors: ErrNotFound, ErrVoid with the reason, ErrWaitingKey, ErrMalformed.
 func (e *Engine) UnlockRun(
 	ctx context.Context, id, lockID string, p UnlockParams,
 ) (status Status, traceID string, err error) {
@@ -382,6 +383,9 @@ func (e *Engine) UnlockRun(
 	switch {
 	case postgres.IsCode(err, "LK001"):
 		return "", "", e.rejectVoidLock(ctx, id, lockID, "release", string(p.Status), p.Result)
+	case postgres.IsCode(err, "P0002"):
+		pgErr, _ := errors.AsType[*pgconn.PgError](err)
+		return "", "", &RunError{Err: ErrWaitingKey, Detail: postgres.RefusalText(pgErr)}
 	case err != nil:
 		return "", "", fmt.Errorf("unlock execution %s: %w", id, invalidArgument(err))
 	}

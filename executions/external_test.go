@@ -423,7 +423,7 @@ func TestLockRunReturnsWaitOutcome(t *testing.T) {
 	_, _, err = p.UnlockRun(t.Context(), id, p.lock(t, id, "w").LockID, executions.UnlockParams{
 		Status: executions.Waiting, For: "agent", Key: "0198f8a0-0000-7000-8000-000000000000",
 	})
-	assert.ErrorIs(t, err, executions.ErrMalformed, "a wait for an execution that does not exist")
+	assert.ErrorIs(t, err, executions.ErrWaitingKey, "a wait for an execution that does not exist")
 	keys := pgtest.Value[string](t, p.pool, `select string_agg(waiting_for, ' ' order by n) from agent_status_changes
 		where execution_id = $1 and status = 'waiting'`, id)
 	assert.Equal(t, "event response agent document signature test approval delay", keys, "kinds of waits")

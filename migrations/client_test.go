@@ -69,6 +69,20 @@ func TestContractSufficesForExternalWorker(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "read under a void lock: %v", err)
 }
 
+// A worker cannot read a visitor's next message by a wait in the visitor's thread.
+func TestExternalWorkerCannotWaitInVisitorsThread(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	conn := connectClient(t, db.Config().ConnConfig)
+	pgtest.Exec(t, db, `insert into agent_threads (id, channel, owner, owner_kind)
+		values ('talk', 'chat', 'site', 'key')`)
+	id := pgtest.Value[string](t, conn, `select start_agent_execution('external')::text`)
+	lock := pgtest.Value[string](t, conn, `select lock_id from lock_agent_execution($1::text::uuid, 'w')`, id)
+	_, err := conn.Exec(t.Context(),
+		`select unlock_agent_execution($1::text::uuid, $2, 'waiting', p_kind => 'response', p_key => 'talk')`, id, lock)
+	assert.Truef(t, postgres.IsCode(err, "P0002"), "a wait in a visitor's thread: %v", err)
+}
+
 // query is a query and its result.
 type query struct{ sql, want string }
 

@@ -110,7 +110,7 @@ func Ensure(ctx context.Context, db postgres.DB, t Thread) (thread Thread, creat
 	thread, created, err = Open(ctx, db, p, t)
 	if inExecution && errors.Is(err, ErrForeign) {
 		var may bool
-		if may, err = MayJoin(ctx, db, t.ID, x.ID); err == nil && !may {
+		if may, err = mayJoin(ctx, db, t.ID, x.ID); err == nil && !may {
 			err = ErrForeign
 		}
 		if err == nil {
@@ -155,8 +155,8 @@ func OpenForFlow(ctx context.Context, db postgres.DB, id, flow, parent, agent st
 	return nil
 }
 
-// MayJoin reports whether an execution has access to a thread; true if no thread has the id.
-func MayJoin(ctx context.Context, db postgres.DB, thread, execution string) (bool, error) {
+// mayJoin reports whether an execution has access to a thread; true if no thread has the id.
+func mayJoin(ctx context.Context, db postgres.DB, thread, execution string) (bool, error) {
 	var allowed bool
 	err := db.QueryRow(ctx, `
 		select not exists (select from agent_threads where id = @thread)

@@ -121,6 +121,8 @@ func ofRun(err *executions.RunError) *Problem {
 	case is(err, executions.ErrMalformed):
 		p.Status = http.StatusBadRequest
 		return p.Kind("bad-body", "Bad body")
+	case is(err, executions.ErrWaitingKey):
+		return New(http.StatusNotFound, "%s", err)
 	case is(err, executions.ErrHeld):
 		return p.Kind("lock-held", "Lock held")
 	case is(err, executions.ErrVoid):

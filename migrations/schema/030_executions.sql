@@ -1544,6 +1544,10 @@ begin
        and p_key <> ''
        and not exists (select from agent_executions y where y.id = lanekeeper.agent_uuid(p_key)) then
       raise exception 'there is no execution %', quote_literal(left(p_key, 60)) using errcode = 'P0002';
+    elsif p_kind = 'response'
+          and exists (select from agent_threads t where t.id = p_key)
+          and not lanekeeper.agent_flow_may_join(p_key, null, p_id) then
+      raise exception 'there is no thread %', quote_literal(p_key) using errcode = 'P0002';
     end if;
     select 'wait ' || p_kind || ' ' || (x.wait_number + 1) into step_ from agent_executions x where x.id = p_id;
     outcome := lanekeeper.wait_agent_execution(p_id, claim_, step_, p_kind, p_key, p_timeout, null);
@@ -1571,7 +1575,8 @@ comment on function unlock_agent_execution is
   'request, event key or approval) and p_timeout. Without p_timeout a wait lasts 7 days, for a response 24 hours, for '
   'an agent 1 hour; a delay requires it. After the wait any worker may lock the run. It finds the '
   'outcome as step ''wait KIND N'', where N counts the waits of the run. The function returns the status: running if '
-  'the awaited event had already come. LK001: the lock is void. P0002: the execution to wait for does not exist.';
+  'the awaited event had already come. LK001: the lock is void. P0002: the execution to wait for does not exist, or '
+  'the run has no access to the thread.';
 
 -- Limits.
 
