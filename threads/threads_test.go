@@ -273,29 +273,33 @@ func TestListingsContinueAfterCursor(t *testing.T) {
 	assert.NoDiff(t, []string{"a", "c", "b"}, got)
 }
 
-// A list reads a few threads of one agent among many without reading those of other agents.
-func TestListOfRareAgentUsesIndex(t *testing.T) {
+// A list reads the few threads of one agent or channel without reading the others.
+func TestListOfRareThreadsUsesIndex(t *testing.T) {
 	t.Parallel()
 	tx, err := pgtest.DB(t).Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	for _, sql := range []string{
 		`set local session_replication_role = replica`,
-		`insert into agent_threads (id, channel, agent) select 'thr_' || n, 'chat', case n when 7 then 'rare'
-			else 'common' end from generate_series(1, 3000) n`,
+		`insert into agent_threads (id, channel, agent) select 'thr_' || n, case n when 8 then 'rare' else 'chat' end,
+			case n when 7 then 'rare' else 'common' end from generate_series(1, 3000) n`,
 		`analyze agent_threads`,
 	} {
 		_, err := tx.Exec(t.Context(), sql)
 		require.NoError(t, err)
 	}
-	for range 7 { // the sixth execution would use a generic plan
-		found, err := threads.List(t.Context(), tx, threads.Filter{Agent: "rare"})
-		require.Truef(t, err == nil && len(found) == 1, "found %d, %v", len(found), err)
+	for index, filter := range map[string]threads.Filter{
+		"agent_threads_of_agent": {Agent: "rare"}, "agent_threads_of_channel": {Channel: "rare"},
+	} {
+		for range 7 { // the sixth execution would use a generic plan
+			found, err := threads.List(t.Context(), tx, filter)
+			require.Truef(t, err == nil && len(found) == 1, "%s: found %d, %v", index, len(found), err)
+		}
+		var scans int
+		err = tx.QueryRow(t.Context(), `select pg_stat_get_xact_numscans($1::regclass)`, index).Scan(&scans)
+		assert.NoError(t, err)
+		assert.Equal(t, 7, scans, index)
 	}
-	var scans int
-	err = tx.QueryRow(t.Context(), `select pg_stat_get_xact_numscans('agent_threads_of_agent'::regclass)`).Scan(&scans)
-	assert.NoError(t, err)
-	assert.Equal(t, 7, scans)
 }
 
 // createLongThread creates a long thread among many, in one statement.
