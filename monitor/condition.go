@@ -71,12 +71,13 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 		 group by x.agent
 		union all
 		select '', l.lane, 1, w.since
-		  from (select k.lane, k.locked_at from agent_locks k
-		         where k.locked_by <> '' and not k.parked and k.expires_at > clock_timestamp() limit @limit::int) l
+		  from (select k.lane from agent_locks k
+		         where k.locked_by <> '' and not k.parked and k.expires_at > clock_timestamp() and k.locked_at < @before
+		         limit @limit::int) l
 		 cross join lateral (
 		   select q.since from agent_lock_waiters q
 		    where q.lane = l.lane and q.expires_at > clock_timestamp() order by q.ticket limit 1) w
-		 where l.locked_at < @before and w.since < @before`,
+		 where w.since < @before`,
 		postgres.Strict{"limit": countLimit, "before": c.now.Add(-stuckAfter)})
 	if err != nil {
 		return c, err

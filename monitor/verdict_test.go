@@ -250,6 +250,21 @@ func TestVerdictOfDatabase(t *testing.T) {
 	assert.Equal(t, "stopped: paused by ana <#pause>", currentVerdict(t, pool))
 }
 
+// The fresh lanes stand before the stuck one in the table and in its indexes.
+func TestStuckLaneAmongManyIsFound(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
+	pgtest.Exec(t, pool, `
+		insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at)
+		select 'a' || n, 'somebody', 1, now(), now() + interval '1 hour' from generate_series(1, 1500) n;
+		insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at)
+		values ('b', 'somebody', 1, now() - interval '16 minutes', now() + interval '1 hour');
+		insert into agent_lock_waiters (lane, owner, since, expires_at)
+		values ('b', 'w', now() - interval '16 minutes', now() + interval '1 minute')`)
+	assert.Equal(t, "degraded: 1 lane stuck </lanes>", currentVerdict(t, pool))
+}
+
 func TestVerdictIgnoresRejections(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
