@@ -41,10 +41,10 @@ import (
 type Client struct {
 	config Config
 
-	mu       sync.Mutex
-	dialects map[string]dialect // rejected features, by model
-	density  float64            // see Density
-	reports  bool               // the server has reported usage before
+	mu        sync.Mutex
+	dialects  map[string]dialect // rejected features, by model
+	densities map[string]float64 // see Density, by model
+	reports   bool               // the server has reported usage before
 }
 
 // Model returns the default model.

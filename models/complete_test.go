@@ -235,9 +235,8 @@ func TestImplausibleUsageIsEstimated(t *testing.T) {
 			resp := complete(t, c, ask(strings.Repeat("word", 10)))
 			want := models.Usage{PromptTokens: 36, CompletionTokens: 1, TotalTokens: 37, Estimated: true}
 			assert.NoDiff(t, want, resp.Usage)
-			if c.ObserveUsage(14, resp.Usage); c.Density() != 1 {
-				t.Errorf("every later prompt is estimated at %v times as much", c.Density())
-			}
+			c.ObserveUsage(models.Quote{Model: "m", PromptTokens: 14}, resp.Usage)
+			assert.Equal(t, 1, c.Density("m"), "later prompts are estimated at more")
 		})
 	}
 }
@@ -344,6 +343,22 @@ func TestNewRejectsInvalidConfig(t *testing.T) {
 				"err = %v, want one about %s, without the secret", err, test.want)
 		})
 	}
+}
+
+// An image counts for much more than its quote, with some servers. Other prompts and models cost no more for that.
+func TestDensityIsOfTextAndModel(t *testing.T) {
+	t.Parallel()
+	c := client(t, modeltest.New(t))
+	text := ask("What is it?")
+	picture := ask("What is it?")
+	picture.Messages[0].Parts = []models.Part{{Image: &models.Image{URL: "https://host/picture"}}}
+	c.ObserveUsage(c.Quote(picture), models.Usage{PromptTokens: 27_000})
+	quote := c.Quote(text)
+	assert.Equal(t, 1, c.Density(quote.Model), "after an image")
+	c.ObserveUsage(quote, models.Usage{PromptTokens: 2 * quote.PromptTokens})
+	assert.Equal(t, 2, c.Density(quote.Model), "after a text")
+	text.Model = "other"
+	assert.Equal(t, 1, c.Density(c.Quote(text).Model), "of another model")
 }
 
 func TestQuoteExceedsUsage(t *testing.T) {

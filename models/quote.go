@@ -8,7 +8,9 @@ import (
 
 // Quote is the approximate worst case of one attempt, for a budget reservation.
 type Quote struct {
+	Model        string
 	PromptTokens int
+	Images       int
 	PromptUSD    float64
 	AnswerTokens int     // MaxTokens, or the model's default
 	TokenUSD     float64 // of each output token
@@ -20,7 +22,8 @@ type Quote struct {
 // without a price costs nothing. The same rule estimates missing usage.
 func (c *Client) Quote(req Request) Quote {
 	req.Model = cmp.Or(req.Model, c.config.Model)
-	q := Quote{PromptTokens: mostTokensOf(req), AnswerTokens: req.MaxTokens}
+	tokens, images := mostTokensOf(req)
+	q := Quote{Model: req.Model, PromptTokens: tokens, Images: images, AnswerTokens: req.MaxTokens}
 	if q.AnswerTokens <= 0 {
 		q.AnswerTokens = DefaultMaxTokens
 		if LookupModel(req.Model).Reasoning {
@@ -58,10 +61,10 @@ func estimatePrompt(req Request) int {
 	return ceilDiv(all.bytes, bytesPerToken) + parts*tokensPerMessage + all.images*imageTokens
 }
 
-// mostTokensOf returns the upper estimate of a prompt's size, in tokens.
-func mostTokensOf(req Request) int {
+// mostTokensOf returns the upper estimate of a prompt's size, in tokens, and the number of its images.
+func mostTokensOf(req Request) (tokens, images int) {
 	all, parts := size(req)
-	return all.most() + parts*reservePerMessage
+	return all.most() + parts*reservePerMessage, all.images
 }
 
 // extent is an amount of input.
@@ -151,12 +154,12 @@ func measure(m Message) (e extent) {
 
 func ceilDiv(a, b int) int { return (a + b - 1) / b }
 
-// Density is the largest ratio of tokens counted by the server to tokens of [Client.Quote]; at least 1. A budget
-// multiplies its quotes by this ratio. Density is safe for concurrent use.
-func (c *Client) Density() float64 {
+// Density is the largest ratio of tokens that a model's server counted to tokens of [Client.Quote], for prompts without
+// images; at least 1. A budget multiplies its quotes by this ratio. Density is safe for concurrent use.
+func (c *Client) Density(model string) float64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return max(c.density, 1)
+	return max(c.densities[model], 1)
 }
 
 // reportsUsage reports whether the server has ever reported usage.
@@ -167,12 +170,13 @@ func (c *Client) reportsUsage(now bool) bool {
 	return c.reports
 }
 
-// ObserveUsage updates the density from a prompt's estimate and the server's count in u. It is safe for concurrent use.
-func (c *Client) ObserveUsage(estimated int, u Usage) {
-	if estimated <= 0 || u.Estimated {
+// ObserveUsage updates the density of a quote's model from the server's count in u. A prompt with images is ignored:
+// what an image counts says nothing about text. ObserveUsage is safe for concurrent use.
+func (c *Client) ObserveUsage(q Quote, u Usage) {
+	if q.PromptTokens <= 0 || q.Images > 0 || u.Estimated {
 		return
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.density = max(c.density, float64(u.PromptTokens)/float64(estimated))
+	c.densities[q.Model] = max(c.densities[q.Model], float64(u.PromptTokens)/float64(q.PromptTokens))
 }

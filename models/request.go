@@ -118,7 +118,8 @@ func (r *run) failed() Response {
 func (u Usage) orEstimate(req Request, completion int) Usage {
 	u.TotalTokens = cmp.Or(u.TotalTokens, u.PromptTokens+u.CompletionTokens)
 	if u.TotalTokens == 0 {
-		u.PromptTokens, u.CompletionTokens, u.Estimated = mostTokensOf(req), completion, true
+		u.PromptTokens, _ = mostTokensOf(req)
+		u.CompletionTokens, u.Estimated = completion, true
 		u.TotalTokens = u.PromptTokens + u.CompletionTokens
 	}
 	return u

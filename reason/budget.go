@@ -76,7 +76,7 @@ func (a *account) newReservation(ctx context.Context, model *models.Client, req 
 	req.MaxTokens = a.answerTokens
 	quote := model.Quote(req)
 	need := func() budgets.Need {
-		density := model.Density()
+		density := model.Density(quote.Model)
 		return budgets.Need{
 			PromptTokens: int64(math.Ceil(float64(quote.PromptTokens) * density)), PromptUSD: quote.PromptUSD * density,
 			TokenUSD: quote.TokenUSD,
@@ -88,14 +88,14 @@ func (a *account) newReservation(ctx context.Context, model *models.Client, req 
 			ExecutionID: current.ID, Claim: current.Claim, Scopes: a.scopes, MaxWait: a.maxWait, Need: need(),
 			Estimate: need,
 		},
-		estimatedTokens: quote.PromptTokens,
+		quote: quote,
 	}, nil
 }
 
 // reservation reserves a call and tracks its usage.
 type reservation struct {
 	budgets.Reservation
-	estimatedTokens  int           // estimated tokens of the prompt
+	quote            models.Quote
 	grantedTokens    int64         // tokens of the answer
 	lastSpend        budgets.Spend // of the last request
 	lostSpend        budgets.Spend // of earlier, written-off requests

@@ -149,7 +149,7 @@ func (l *Loop) callDurably(ctx context.Context, c *modelCall) (*reply, error) {
 		return nil, fmt.Errorf("ask the model: %w", err)
 	}
 	if got.Unknown == nil {
-		l.Model.ObserveUsage(r.estimatedTokens, got.Usage) // also for an answer of another process
+		l.Model.ObserveUsage(r.quote, got.Usage) // also for an answer of another process
 	}
 	return got, nil
 }
@@ -200,7 +200,7 @@ func (l *Loop) send(ctx context.Context, c *modelCall, r *reservation, effect *e
 		c.prompt.Amend(ctx, l.log(), b, effect.ActivityID, response.Sent)
 		settle(b)
 	}
-	l.Model.ObserveUsage(r.estimatedTokens, response.Usage) // before settling frees budget for others
+	l.Model.ObserveUsage(r.quote, response.Usage) // before settling frees budget for others
 	used, cost := r.recordUsage(response)
 	effect.Usage, effect.CostUSD, effect.Model = used, cost, response.Model
 	if err != nil {
