@@ -298,7 +298,7 @@ func systemPrompt(endpoint string) string {
 // classEnded is the class of a turn that used up a budget or stalled. A retry would cost the same again.
 const classEnded = "turn_ended"
 
-// isFinal reports an error after which no attempt follows.
+// isFinal reports an error of an action that no later attempt repeats.
 func isFinal(err error) bool {
 	var failure *executions.StepError
 	return errors.As(err, &failure) && failure.Class == classEnded

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -144,9 +143,9 @@ func actionInput(p plan) map[string]any {
 	return map[string]any{"endpoint": p.Delivery.Endpoint, "delivery_id": p.Delivery.DeliveryID}
 }
 
-// runAttempts runs the tasks until all are done or no attempt is left.
+// runAttempts runs the tasks until no attempt is left or each task is done or has failed finally.
 func (s *Surface) runAttempts(ctx context.Context, p plan) (executions.Result, error) {
-	done := map[int]any{}
+	done, final := map[int]any{}, map[int]error{}
 	for attempt := 1; ; attempt++ {
 		attemptCtx := executions.Scope(ctx, fmt.Sprintf("attempt %d", attempt))
 		if err := s.setStatus(attemptCtx, p, "begin", webhooks.StatusUpdate{
@@ -155,11 +154,11 @@ func (s *Surface) runAttempts(ctx context.Context, p plan) (executions.Result, e
 		}); err != nil {
 			return executions.Result{}, err
 		}
-		failed, err := s.runAttempt(attemptCtx, p, attempt, done)
+		failed, err := s.runAttempt(attemptCtx, p, attempt, done, final)
 		if err != nil {
 			return executions.Result{}, err
 		}
-		last := attempt >= p.MaxAttempts || slices.ContainsFunc(failed, isFinal)
+		last := attempt >= p.MaxAttempts || len(failed) == len(final)
 		update := webhooks.StatusUpdate{Status: webhooks.Failed, Attempt: attempt, Outcome: done}
 		switch {
 		case len(failed) == 0:
@@ -185,10 +184,17 @@ func (s *Surface) runAttempts(ctx context.Context, p plan) (executions.Result, e
 	}
 }
 
-// runAttempt runs the remaining tasks. failed has the errors of actions. err ends the execution.
-func (s *Surface) runAttempt(ctx context.Context, p plan, attempt int, done map[int]any) (failed []error, err error) {
+// runAttempt runs the remaining tasks. failed has the errors of actions, also final errors of earlier attempts. err
+// ends the execution.
+func (s *Surface) runAttempt(
+	ctx context.Context, p plan, attempt int, done map[int]any, final map[int]error,
+) (failed []error, err error) {
 	for _, t := range p.Tasks {
 		if _, ok := done[t.Number]; ok {
+			continue
+		}
+		if err := final[t.Number]; err != nil {
+			failed = append(failed, err)
 			continue
 		}
 		result, err := s.runAction(executions.Scope(ctx, fmt.Sprintf("action %d", t.Number)), p, t, attempt)
@@ -198,7 +204,10 @@ func (s *Surface) runAttempt(ctx context.Context, p plan, attempt int, done map[
 		case executions.IsControl(err) || ctx.Err() != nil:
 			return nil, err
 		default:
-			failed = append(failed, fmt.Errorf("action %d: %w", t.Number, err))
+			err = fmt.Errorf("action %d: %w", t.Number, err)
+			if failed = append(failed, err); isFinal(err) {
+				final[t.Number] = err
+			}
 		}
 	}
 	return failed, nil

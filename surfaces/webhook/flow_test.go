@@ -164,6 +164,25 @@ func TestActionRetriesThenDead(t *testing.T) {
 	}
 }
 
+func TestEndedPromptIsNotRepeated(t *testing.T) {
+	t.Parallel()
+	w, model := newTestWebhooks(t), modeltest.New(t)
+	w.newLoop(t, model)
+	model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("") })
+	w.addAutomation(t, "flaky", 1)
+	w.addEndpoint(t, webhooks.EndpointDefinition{
+		Name: "both", Actions: []webhooks.Action{{Prompt: "Answer the ticket."}, {Automation: "flaky"}},
+	})
+	w.runEngine(t)
+	got := w.sendAccepted(t, "both", "msg_1", `{}`)
+	d := w.waitStatus(t, "msg_1", webhooks.Dead)
+	assert.Equal(t, 2, d.Attempts)
+	assert.Contains(t, postgres.Deref(d.ErrorMessage), "action 1: stalled")
+	pgtest.Equal(t, w.pool, "error, error, success", `select string_agg(status, ', ' order by created_at)
+		from agent_activity where trace_id = $1 and skill_name = 'webhook_action'`, got.TraceID)
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_automation_runs`)
+}
+
 func TestConcurrentReplays(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
