@@ -335,11 +335,16 @@ func (c *Client) closeRemoved(ctx context.Context) {
 	}
 }
 
-// prune deletes old calls of external clients whose answers were collected.
+// prune deletes old calls of external clients. A call whose answer nobody collected is old when its execution is.
 func (c *Client) prune(ctx context.Context) {
 	_, err := c.opts.Pool.Exec(ctx, `
-		delete from agent_mcp_calls where collected_at < statement_timestamp() - make_interval(secs => @life)`,
-		postgres.Strict{"life": collectedCallTTL.Seconds()})
+		delete from agent_mcp_calls c using (select statement_timestamp() - make_interval(secs => @life) as before) o
+		 where c.collected_at < o.before
+		    or c.collected_at is null and c.created_at < o.before
+		       and not exists (select from agent_executions x
+		                        where x.dedupe_key = 'mcp.call ' || c.id
+		                          and (x.completed_at is null or x.completed_at >= o.before))`,
+		postgres.Strict{"life": callTTL.Seconds()})
 	if err != nil && ctx.Err() == nil {
 		c.log.WarnContext(ctx, "old MCP calls not removed", "error", err)
 	}

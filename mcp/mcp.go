@@ -81,7 +81,7 @@ const (
 	syncInterval       = 15 * time.Minute
 	syncRetryInterval  = time.Minute
 	maxBackoff         = 30 * time.Second
-	collectedCallTTL   = 7 * 24 * time.Hour
+	callTTL            = 7 * 24 * time.Hour
 )
 
 // Source marks mounted skills.

@@ -346,6 +346,33 @@ func TestOneOfManyCallersGetsApprovedAnswer(t *testing.T) {
 		f.addCalls.Load())
 }
 
+// A call that nobody collects would keep its execution for ever.
+func TestUncollectedCallsArePruned(t *testing.T) {
+	t.Parallel()
+	f := newServerFixture(t)
+	f.requireApproval()
+	session := f.http()
+	for a := range 3 {
+		wantPendingApproval(t, callTool(t, session, "add", map[string]int{"a": a}))
+	}
+	pgtest.Exec(t, f.pool, `select cancel_agent_execution(id, 'admin', 'why') from agent_executions
+	  where input -> 'args' ->> 'a' <> '0'`)
+	pgtest.Exec(t, f.pool, `update agent_mcp_calls set created_at = now() - interval '8 days'`)
+	pgtest.Exec(t, f.pool, `update agent_executions set completed_at = now() - interval '8 days'
+	  where input -> 'args' ->> 'a' = '2'`)
+	client := mcp.NewClient(mcp.Options{Pool: f.pool})
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error)
+	go func() { ended <- client.Run(ctx) }()
+	pgtest.Eventually(t, func() bool {
+		return pgtest.Value[int](t, f.pool, `select count(*) from agent_mcp_calls`) < 3
+	}, "the old call is pruned")
+	stop()
+	require.NoError(t, <-ended)
+	pgtest.Equal(t, f.pool, "0 1", `select string_agg(x.input -> 'args' ->> 'a', ' ' order by x.id)
+		from agent_mcp_calls c join agent_executions x on x.dedupe_key = 'mcp.call ' || c.id`)
+}
+
 func TestMountedToolCanBeOffered(t *testing.T) {
 	t.Parallel()
 	client := newClientFixture(t, nil)
