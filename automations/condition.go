@@ -26,16 +26,20 @@ const (
 	maxMemory    = 100_000 // VM memory budget
 )
 
-// ConditionEnv has the variables of an event's condition. The column payload of a run has the event, its key and its
-// data as JSON.
+// ConditionEnv has the variables of an event's condition.
 type ConditionEnv struct {
-	Event    string `expr:"event" json:"event"`
-	Key      string `expr:"key" json:"key"`
-	Payload  any    `expr:"payload" json:"data"`
-	Counters `json:"-"`
+	EventEnv
+	Counters
 }
 
-// compile compiles a boolean condition over env, which is ConditionEnv{} or Counters{}. The error of a misspelt
+// EventEnv is the column payload of a run: the event, its key and its data.
+type EventEnv struct {
+	Event   string `expr:"event" json:"event"`
+	Key     string `expr:"key" json:"key"`
+	Payload any    `expr:"payload" json:"data"`
+}
+
+// compile compiles a boolean condition over env: a ConditionEnv, EventEnv or Counters. The error of a misspelt
 // condition has the line and the column.
 func compile(text string, env any) (*vm.Program, error) {
 	if len(text) > maxCondition {
@@ -123,9 +127,12 @@ func evaluate(text string, env any) (bool, error) {
 	return result, nil
 }
 
-// ConditionHolds reports whether a's condition is true for the event of the run and the current counters. An empty
-// condition is true.
-func ConditionHolds(ctx context.Context, db postgres.DB, a Automation, runID string) (bool, error) {
+// ConditionHolds reports whether a's condition is true for the event of the run and the counters. An empty condition is
+// true. counters, a call of [ReadCounters], reads a day of the activity log. ConditionHolds calls it for a
+// condition that the event alone does not decide.
+func ConditionHolds(
+	ctx context.Context, db postgres.DB, a Automation, runID string, counters func() (Counters, error),
+) (bool, error) {
 	if a.Condition == "" {
 		return true, nil
 	}
@@ -134,13 +141,16 @@ func ConditionHolds(ctx context.Context, db postgres.DB, a Automation, runID str
 		return false, err
 	}
 	var env ConditionEnv
-	if err := json.Unmarshal(raw, &env); err != nil { // such as a number beyond float64
+	if err := json.Unmarshal(raw, &env.EventEnv); err != nil { // such as a number beyond float64
 		return false, &ConditionError{a.Name, fmt.Errorf("decode payload: %w", err)}
 	}
-	if env.Counters, err = ReadCounters(ctx, db); err != nil {
-		return false, err
+	result, err := evaluate(a.Condition, env.EventEnv)
+	if err != nil { // such as the unknown name of a counter
+		if env.Counters, err = counters(); err != nil {
+			return false, err
+		}
+		result, err = evaluate(a.Condition, env)
 	}
-	result, err := evaluate(a.Condition, env)
 	if err != nil {
 		return false, &ConditionError{a.Name, err}
 	}

@@ -68,12 +68,29 @@ func TestAConditionLooksAtTheEventAndTheCounters(t *testing.T) {
 		pgtest.Exec(t, pool, `select raise_agent_event('E', 'repo/1', '`+data+`', null, '')`)
 		runs, err := automations.Runs(t.Context(), pool, automations.RunFilter{AutomationID: a.ID, Limit: 1})
 		require.True(t, err == nil && len(runs) == 1, runs, err)
-		meant, err := automations.ConditionHolds(t.Context(), pool, a, runs[0].ID)
+		meant, err := automations.ConditionHolds(t.Context(), pool, a, runs[0].ID, func() (automations.Counters, error) {
+			return automations.ReadCounters(t.Context(), pool)
+		})
 		got := fmt.Sprint(meant)
 		if err != nil {
 			got = err.Error()
 		}
 		assert.Truef(t, strings.Contains(got, want), "%s: got %s, want %s", when, got, want)
+	}
+}
+
+func TestAConditionOnTheEventReadsNoCounters(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	a := put(t, pool, automations.Definition{Name: "a", Event: "E", When: "payload.n > 1", Skill: "s"})
+	for n, want := range map[int]bool{1: false, 2: true} {
+		pgtest.Exec(t, pool, `select raise_agent_event('E', 'k', jsonb_build_object('n', $1::int), null, '')`, n)
+		runs, err := automations.Runs(t.Context(), pool, automations.RunFilter{Limit: 1})
+		require.True(t, err == nil && len(runs) == 1, runs, err)
+		holds, err := automations.ConditionHolds(t.Context(), pool, a, runs[0].ID, func() (automations.Counters, error) {
+			return automations.Counters{}, errors.New("the counters were read")
+		})
+		assert.Truef(t, err == nil && holds == want, "%d: %v, %v", n, holds, err)
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"sync"
 
 	"github.com/jackc/pgx/v5"
 
@@ -52,6 +53,7 @@ func look(ctx context.Context, db postgres.DB, log *slog.Logger, limit int) (tas
 	if err != nil {
 		return nil, 0, err
 	}
+	counters := sync.OnceValues(func() (automations.Counters, error) { return automations.ReadCounters(ctx, db) })
 	for _, run := range runs {
 		a, err := automations.Get(ctx, db, run.AutomationID)
 		if errors.Is(err, automations.ErrNotFound) {
@@ -60,7 +62,7 @@ func look(ctx context.Context, db postgres.DB, log *slog.Logger, limit int) (tas
 		if err != nil {
 			return nil, 0, err
 		}
-		meant, err := decide(ctx, db, log, a, run)
+		meant, err := decide(ctx, db, log, a, run, counters)
 		if err != nil {
 			return nil, 0, err
 		}
@@ -76,11 +78,12 @@ func look(ctx context.Context, db postgres.DB, log *slog.Logger, limit int) (tas
 // decide ends a due run whose condition does not hold or fails.
 func decide(
 	ctx context.Context, db postgres.DB, log *slog.Logger, a automations.Automation, run automations.Run,
+	counters func() (automations.Counters, error),
 ) (bool, error) {
 	if run.Status != automations.DueNow || run.Cause != automations.Event {
 		return true, nil
 	}
-	meant, err := automations.ConditionHolds(ctx, db, a, run.ID)
+	meant, err := automations.ConditionHolds(ctx, db, a, run.ID, counters)
 	if undecided, ok := errors.AsType[*automations.ConditionError](err); ok {
 		log.WarnContext(ctx, "automation condition failed", "automation", a.Name, "run", run.ID, "error", undecided.Err)
 		_, err := automations.MarkDead(ctx, db, run.ID, undecided.Error())
