@@ -190,6 +190,36 @@ func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	}
 }
 
+// A lock whose row another transaction holds delays the renewal of no other lock of the worker.
+func TestRenewalSkipsLockInUse(t *testing.T) {
+	t.Parallel()
+	p := newEngine(t, pgtest.DB(t), nil)
+	used, other := p.lock(t, p.startExternal(t), "w"), p.lock(t, p.startExternal(t), "w")
+	releasing := pgtest.Begin(t, p.pool)
+	pgtest.Exec(t, releasing, `select from agent_workers where lock_id = $1 for update`, used.LockID)
+	got, err := p.RenewLocks(t.Context(), []string{used.LockID, other.LockID})
+	require.NoError(t, err)
+	assert.Truef(t, got[0].Live && got[0].ExpiresAt.Equal(used.ExpiresAt), "the lock in use: %+v", got[0])
+	assert.Truef(t, got[1].Live && got[1].ExpiresAt.After(other.ExpiresAt), "the other lock: %+v", got[1])
+}
+
+// A write under the claim bounds the wait of a release and of a lock: they hold the row of the lock meanwhile.
+func TestBlockedReleaseReportsLockedExecution(t *testing.T) {
+	t.Parallel()
+	p := newEngine(t, pgtest.DB(t), nil)
+	id := p.startExternal(t, onLostHandOn)
+	lock := p.lock(t, id, "w")
+	writing := pgtest.Begin(t, p.pool)
+	pgtest.Exec(t, writing, `select fence_agent_execution($1, $2)`, id, lock.Execution.Claim)
+	ctx, cancel := context.WithTimeout(t.Context(), timeout)
+	defer cancel()
+	_, _, err := p.UnlockRun(ctx, id, lock.LockID, executions.UnlockParams{Status: executions.Completed})
+	assert.Truef(t, postgres.Locked(err), "release: %v", err)
+	expireLease(t, p.pool, id)
+	_, err = p.LockRun(ctx, id, "another", time.Minute)
+	assert.Truef(t, postgres.Locked(err), "lock: %v", err)
+}
+
 func TestLockRunWaitsForCheckpointSweepDoesNot(t *testing.T) {
 	t.Parallel()
 	p := newEngine(t, pgtest.DB(t), nil)
@@ -207,8 +237,12 @@ func TestLockRunWaitsForCheckpointSweepDoesNot(t *testing.T) {
 	var group errgroup.Group
 	var second executions.RunLock
 	group.Go(func() (err error) {
-		second, err = p.LockRun(context.WithoutCancel(t.Context()), id, "second", time.Minute)
-		return err
+		for {
+			second, err = p.LockRun(context.WithoutCancel(t.Context()), id, "second", time.Minute)
+			if !postgres.Locked(err) {
+				return err
+			}
+		}
 	})
 	pgtest.Until(t, p.pool, true, `
 		select exists (
@@ -657,7 +691,7 @@ func TestWorkersSweepsAndCancelsDoNotDeadlock(t *testing.T) {
 				default:
 					err = p.Sweep(ctx)
 				}
-				if refused := new(executions.RunError); err != nil && !errors.As(err, &refused) {
+				if refused := new(executions.RunError); err != nil && !errors.As(err, &refused) && !postgres.Locked(err) {
 					return fmt.Errorf("actor %d, round %d: %w", a, n, err)
 				}
 			}

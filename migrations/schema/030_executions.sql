@@ -1380,7 +1380,7 @@ comment on function start_agent_execution is
 
 create or replace function lock_agent_execution(p_id uuid, p_owner text, p_ttl_seconds int default 30)
 returns table (lock_id text, expires_at timestamptz, claim bigint, status text, holder text, refused text)
-language plpgsql volatile security definer set search_path from current as $$
+language plpgsql volatile security definer set search_path from current set lock_timeout = '1s' as $$
 #variable_conflict use_column
 declare
   e agent_executions;
@@ -1445,43 +1445,53 @@ end $$;
 comment on function lock_agent_execution is
   'Lock an execution for a worker outside. No row: unknown id. refused gives the reason for a missing lock_id: held '
   '(by holder, until expires_at), waiting, ended, or inside (not a run for workers outside). The same live owner gets '
-  'the same lock again, renewed. LK003: the agent is paused.';
+  'the same lock again, renewed. LK003: the agent is paused. 55P03: another transaction has the run locked; try again.';
 
 create or replace function beat_agent_locks(p_lock_ids text[], p_id uuid default null)
 returns table (lock_id text, execution_id uuid, trace_id text, live boolean, expires_at timestamptz, status text,
                cancel_requested boolean)
 language plpgsql volatile security definer set search_path from current as $$
 #variable_conflict use_column
+declare
+  locked uuid[];
 begin
-  perform 1 from agent_workers k
-    where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
-    order by k.id for no key update;
+  locked := array(
+    select k.id from agent_workers k
+     where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
+     order by k.id for no key update skip locked);
   return query
   with beaten as (
     update agent_workers k set expires_at = clock_timestamp() + make_interval(secs => k.ttl_seconds)
       from agent_executions x
-     where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
+     where k.id = any (locked) and k.expires_at > clock_timestamp()
        and x.id = k.execution_id and x.claimed_by = k.id
     returning k.id, k.expires_at),
   told as (                                                  -- once: this ends the lock
     delete from agent_workers k using agent_executions x
-     where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
+     where k.id = any (locked) and k.expires_at > clock_timestamp()
        and x.id = k.execution_id and x.status = 'cancelled' and x.claim = k.claim + 1
-    returning k.id)
-  select a.id, k.execution_id, x.trace_id, b.id is not null or t.id is not null,
-         coalesce(b.expires_at, case when t.id is not null then k.expires_at end),
+    returning k.id),
+  used as (
+    select k.id from agent_workers k join agent_executions x on x.id = k.execution_id and x.claimed_by = k.id
+     where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
+       and k.id <> all (locked))
+  select a.id, k.execution_id, x.trace_id, coalesce(b.id, t.id, u.id) is not null,
+         coalesce(b.expires_at, case when coalesce(t.id, u.id) is not null then k.expires_at end),
          x.status::text,
          t.id is not null
-         or b.id is not null and exists (select from agent_cancel_requests c where c.execution_id = k.execution_id)
+         or coalesce(b.id, u.id) is not null
+            and exists (select from agent_cancel_requests c where c.execution_id = k.execution_id)
     from unnest(p_lock_ids) with ordinality a (id, n)
     left join agent_workers k on k.lock_id = a.id and (p_id is null or k.execution_id = p_id)
     left join agent_executions x on x.id = k.execution_id
     left join beaten b on b.id = k.id
     left join told t on t.id = k.id
+    left join used u on u.id = k.id
    order by a.n;
 end $$;
 comment on function beat_agent_locks is
-  'Renew locks; with p_id only those of one execution. live is false for a void lock. cancel_requested: stop the work. '
+  'Renew locks; with p_id only those of one execution. live is false for a void lock. A lock that another transaction '
+  'changes is live and keeps its expires_at. cancel_requested: stop the work. '
   'It is true once after a cancel, which ends the lock, and as long as a cancel waits for a transaction that has '
   'locked the run.';
 
@@ -1513,7 +1523,7 @@ comment on function read_agent_execution is
 create or replace function unlock_agent_execution(p_id uuid, p_lock_id text, p_status text, p_summary text default '',
                                        p_error text default null, p_kind text default null, p_key text default null,
                                        p_timeout interval default null, p_result jsonb default null)
-returns text language plpgsql volatile security definer set search_path from current as $$
+returns text language plpgsql volatile security definer set search_path from current set lock_timeout = '1s' as $$
 declare
   claim_ bigint;
   outcome jsonb;
@@ -1576,7 +1586,7 @@ comment on function unlock_agent_execution is
   'an agent 1 hour; a delay requires it. After the wait any worker may lock the run. It finds the '
   'outcome as step ''wait KIND N'', where N counts the waits of the run. The function returns the status: running if '
   'the awaited event had already come. LK001: the lock is void. P0002: the execution to wait for does not exist, or '
-  'the run has no access to the thread.';
+  'the run has no access to the thread. 55P03: another transaction has the run locked; try again.';
 
 -- Limits.
 
