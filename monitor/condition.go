@@ -51,9 +51,14 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 		  left join lateral (
 		    select x.id, x.trace_id, x.status::text, left(x.result_summary, 300) as result,
 		           left(x.error_message, 300) as problem, x.completed_at as ended_at
-		      from (select e.* from agent_executions e where e.flow = 'heartbeat' and e.claimed_by is null
-		             order by e.id desc limit 2000) x
-		     where x.agent = s.agent and x.completed_at is not null order by x.id desc limit 1) h on true`,
+		      from ((select e.* from agent_executions e where e.flow = 'heartbeat' and e.claimed_by is null
+		              order by e.id desc limit 2000)
+		            union all
+		            (select e.* from agent_executions e
+		              where e.agent = s.agent and e.agent <> 'agent' and e.agent <> 'visitor_chat'
+		              order by e.id desc limit 2000)) x
+		     where x.flow = 'heartbeat' and x.agent = s.agent and x.completed_at is not null
+		     order by x.id desc limit 1) h on true`,
 		postgres.Strict{"limit": maxBeats})
 	if err != nil {
 		return c, err

@@ -250,6 +250,19 @@ func TestVerdictOfDatabase(t *testing.T) {
 	assert.Equal(t, "stopped: paused by ana <#pause>", currentVerdict(t, pool))
 }
 
+func TestHeartbeatIsFoundAmongMany(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
+	pgtest.Exec(t, pool, `insert into agent_schedules (name, flow, surface, agent, cron, timezone, next_run_at, last_run_at)
+		values ('slow', 'heartbeat', 'heartbeat', 'slow', '@hourly', 'UTC', now() + interval '1 minute', now())`)
+	insertExecution(t, pool, "slow", "heartbeat", "completed", "", 600, "")
+	rows.Quiet(t, pool, `
+		insert into agent_executions (trace_id, surface, agent, flow, status, completed_at)
+		select 'hb_' || n, 'heartbeat', 'fast', 'heartbeat', 'completed', now() from generate_series(1, 2001) n`)
+	assert.Contains(t, currentVerdict(t, pool), "no heartbeat finished")
+}
+
 // The fresh lanes stand before the stuck one in the table and in its indexes.
 func TestStuckLaneAmongManyIsFound(t *testing.T) {
 	t.Parallel()
