@@ -58,15 +58,10 @@ type decisionRequest struct {
 }
 
 func (d decisionRequest) check() error {
-	switch {
-	case d.Decision != "approve" && d.Decision != "reject":
+	if d.Decision != "approve" && d.Decision != "reject" {
 		return problem.BadBody("decision is %.60q; use approve or reject", d.Decision)
-	case len(d.Reason) > maxReason:
-		return problem.BadBody("reason is longer than %d bytes", maxReason)
-	case !isPrintableText(d.Reason):
-		return problem.BadBody("reason has control characters")
 	}
-	return nil
+	return checkReason(d.Reason)
 }
 
 // decideApproval decides an approval. The decision has an op_ trace of its own, because the approval's trace belongs to

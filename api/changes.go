@@ -88,12 +88,18 @@ type reasonRequest struct {
 const maxReason = 1000
 
 func (b reasonRequest) check() error {
-	switch {
-	case strings.TrimSpace(b.Reason) == "":
+	if strings.TrimSpace(b.Reason) == "" {
 		return problem.BadBody("reason is missing; it is kept in the audit log")
-	case len(b.Reason) > maxReason:
+	}
+	return checkReason(b.Reason)
+}
+
+// checkReason checks an optional reason.
+func checkReason(reason string) error {
+	switch {
+	case len(reason) > maxReason:
 		return problem.BadBody("reason is longer than %d bytes", maxReason)
-	case !isPrintableText(b.Reason):
+	case !isPrintableText(reason):
 		return problem.BadBody("reason has control characters")
 	}
 	return nil

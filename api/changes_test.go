@@ -205,6 +205,23 @@ func TestEveryChangeIsAudited(t *testing.T) {
 	}
 }
 
+func TestReasonOfPairingIsChecked(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	pgtest.Exec(t, a.pool, `insert into agent_channels (name, type) values ('support', 'telegram')`)
+	pgtest.Exec(t, a.pool, `insert into agent_channel_identities (channel, subject, conversation, status, code_sha256,
+		expires_at) values ('support', '7', '7', 'pending', encode(sha256('ABCD2345'), 'hex'),
+		  clock_timestamp() + interval '1 hour')`)
+	for reason, words := range map[string]string{
+		`a\u0000b`: "reason has control characters", strings.Repeat("x", 1001): "reason is longer than 1000 bytes",
+	} {
+		for path, body := range map[string]string{"pair": `{"code":"abcd2345"`, "support/unpair": `{"sender":"7"`} {
+			got := a.raw("POST", "/v1/channels/"+path, body+`,"reason":"`+reason+`"}`, asAdmin())
+			a.checkProblem(got, http.StatusBadRequest, words)
+		}
+	}
+}
+
 // tokenOf adds a principal with a token, and returns the id of the token.
 func (a *agent) tokenOf(name string) string {
 	a.t.Helper()

@@ -26,14 +26,14 @@ func (b pairRequest) check() error {
 	if b.Code == "" || !isPrintableText(b.Code) {
 		return problem.BadBody("code is missing: it is in the sender's first answer")
 	}
-	return nil
+	return checkReason(b.Reason)
 }
 
 func (b unpairRequest) check() error {
 	if b.Sender == "" || !isPrintableText(b.Sender) {
 		return problem.BadBody("sender is missing: the id that GET /v1/channels/senders lists")
 	}
-	return nil
+	return checkReason(b.Reason)
 }
 
 func (s *server) listChannels(r request) (response, error) {
