@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -140,17 +141,18 @@ func TestInvalidClaimProblems(t *testing.T) {
 	t.Parallel()
 	a := runningAgent(t)
 	for body, words := range map[string]string{
-		`{"owner":"w"}`:                                          "flows has 0 names",
-		`{"flows":["heartbeat"],"owner":"w"}`:                    "name external flows",
-		`{"flows":["external"]}`:                                 "owner is missing",
-		`{"flows":["external"],"owner":"w\u0000"}`:               "has control characters",
-		`{"flows":["external"],"owner":"w","max":0}`:             "max is 0",
-		`{"flows":["external"],"owner":"w","max":101}`:           "max is 101",
-		`{"flows":["external"],"owner":"w","wait_seconds":31}`:   "wait_seconds is 31",
-		`{"flows":["external"],"owner":"w","wait_seconds":-1}`:   "wait_seconds is -1",
-		`{"flows":["external"],"owner":"w","ttl_seconds":86401}`: "ttl_seconds is 86401",
-		`{"flows":["external"],"owner":"w","lock_ids":[""]}`:     "lock_ids[0]",
-		`{"flows":["external"],"owner":"w","until":1}`:           "until",
+		`{"owner":"w"}`:                                                     "flows has 0 names",
+		`{"flows":["heartbeat"],"owner":"w"}`:                               "name external flows",
+		`{"flows":["external"]}`:                                            "owner is missing",
+		`{"flows":["external"],"owner":"w\u0000"}`:                          "has control characters",
+		`{"flows":["external"],"owner":"` + strings.Repeat("ü", 256) + `"}`: "longer than 255 characters",
+		`{"flows":["external"],"owner":"w","max":0}`:                        "max is 0",
+		`{"flows":["external"],"owner":"w","max":101}`:                      "max is 101",
+		`{"flows":["external"],"owner":"w","wait_seconds":31}`:              "wait_seconds is 31",
+		`{"flows":["external"],"owner":"w","wait_seconds":-1}`:              "wait_seconds is -1",
+		`{"flows":["external"],"owner":"w","ttl_seconds":86401}`:            "ttl_seconds is 86401",
+		`{"flows":["external"],"owner":"w","lock_ids":[""]}`:                "lock_ids[0]",
+		`{"flows":["external"],"owner":"w","until":1}`:                      "until",
 	} {
 		a.checkProblem(a.raw("POST", "/v1/locks", body, asAdmin()), http.StatusBadRequest, words)
 	}

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -60,10 +61,15 @@ type lockRequest struct {
 	TTLSeconds *int   `json:"ttl_seconds,omitempty"` // default 30
 }
 
+// maxOwner bounds an owner in characters, as the SQL functions do.
+const maxOwner = 255
+
 func (l lockRequest) check() error {
 	switch {
 	case strings.TrimSpace(l.Owner) == "" || !isPrintableText(l.Owner):
 		return problem.BadBody("owner is missing or has control characters: name one process of the worker")
+	case utf8.RuneCountInString(l.Owner) > maxOwner:
+		return problem.BadBody("owner is longer than %d characters", maxOwner)
 	case l.TTLSeconds != nil && (*l.TTLSeconds < 1 || *l.TTLSeconds > 86400):
 		return problem.BadBody("ttl_seconds is %d; use 1 to 86400", *l.TTLSeconds)
 	}
