@@ -88,7 +88,7 @@ func memoryWrite(ctx context.Context, db postgres.Beginner, who memoryUser, args
 	saved, err := memory.Save(ctx, db, note)
 	if conflict, ok := errors.AsType[*memory.ConflictError](err); ok {
 		if !wroteBefore(note, conflict) {
-			return conflictAnswer(conflict), nil
+			return ConflictAnswer(conflict), nil
 		}
 		saved, err = *conflict.Theirs, nil
 	}
@@ -134,7 +134,7 @@ func memoryForget(ctx context.Context, db postgres.Beginner, who memoryUser, arg
 	args.Category = cmp.Or(args.Category, defaultCategory)
 	forgotten, err := who.owner.Forget(ctx, db, args.Category, args.Key, noteRevision(args.Revision))
 	if conflict, ok := errors.AsType[*memory.ConflictError](err); ok {
-		return conflictAnswer(conflict), nil
+		return ConflictAnswer(conflict), nil
 	}
 	return map[string]any{"category": args.Category, "key": args.Key, "forgotten": forgotten}, err
 }

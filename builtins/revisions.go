@@ -40,7 +40,8 @@ type rejectedWrite struct {
 	Theirs   any             `json:"theirs"` // *memoryView or objectiveView; nil if the entry does not exist any more
 }
 
-func conflictAnswer(c *memory.ConflictError) any {
+// ConflictAnswer returns the answer of a rejected write.
+func ConflictAnswer(c *memory.ConflictError) any {
 	e := c.Theirs
 	if e == nil {
 		return rejectedWrite{

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -162,7 +163,7 @@ func (b *environment) match(skill string, args json.RawMessage) (stub evals.Stub
 }
 
 // onResult updates the environment after a call.
-func (b *environment) onResult(skill string, args, _ json.RawMessage) {
+func (b *environment) onResult(skill string, args, result json.RawMessage) {
 	if b.recorded != nil {
 		key := skill + " " + string(args)
 		if _, ok := b.recorded.Match(skill, args, b.answered[key]); !ok {
@@ -172,7 +173,7 @@ func (b *environment) onResult(skill string, args, _ json.RawMessage) {
 		return
 	}
 	if _, has := b.stubs[skill]; !has && b.isMemorySkill(skill) {
-		b.applyMemoryCall(skill, args)
+		b.applyMemoryCall(skill, args, result)
 		return
 	}
 	if _, key := b.match(skill, args); key != "" {
@@ -188,10 +189,11 @@ func (b *environment) isMemorySkill(skill string) bool {
 
 // memoryArgs are the arguments of the memory's builtins.
 type memoryArgs struct {
-	Category string `json:"category"`
-	Key      string `json:"key"`
-	Value    any    `json:"value"`
-	Query    string `json:"query"`
+	Category string          `json:"category"`
+	Key      string          `json:"key"`
+	Value    json.RawMessage `json:"value"`
+	Query    string          `json:"query"`
+	Revision *int            `json:"revision"` // set by the runtime for a write of the builtins
 }
 
 func readMemoryArgs(skill string, raw json.RawMessage) (args memoryArgs) {
@@ -207,14 +209,21 @@ func readMemoryArgs(skill string, raw json.RawMessage) (args memoryArgs) {
 // answerMemoryCall answers a call like the builtins of the memory.
 func (b *environment) answerMemoryCall(skill string, raw json.RawMessage) any {
 	args := readMemoryArgs(skill, raw)
-	entry := b.memory[args.Category+"/"+args.Key]
+	entry, exists := b.memory[args.Category+"/"+args.Key]
+	if args.Revision != nil && *args.Revision != entry.Revision && (exists || skill == memoryWrite) {
+		conflict := &memory.ConflictError{Category: args.Category, Key: args.Key, Yours: args.Value}
+		if exists {
+			conflict.Theirs = &entry
+		}
+		return builtins.ConflictAnswer(conflict)
+	}
 	switch skill {
 	case memoryWrite:
 		return map[string]any{
 			"category": args.Category, "key": args.Key, "revision": entry.Revision + 1, "expires_at": nil,
 		}
 	case memoryForget:
-		return map[string]any{"category": args.Category, "key": args.Key, "forgotten": entry.Revision > 0}
+		return map[string]any{"category": args.Category, "key": args.Key, "forgotten": exists}
 	}
 	return map[string]any{"memories": b.searchMemory(args)}
 }
@@ -236,8 +245,12 @@ func (b *environment) searchMemory(args memoryArgs) []memory.Entry {
 	return entries
 }
 
-// applyMemoryCall applies a call to the memory of the environment.
-func (b *environment) applyMemoryCall(skill string, raw json.RawMessage) {
+// applyMemoryCall applies a call to the memory of the environment, unless it was rejected.
+func (b *environment) applyMemoryCall(skill string, raw, result json.RawMessage) {
+	var answer struct{ Error string }
+	if json.Unmarshal(result, &answer) == nil && answer.Error == builtins.ClassConflict {
+		return
+	}
 	args := readMemoryArgs(skill, raw)
 	switch skill {
 	case memoryWrite:

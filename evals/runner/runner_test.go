@@ -256,6 +256,42 @@ func TestMemoryOfCaseIsIsolated(t *testing.T) {
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_memory`)
 }
 
+// The memory of the case rejects what the memory of production rejects.
+func TestWriteOfUnreadKeyIsRejected(t *testing.T) {
+	t.Parallel()
+	w := newTestRunner(t)
+	write := modeltest.ToolCall("memory_write", `{"category":"note","key":"ana","value":"likes oak"}`)
+	forget := modeltest.ToolCall("memory_forget", `{"category":"note","key":"ana"}`)
+	var replies []modeltest.Reply
+	w.script(func(_ string, results []string) modeltest.Reply {
+		if len(results) == len(replies) {
+			return modeltest.Text(results[len(results)-1])
+		}
+		return replies[len(results)]
+	})
+	d := evals.Definition{Name: "memory", Agent: "sales", Surface: "operate", Trials: 1, Cases: []evals.Case{{
+		Name: "note", Messages: userMessage("Ana likes oak"), Memory: map[string]any{"note/ana": "likes pine"},
+		Expect: []evals.Expectation{{MemoryWritten: "note/ana"}},
+	}}}
+	recall := modeltest.ToolCall("recall", `{"query":"pine"}`)
+	for _, test := range []struct {
+		replies []modeltest.Reply
+		want    string
+		answer  string
+	}{
+		{[]modeltest.Reply{write}, evals.Failed, "likes pine"},
+		{[]modeltest.Reply{forget, recall}, evals.Failed, "likes pine"},
+		{[]modeltest.Reply{write, write}, evals.Passed, `"revision":2`},
+		{[]modeltest.Reply{recall, write}, evals.Passed, `"revision":2`},
+		{[]modeltest.Reply{recall, forget, write}, evals.Passed, `"revision":1`},
+	} {
+		replies = test.replies
+		report := w.run(t, d, runner.Options{})
+		assert.Equal(t, test.want, report.Status, len(replies))
+		assert.Contains(t, report.TrialRows[0].Answer, test.answer)
+	}
+}
+
 func TestConcurrentTrialsStayWithinBudget(t *testing.T) {
 	t.Parallel()
 	w := newTestRunner(t)
