@@ -84,7 +84,7 @@ func TestTheFloorNeedsItsListener(t *testing.T) {
 func TestExecutionsMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
-	err := run(t.Context(), []string{"executions", "-rounds=1", "-for=50ms", "-queued=20", "-orphans=10", "-workers=4"},
+	err := run(t.Context(), []string{"executions", "-rounds=1", "-for=100ms", "-queued=20", "-orphans=10", "-workers=4"},
 		&out, io.Discard)
 	require.NoError(t, err)
 	for _, row := range []string{
@@ -98,7 +98,7 @@ func TestExecutionsMeasures(t *testing.T) {
 func TestLanesMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
-	err := run(t.Context(), []string{"lanes", "-rounds=1", "-for=50ms", "-tries=200", "-handovers=3", "-others=50"}, &out,
+	err := run(t.Context(), []string{"lanes", "-rounds=1", "-for=100ms", "-tries=200", "-handovers=3", "-others=50"}, &out,
 		io.Discard)
 	require.NoError(t, err)
 	for _, row := range []string{

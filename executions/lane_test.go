@@ -136,6 +136,7 @@ func TestLostLaneIsNotLoggedAsLostClaim(t *testing.T) {
 		}))
 	}), log.capture)
 	enginetest.Await(t, pool, p.startFlow(t, "flow"), executions.Completed)
+	p.stop()
 	assert.True(t, strings.Contains(log.String(), `"execution released"`), log.String())
 	assert.True(t, !strings.Contains(log.String(), `"claim lost"`), log.String())
 }

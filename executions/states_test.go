@@ -526,7 +526,7 @@ func TestTransitionsAreLogged(t *testing.T) {
 				return resultOf(executions.Wait(ctx, "event", executions.Event("key", 0)))
 			}), l.capture)
 			id := p.startFlow(t, "flow")
-			enginetest.Await(t, pool, id, executions.Waiting)
+			pgtest.Eventually(t, func() bool { return len(l.Records(t, "execution waiting")) > 0 }, "the wait is logged")
 			pgtest.Exec(t, pool, wake)
 			enginetest.Await(t, pool, id, executions.Completed)
 			pgtest.Eventually(t, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is logged")

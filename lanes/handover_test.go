@@ -202,7 +202,7 @@ func TestOnlyLiveHolderHandsOver(t *testing.T) {
 func TestExpiredLeaseIsNotHandedOver(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	token := mustAcquire(t, db, "x", "a", 2)
+	token := mustAcquire(t, db, "x", "a", 5)
 	enqueue(t, db, "x", "b", 60)
 	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)

@@ -218,7 +218,7 @@ func TestLockWaitDoesNotReviveExpiredLease(t *testing.T) {
 		"many":    `select renewed from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			token := mustAcquire(t, db, "x", "a", 1)
+			token := mustAcquire(t, db, "x", "a", 4)
 			stranger := pgtest.Begin(t, db)
 			pgtest.Exec(t, stranger, `select from agent_locks where lane = 'x' for update`)
 			revived := make(chan bool, 1)

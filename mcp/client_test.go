@@ -82,11 +82,11 @@ func TestTimeoutCancelsHangingTool(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := newClientFixture(t, nil)
-			d.TimeoutMS = 1000
+			d.TimeoutMS = 4000
 			f.put(d)
 			f.sync()
 			start := time.Now()
-			f.wantFailure("hang", `{}`, skills.ClassTimeout, "1s")
+			f.wantFailure("hang", `{}`, skills.ClassTimeout, "4s")
 			took := time.Since(start)
 			assert.Truef(t, took <= maxTimedOutCall, "the call took %s", took)
 			pgtest.Eventually(t, func() bool {

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
-	"net/http/httptest"
 	"net/url"
 	"strings"
 	"testing"
@@ -170,10 +169,8 @@ func TestErrorsAndLogsHideSecrets(t *testing.T) {
 
 func TestUnreachableServerAdvice(t *testing.T) {
 	t.Parallel()
-	gone := httptest.NewServer(http.NotFoundHandler())
-	gone.Close()
 	c, err := models.New(models.Config{
-		BaseURL: gone.URL + "/v1", Model: "m", Logger: slog.New(slog.DiscardHandler),
+		BaseURL: "http://127.0.0.1:1/v1", Model: "m", Logger: slog.New(slog.DiscardHandler),
 		Retry: models.Retry{Attempts: 2, Base: time.Millisecond},
 	})
 	require.NoError(t, err)

@@ -484,14 +484,14 @@ func TestWaitOfTurnDoesNotUseItsTime(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.plan(modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
-	w.loop.Budget = reason.Budget{Time: 4 * time.Second}
+	w.loop.Budget = reason.Budget{Time: 12 * time.Second}
 	var steps atomic.Int32
 	w.wrap = func(ctx context.Context) context.Context {
 		return executions.Gate(ctx, func(ctx context.Context) error {
 			if steps.Add(1) != 3 && steps.Load() != 4 { // before the skill's call, and again in the replay before it
 				return nil
 			}
-			_, err := executions.Wait(ctx, "somebody else first", executions.Delay(4500*time.Millisecond))
+			_, err := executions.Wait(ctx, "somebody else first", executions.Delay(12500*time.Millisecond))
 			return err
 		})
 	}

@@ -193,7 +193,7 @@ func TestUncountedActivityIsReported(t *testing.T) {
 	require.NoError(t, err)
 	pgtest.Exec(t, pool, `
 		insert into agent_activity (id, trace_id, skill_name, created_at)
-		select lanekeeper.agent_uuid7(at), 'tr', 's', at from (select clock_timestamp() - interval '30 days' as at) a`)
+		select lanekeeper.agent_uuid7(at), 'tr', 's', at from (select clock_timestamp() - interval '20 days' as at) a`)
 	later := func() string {
 		done, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"activity"}, Restart: true})
 		require.NoError(t, err)

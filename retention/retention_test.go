@@ -183,7 +183,9 @@ func TestSetRejectsInvalidPolicies(t *testing.T) {
 func TestPassSkipsLockedRows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	seedRandomState(t, pool, rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 0)))
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	seedRandomState(t, pool, rand.New(rand.NewPCG(seed, 0)))
 	seedCauses(t, pool)
 	policy := map[string]string{
 		"activity": "7d", "executions": "1d", "events": "1d", "messages": "1d", "approvals": "1d", "automation_runs": "1d",

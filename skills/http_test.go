@@ -225,7 +225,7 @@ func TestHTTPTimeoutClosesRequest(t *testing.T) {
 			})
 			r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.0/8"}})
 			s := row(t, skills.Definition{Name: "h", Handler: "http:" + server.URL})
-			s.TimeoutMS = 200
+			s.TimeoutMS = 2000
 			if _, err := r.Invoke(t.Context(), skills.Call{Skill: s}); errorClass(err) != skills.ClassTimeout {
 				t.Errorf("got %v of class %q", err, errorClass(err))
 			}

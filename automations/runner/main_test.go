@@ -194,7 +194,7 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	for i := range 51 { // more than one pass reads
 		w.put(t, automations.Definition{Name: fmt.Sprintf("before%d", i), Cron: "*/5 * * * *"})
 	}
-	w.put(t, automations.Definition{Name: "during", Cron: "*/5 * * * *"})
+	w.put(t, automations.Definition{Name: "during", Cron: "0 0 1 1 *"})
 	w.put(t, automations.Definition{Name: "event", Event: "E"})
 	w.loop.Agents = &agents.Directory{}
 	_, err := agents.Put(t.Context(), w.pool, agents.Definition{Name: "support", Default: true})

@@ -124,7 +124,7 @@ func (w *testHeartbeat) addFailingSkill(t *testing.T, name string) {
 // addAutomation declares a due automation.
 func (w *testHeartbeat) addAutomation(t *testing.T, d automations.Definition) {
 	t.Helper()
-	d.Cron = "*/30 * * * *"
+	d.Cron = "0 0 1 1 *"
 	_, err := automations.Put(t.Context(), w.pool, d)
 	require.NoError(t, err)
 	w.makeDue(t, d.Name)

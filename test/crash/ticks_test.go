@@ -36,7 +36,8 @@ func TestTwoServersRunOneHeartbeatPerTick(t *testing.T) {
 	lost := s.blockSkillOf(first, "look")
 	lost.waitBlocked()
 	id := pgtest.Value[string](s.t, s.db, `select id::text from agent_executions where status = 'running' and claimed_by in
-		(select id from agent_workers where name like '%pid ' || $1) limit 1`, first.pid())
+		(select id from agent_workers where name like '%pid ' || $1) and exists (select from agent_activity a
+		  where a.execution_id = agent_executions.id and a.skill_name = 'look' and a.status = 'running')`, first.pid())
 	first.Kill()
 	done := s.countHeartbeats("done")
 	s.waitStatus(id, "completed")
