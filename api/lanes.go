@@ -139,16 +139,15 @@ func (b *laneBreak) loadRecord(ctx context.Context, tx pgx.Tx) error {
 func (s *server) blockedProblem(ctx context.Context, lane string, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), probeLimit)
 	defer cancel()
-	live, err := lanes.Live(ctx, s.pool)
+	live, err := lanes.Get(ctx, s.pool, lane)
 	if err != nil {
 		return err
 	}
-	i := slices.IndexFunc(live, func(l lanes.LiveLane) bool { return l.Lane == lane })
-	if i < 0 {
+	if live == nil {
 		return cause
 	}
 	p, _ := problem.Of(cause)
-	p.Holder, p.TraceID = live[i].LockedBy, postgres.Deref(live[i].TraceID)
+	p.Holder, p.TraceID = live.LockedBy, postgres.Deref(live.TraceID)
 	return p
 }
 

@@ -268,6 +268,22 @@ func TestSweepDoesNotWaitForLockedLane(t *testing.T) {
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 }
 
+func TestOneLaneIsReadWithoutTheOthers(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	mustAcquire(t, db, "operate", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE", 300)
+	pgtest.Exec(t, db, `
+		insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at)
+		select 'lane ' || n, 'a', n, clock_timestamp(), clock_timestamp() + interval '1 hour' from generate_series(1, 10000) n`)
+	pgtest.Exec(t, db, `analyze agent_locks`)
+	tx, err := db.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(t.Context()) }()
+	live, err := lanes.Get(t.Context(), tx, "operate")
+	assert.Truef(t, err == nil && live != nil, "got %+v, %v", live, err)
+	pgtest.Equal(t, tx, 0, `select pg_stat_get_xact_tuples_returned('agent_locks'::regclass)`)
+}
+
 func TestLiveListsHeldLanes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -285,6 +301,10 @@ func TestLiveListsHeldLanes(t *testing.T) {
 		*first.ExpiresIn >= 290 && *first.ExpiresIn <= 300 && first.HeldFor >= 0 && first.HeldFor <= 10 &&
 		first.ExecutionID == nil && first.TraceID != nil && *first.TraceID == "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE",
 		"heartbeat shows as %+v", first)
+	one, err := lanes.Get(t.Context(), db, "heartbeat")
+	assert.Truef(t, err == nil && one != nil && one.FencingToken == token, "got %+v, %v", one, err)
+	free, err := lanes.Get(t.Context(), db, "over")
+	assert.Truef(t, err == nil && free == nil, "got %+v, %v", free, err)
 	text, err := json.Marshal(live[1])
 	require.NoError(t, err)
 	var got map[string]any

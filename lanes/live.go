@@ -22,14 +22,24 @@ type LiveLane struct {
 	Parked       bool     `json:"parked"`     // held by a waiting execution, without an expiry
 }
 
+const selectLive = `select l.lane, l.locked_by, l.execution_id::text as execution_id, l.trace_id, l.fencing_token,
+	extract(epoch from l.held_for)::float8 as held_for, extract(epoch from l.expires_in)::float8 as expires_in, l.parked
+	from agent_locks_live l`
+
 // Live reads the view agent_locks_live, sorted by lane.
 func Live(ctx context.Context, db postgres.DB) ([]LiveLane, error) {
-	rows, err := db.Query(ctx, `
-		select l.lane, l.locked_by, l.execution_id::text as execution_id, l.trace_id, l.fencing_token,
-		       extract(epoch from l.held_for)::float8 as held_for,
-		       extract(epoch from l.expires_in)::float8 as expires_in, l.parked
-		  from agent_locks_live l order by l.lane`)
+	rows, err := db.Query(ctx, selectLive+` order by l.lane`)
 	return postgres.Collect(rows, err, "list lanes", pgx.RowToStructByName[LiveLane])
+}
+
+// Get reads one lane of the view agent_locks_live. It returns nil for a free lane.
+func Get(ctx context.Context, db postgres.DB, lane string) (*LiveLane, error) {
+	rows, err := db.Query(ctx, selectLive+` where l.lane = @lane`, postgres.Strict{"lane": lane})
+	found, err := postgres.Collect(rows, err, "read lane "+lane, pgx.RowToAddrOfStructByName[LiveLane])
+	if err != nil || len(found) == 0 {
+		return nil, err
+	}
+	return found[0], nil
 }
 
 // Holder returns the holder of a lane; nil for a free lane or while lanes are off.

@@ -27,29 +27,23 @@ type Holder struct {
 // Holder returns the current holder of the lane.
 func (o *Operate) Holder(ctx context.Context) (Holder, error) {
 	h := Holder{Lane: Lane}
-	live, err := lanes.Live(ctx, o.Pool)
-	if err != nil {
+	live, err := lanes.Get(ctx, o.Pool, Lane)
+	if err != nil || live == nil {
 		return h, err
 	}
-	for _, l := range live {
-		if l.Lane != Lane {
-			continue
-		}
-		h.Held, h.Holder, h.TraceID, h.HeldFor, h.ExpiresIn = true, l.LockedBy, postgres.Deref(l.TraceID), l.HeldFor,
-			l.ExpiresIn
-		if h.TraceID == "" {
-			return h, nil
-		}
-		turns, err := executions.List(ctx, o.Pool, executions.Filter{
-			TraceIDs: []trace.ID{trace.ID(h.TraceID)},
-			Flow:     Flow, Limit: 1,
-		})
-		if err == nil && len(turns) > 0 {
-			h.SessionID, h.ended = postgres.Deref(turns[0].ThreadID), turns[0].CompletedAt
-		}
-		return h, err
+	h.Held, h.Holder, h.TraceID, h.HeldFor, h.ExpiresIn = true, live.LockedBy, postgres.Deref(live.TraceID),
+		live.HeldFor, live.ExpiresIn
+	if h.TraceID == "" {
+		return h, nil
 	}
-	return h, nil
+	turns, err := executions.List(ctx, o.Pool, executions.Filter{
+		TraceIDs: []trace.ID{trace.ID(h.TraceID)},
+		Flow:     Flow, Limit: 1,
+	})
+	if err == nil && len(turns) > 0 {
+		h.SessionID, h.ended = postgres.Deref(turns[0].ThreadID), turns[0].CompletedAt
+	}
+	return h, err
 }
 
 // Explain describes the holder for people.
