@@ -13,6 +13,7 @@
 //     The waits have jitter, respect Retry-After, and end before the context's deadline. If Retry-After exceeds
 //     [Retry.MaxWait], Complete returns the error at once, with RetryAfter set.
 //   - An idle attempt ends: the client cancels an attempt that receives no byte for [Config.IdleTimeout], and retries.
+//     After a finish reason it waits five seconds for the usage.
 //   - Tool calls have one form for all servers: ordered, each with a name and an id, arguments as text. The client does
 //     not validate the arguments, which may be invalid JSON.
 //   - A response has its usage. Without the server's report, usage is a high estimate with [Usage.Estimated] set. The

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/url"
@@ -140,6 +141,32 @@ func TestIdleTimeout(t *testing.T) {
 	server := modeltest.New(t, modeltest.Hang(), modeltest.Text("ok"))
 	resp := complete(t, client(t, server, func(c *models.Config) { c.IdleTimeout = 2 * time.Second }), ask("hi"))
 	assert.Equal(t, 2, resp.Attempts)
+}
+
+// Some servers send neither usage nor [DONE], and keep the connection open, also with comments.
+func TestStreamThatStaysOpenEndsAfterItsFinish(t *testing.T) {
+	t.Parallel()
+	server := modeltest.New(t, modeltest.Custom(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		ticker := time.NewTicker(time.Second)
+		defer ticker.Stop()
+		for text := hello + finish; ; text = ": ping\n\n" {
+			_, _ = io.WriteString(w, text)
+			_ = http.NewResponseController(w).Flush()
+			select {
+			case <-ticker.C:
+			case <-r.Context().Done():
+				return
+			}
+		}
+	}))
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	resp, err := client(t, server).Complete(ctx, ask("hi"))
+	require.NoError(t, err)
+	assert.Equal(t, "hello", resp.Message.Content)
+	assert.Truef(t, resp.Duration < 30*time.Second, "it ended after %s", resp.Duration)
+	assert.Truef(t, resp.Attempts == 1 && resp.Unknown, "it may be billed: %+v", resp)
 }
 
 func TestSlowStreamIsNotIdle(t *testing.T) {

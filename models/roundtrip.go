@@ -26,6 +26,7 @@ type roundTrip struct {
 	key         string // idempotency key
 	requestBody string // the body that replaces go-openai's
 	idle        *time.Timer
+	complete    bool        // the answer is; usage may follow
 	requestSent atomic.Bool // the request may have left this process
 
 	body     io.ReadCloser
@@ -48,6 +49,17 @@ func (l *roundTrip) close() {
 	l.idle.Stop()
 	if l.body != nil {
 		l.body.Close() // all needed bytes were read
+	}
+}
+
+// usageTimeout bounds the wait for the usage after a complete answer. Some servers neither send it nor end the stream.
+const usageTimeout = 5 * time.Second
+
+// awaitUsage bounds the rest of a stream whose answer is complete.
+func (l *roundTrip) awaitUsage() {
+	if !l.complete {
+		l.complete = true
+		l.idle.Reset(min(l.config.IdleTimeout, usageTimeout))
 	}
 }
 
@@ -175,7 +187,7 @@ func (e *idleError) Error() string {
 	return fmt.Sprintf("the server was silent for %s", after)
 }
 
-// idleReader resets the idle timer on each read.
+// idleReader resets the idle timer on each read of an incomplete answer.
 type idleReader struct {
 	body io.Reader
 	trip *roundTrip
@@ -183,7 +195,7 @@ type idleReader struct {
 
 func (h *idleReader) Read(p []byte) (int, error) {
 	n, err := h.body.Read(p)
-	if n > 0 {
+	if n > 0 && !h.trip.complete {
 		h.trip.idle.Reset(h.trip.config.IdleTimeout)
 	}
 	return n, err

@@ -157,7 +157,9 @@ func (r *run) exchangeStream(ctx context.Context, trip *roundTrip, api API, part
 			return err
 		case complete && api == APIResponses: // nothing follows, and some servers keep the connection open
 			return nil
-		case !complete && parts.overLimit(r.req.MaxTokens):
+		case complete:
+			trip.awaitUsage()
+		case parts.overLimit(r.req.MaxTokens):
 			r.client.config.Logger.WarnContext(
 				ctx,
 				"model ignored its limit, answer cut",
