@@ -11,7 +11,6 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/origin"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
@@ -60,7 +59,7 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 	}
 	next := afterLogin(r.PostForm.Get("next"))
 	if link := strings.TrimSpace(r.PostForm.Get("link")); link != "" {
-		s.logInByLink(w, r, next, link)
+		s.startSession(w, r, next, principals.SessionParams{Link: link, Method: principals.WithLink})
 		return
 	}
 	valid, err := s.auth.isAdminToken(r, strings.TrimSpace(r.PostForm.Get("token")))
@@ -70,29 +69,8 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 	case !valid:
 		s.pages.LogIn(w, r, http.StatusUnauthorized, next, "This is not the admin token.")
 	default:
-		s.startSession(w, r, principals.Root, principals.WithToken, next)
+		s.startSession(w, r, next, principals.SessionParams{Principal: principals.Root, Method: principals.WithToken})
 	}
-}
-
-// logInByLink exchanges a one-use link for a cookie.
-func (s *server) logInByLink(w http.ResponseWriter, r *http.Request, next, link string) {
-	var id string
-	err := postgres.RetryOnDisconnect(r.Context(), func() (err error) {
-		id, err = principals.RedeemLink(r.Context(), s.pool, link)
-		return err
-	})
-	if errors.Is(err, principals.ErrNotFound) {
-		if err = s.auth.guard.Judge(r, credentials.Token, false, true); err == nil {
-			s.pages.LogIn(w, r, http.StatusUnauthorized, next,
-				"This link was used, has expired, or is invalid. Request another link.")
-			return
-		}
-	}
-	if err != nil {
-		s.refuseLogin(w, r, next, "links", err)
-		return
-	}
-	s.startSession(w, r, id, principals.WithLink, next)
 }
 
 // refuseLogin responds to a throttled or failed login.
@@ -108,17 +86,23 @@ func (s *server) refuseLogin(w http.ResponseWriter, r *http.Request, next, what 
 }
 
 // startSession starts a session and redirects to the next page.
-func (s *server) startSession(w http.ResponseWriter, r *http.Request, principal, method, next string) {
-	err := s.auth.sessions.start(w, r, principal, method)
-	if errors.Is(err, principals.ErrInactive) {
+func (s *server) startSession(w http.ResponseWriter, r *http.Request, next string, n principals.SessionParams) {
+	err := s.auth.sessions.start(w, r, n)
+	switch {
+	case err == nil:
+		http.Redirect(w, r, next, http.StatusSeeOther)
+	case errors.Is(err, principals.ErrInactive):
 		s.pages.LogIn(w, r, http.StatusForbidden, next, "This principal is disabled.")
-		return
-	}
-	if err != nil {
+	case errors.Is(err, principals.ErrNotFound):
+		if err = s.auth.guard.Judge(r, credentials.Token, false, true); err != nil {
+			s.refuseLogin(w, r, next, "links", err)
+			return
+		}
+		s.pages.LogIn(w, r, http.StatusUnauthorized, next,
+			"This link was used, has expired, or is invalid. Request another link.")
+	default:
 		s.pages.Refuse(w, r, err)
-		return
 	}
-	http.Redirect(w, r, next, http.StatusSeeOther)
 }
 
 // redirectLoggedIn skips the login page for a browser that is logged in.

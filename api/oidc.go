@@ -163,7 +163,7 @@ func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
 			"No role")
 	}
 	if err == nil {
-		err = s.auth.sessions.start(w, r, p.ID, principals.WithOIDC)
+		err = s.auth.sessions.start(w, r, principals.SessionParams{Principal: p.ID, Method: principals.WithOIDC})
 	}
 	if err != nil {
 		s.pages.Refuse(w, r, err)

@@ -57,27 +57,18 @@ func (s *sessions) keyedDigest() func(secret string) []byte {
 	}
 }
 
-// start starts a session and sets its cookie. It ends the browser's previous session.
-func (s *sessions) start(w http.ResponseWriter, r *http.Request, principal, method string) error {
-	if err := s.revoke(r); err != nil {
-		return err
-	}
-	n := principals.SessionParams{
-		Principal: principal, Method: method, Address: clientip.Key(r), Browser: r.UserAgent(),
-	}
-	if principal == principals.Root {
+// start starts a session and sets its cookie. Then it ends the browser's previous session.
+func (s *sessions) start(w http.ResponseWriter, r *http.Request, n principals.SessionParams) error {
+	n.Address, n.Browser = clientip.Key(r), r.UserAgent()
+	if n.Principal == principals.Root {
 		n.Digest = s.keyedDigest()
 	}
-	var secret string
-	err := postgres.RetryOnDisconnect(r.Context(), func() (err error) {
-		secret, err = principals.LogIn(r.Context(), s.db, n)
-		return err
-	})
+	secret, err := principals.LogIn(r.Context(), s.db, n)
 	if err != nil {
 		return err
 	}
 	http.SetCookie(w, s.cookie(r, secret, int(principals.SessionTTL.Seconds())))
-	return nil
+	return s.revoke(r)
 }
 
 // logoutCookie deletes the cookie.

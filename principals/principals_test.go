@@ -3,9 +3,11 @@ package principals_test
 import (
 	"context"
 	"fmt"
+	"net"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -13,7 +15,9 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
@@ -183,21 +187,65 @@ func TestAReadOnlyDatabaseAuthenticates(t *testing.T) {
 func TestALinkLogsInOnce(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	anna := create(t, db, "anna", principals.User, principals.Viewer)
+	create(t, db, "anna", principals.User, principals.Viewer)
 	secret, _, err := principals.CreateLink(t.Context(), db, "anna", "she asked")
 	require.NoError(t, err)
-	id, err := principals.RedeemLink(t.Context(), db, secret)
-	assert.NoError(t, err)
-	assert.Equal(t, anna.ID, id)
+	logIn := func(link string) (string, error) {
+		return principals.LogIn(t.Context(), db, principals.SessionParams{Link: link, Method: principals.WithLink})
+	}
+	cookie, err := logIn(secret)
+	require.NoError(t, err)
+	who, err := principals.AuthenticateSession(t.Context(), db, cookie, nil)
+	require.NoError(t, err)
+	assert.Equal(t, "anna", who.Name)
 	late, _, err := principals.CreateLink(t.Context(), db, "anna", "she asked")
 	require.NoError(t, err)
 	pgtest.Exec(t, db, `update agent_login_links set expires_at = clock_timestamp() where used_at is null`)
 	for what, s := range map[string]string{"used": secret, "expired": late, "wrong": "x"} {
-		_, err := principals.RedeemLink(t.Context(), db, s)
+		_, err := logIn(s)
 		assert.ErrorIs(t, err, principals.ErrNotFound, what)
 	}
 	_, _, err = principals.CreateLink(t.Context(), db, principals.Root, "x")
 	assert.ErrorIs(t, err, principals.ErrInvalid, "a link of root")
+}
+
+// lossyLink loses the answer to the first commit of a proxy.
+type lossyLink struct {
+	client, server net.Conn
+	commits        *atomic.Int64
+	lost           atomic.Bool
+}
+
+func (l *lossyLink) Upstream() {
+	pgproxy.Forward(l.client, l.server, func(r pgproxy.Request) bool {
+		if r.Simple && r.Bound[0] == "commit" && l.commits.Add(1) == 1 {
+			l.lost.Store(true)
+		}
+		_, err := l.server.Write(r.Raw)
+		return err == nil
+	})
+}
+
+func (l *lossyLink) Downstream() { pgproxy.Answers(l.server, l.client, l.lost.Load) }
+
+func TestLoginByLinkSurvivesLostCommit(t *testing.T) {
+	t.Parallel()
+	address := pgtest.URL(t)
+	db := pgtest.Pool(t, address, postgres.Options{})
+	create(t, db, "anna", principals.User, principals.Viewer)
+	link, _, err := principals.CreateLink(t.Context(), db, "anna", "she asked")
+	require.NoError(t, err)
+	var commits atomic.Int64
+	proxy := pgproxy.Listen(t, address, func(client, server net.Conn) pgproxy.Link {
+		return &lossyLink{client: client, server: server, commits: &commits}
+	})
+	lossy := pgtest.Pool(t, proxy.URL(""), postgres.Options{})
+	cookie, err := principals.LogIn(t.Context(), lossy, principals.SessionParams{Link: link, Method: principals.WithLink})
+	require.NoError(t, err)
+	assert.Equal(t, 2, commits.Load())
+	_, err = principals.AuthenticateSession(t.Context(), db, cookie, nil)
+	assert.NoError(t, err)
+	assert.Equal(t, 1, pgtest.Value[int](t, db, `select count(*)::int from agent_sessions`))
 }
 
 func TestAnIdentityHasOnePrincipal(t *testing.T) {

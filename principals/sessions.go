@@ -41,7 +41,8 @@ type Session struct {
 
 // SessionParams are the parameters of [LogIn].
 type SessionParams struct {
-	Principal        string // name or id
+	Principal        string // name or id; empty with Link
+	Link             string // the secret of a login link
 	Method           string
 	Address, Browser string
 	// Digest computes the stored digest of the secret; nil is SHA-256. A login with AGENT_ADMIN_TOKEN uses a digest
@@ -49,19 +50,37 @@ type SessionParams struct {
 	Digest func(secret string) []byte
 }
 
-// LogIn creates a session and returns the secret of its cookie. It prunes expired sessions and links.
+// LogIn creates a session and returns the secret of its cookie. A login link is redeemed, once, in the same
+// transaction. LogIn returns ErrNotFound for an unknown, used or expired link, and for a link of a disabled principal.
+// It retries after a broken connection, and prunes expired sessions and links.
 func LogIn(ctx context.Context, db postgres.Beginner, n SessionParams) (secret string, err error) {
 	secret = rand.Text()
 	if n.Digest == nil {
 		n.Digest = digest
 	}
-	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+	err = postgres.RetryOnDisconnect(ctx, func() error { return logIn(ctx, db, n, n.Digest(secret)) })
+	if err != nil {
+		return "", fmt.Errorf("log in: %w", err)
+	}
+	return secret, nil
+}
+
+// logIn creates a session with the digest of its secret. A repeated call with this digest succeeds again.
+func logIn(ctx context.Context, db postgres.Beginner, n SessionParams, stored []byte) error {
+	return postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		if n.Link != "" {
+			var err error
+			if n.Principal, err = redeemLink(ctx, tx, n.Link, stored); err != nil {
+				return err
+			}
+		}
 		tag, err := tx.Exec(ctx, `
 			insert into agent_sessions (secret_sha256, principal_id, method, expires_at, address, browser)
 			select @digest, p.id, @method, clock_timestamp() + make_interval(secs => @ttl::float8), @address, @browser
-			  from agent_principals p where (p.name = @principal or p.id::text = @principal) and p.disabled_at is null`,
+			  from agent_principals p where (p.name = @principal or p.id::text = @principal) and p.disabled_at is null
+			    on conflict (secret_sha256) do update set last_seen_at = excluded.last_seen_at`,
 			postgres.Strict{
-				"digest": n.Digest(secret), "method": n.Method, "ttl": SessionTTL.Seconds(), "principal": n.Principal,
+				"digest": stored, "method": n.Method, "ttl": SessionTTL.Seconds(), "principal": n.Principal,
 				"address": postgres.Text(sanitize(n.Address)), "browser": postgres.Text(sanitize(n.Browser)),
 			})
 		if inserted, err := postgres.Changed(tag, err, "create session"); err != nil || !inserted {
@@ -77,10 +96,6 @@ func LogIn(ctx context.Context, db postgres.Beginner, n SessionParams) (secret s
 			    order by expires_at limit 100 for update skip locked)`)
 		return err
 	})
-	if err != nil {
-		return "", fmt.Errorf("log in: %w", err)
-	}
-	return secret, nil
 }
 
 // sanitize removes unprintable characters and truncates.
@@ -216,19 +231,16 @@ func CreateLink(ctx context.Context, db postgres.Beginner, principal, reason str
 	return secret, expiresAt, nil
 }
 
-// RedeemLink redeems a login link, once, and returns its principal's id. It returns ErrNotFound for an unknown, used or
-// expired link, and for a disabled principal.
-func RedeemLink(ctx context.Context, db postgres.DB, secret string) (principalID string, err error) {
-	err = db.QueryRow(ctx, `
+// redeemLink redeems a login link for a session and returns its principal's id.
+func redeemLink(ctx context.Context, tx pgx.Tx, secret string, session []byte) (principalID string, err error) {
+	err = tx.QueryRow(ctx, `
 		update agent_login_links l set used_at = clock_timestamp() from agent_principals p
-		 where l.secret_sha256 = @digest and l.used_at is null and l.expires_at > clock_timestamp()
+		 where l.secret_sha256 = @digest and l.expires_at > clock_timestamp()
+		   and (l.used_at is null or exists (select from agent_sessions s where s.secret_sha256 = @session))
 		   and p.id = l.principal_id and p.disabled_at is null
-		returning p.id::text`, postgres.Strict{"digest": digest(secret)}).Scan(&principalID)
+		returning p.id::text`, postgres.Strict{"digest": digest(secret), "session": session}).Scan(&principalID)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return "", ErrNotFound
 	}
-	if err != nil {
-		return "", fmt.Errorf("redeem login link: %w", err)
-	}
-	return principalID, nil
+	return principalID, err
 }
