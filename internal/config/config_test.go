@@ -276,6 +276,10 @@ func TestRequire(t *testing.T) {
 				"AGENT_CHAT_KEY: the key visitor: it has fewer than 16",
 			},
 		},
+		"token of a principal": {
+			map[string]string{"DATABASE_URL": dsn, "AGENT_ADMIN_TOKEN": "lk_" + token},
+			[]string{"AGENT_ADMIN_TOKEN: it begins with lk_"}, []string{"AGENT_ADMIN_TOKEN: it begins with lk_"},
+		},
 		"open, token": {
 			map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "[::]:80", "AGENT_ADMIN_TOKEN": token},
 			nil,

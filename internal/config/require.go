@@ -65,7 +65,7 @@ func (c Config) Loopback() bool {
 	return err == nil && addr.Unmap().IsLoopback()
 }
 
-// weakSecrets reports secrets that are easy to guess.
+// weakSecrets reports secrets that are easy to guess, and an admin token that looks like a principal's.
 func (c Config) weakSecrets() []string {
 	var problems []string
 	check := func(name, prefix string, secret Secret) {
@@ -75,6 +75,10 @@ func (c Config) weakSecrets() []string {
 	}
 	if c.AdminToken.IsSet() {
 		check("AGENT_ADMIN_TOKEN", "", c.AdminToken)
+	}
+	if strings.HasPrefix(c.AdminToken.Reveal(), "lk_") {
+		problems = append(problems, "AGENT_ADMIN_TOKEN: it begins with lk_, as the tokens of principals do; set "+
+			helpOf("AGENT_ADMIN_TOKEN"))
 	}
 	for _, name := range slices.Sorted(maps.Keys(c.ChatKeys)) {
 		check("AGENT_CHAT_KEY", "the key "+name+": ", c.ChatKeys[name])
