@@ -632,6 +632,21 @@ func TestExternalParentLendsThread(t *testing.T) {
 	}
 }
 
+func TestCircularWaitsTimeOut(t *testing.T) {
+	t.Parallel()
+	p := newEngine(t, pgtest.DB(t), nil)
+	first, second := p.startExternal(t), p.startExternal(t)
+	for id, awaited := range map[string]string{first: second, second: first} {
+		_, _, err := p.UnlockRun(t.Context(), id, p.lock(t, id, "w").LockID,
+			executions.UnlockParams{Status: executions.Waiting, For: "agent", Key: awaited})
+		require.NoError(t, err)
+	}
+	pgtest.Exec(t, p.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second'`)
+	sweep(t, p.pool)
+	assert.Equal(t, executions.Running, getExecution(t, p.pool, first).Status)
+	assert.Equal(t, executions.Running, getExecution(t, p.pool, second).Status)
+}
+
 // Many concurrent operations on a few runs. Every rejection has a documented reason, none is a deadlock. Each step
 // keeps its first output, and no step is recorded under a stale claim.
 func TestWorkersSweepsAndCancelsDoNotDeadlock(t *testing.T) {

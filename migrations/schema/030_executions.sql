@@ -1195,7 +1195,7 @@ begin
      order by x.waiting_until limit p_limit for no key update skip locked
   loop
     exit when held >= 10;                                    -- the next sweep handles the others
-    -- The wait lasts an hour longer than the wait of the child.
+    -- The wait lasts an hour longer than the wait of the child, unless the child waits for this execution.
     if e.patient then
       with recursive chain as (
         select c.*, 1 as depth from agent_executions c where c.id = e.child and c.status = 'waiting'
@@ -1204,7 +1204,7 @@ begin
           from chain l join agent_executions c on c.id = lanekeeper.agent_uuid(l.waiting_key) and c.status = 'waiting'
          where l.waiting_for = 'agent' and l.waiting_data ->> 'patient' = 'true' and l.depth < 100)
       update agent_executions x set waiting_until = t.until
-        from (select max(l.waiting_until) + interval '1 hour' as until from chain l) t
+        from (select max(l.waiting_until) + interval '1 hour' as until from chain l having bool_and(l.id <> e.id)) t
        where x.id = e.id and t.until > now_;
       continue when found;
     end if;
