@@ -24,7 +24,24 @@ type Filter struct {
 	Limit                        int        // default 50, at most 1000
 }
 
-// List reads executions, newest first.
+// listed are the conditions and the order of List, except the flow.
+const listed = `
+	     (@value = '' or id = any (array(
+	         select l.execution_id from agent_execution_labels l
+	          where l.value = @value and (@name = '' or l.name = @name)
+	            and (@before = '' or l.execution_id < nullif(@before, '')::uuid)
+	          order by l.execution_id desc limit 10000)))
+	 and (@status = '' or status = @status)
+	 and (@statuses::text[] is null or status = any (@statuses))
+	 and (@surface = '' or surface = @surface)
+	 and (@agent = '' or agent = @agent)
+	 and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
+	 and (@before = '' or id < nullif(@before, '')::uuid)
+	 and (@since::timestamptz is null or id >= lanekeeper.agent_uuid7_floor(@since))
+	 and (@until::timestamptz is null or id < lanekeeper.agent_uuid7_floor(@until))
+	 order by id desc limit @limit`
+
+// List reads executions, newest first. Claimed executions are not in the flow's index, so they are read separately.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 	if f.Limit <= 0 {
 		f.Limit = 50
@@ -32,20 +49,12 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 	name, value := ParseLabel(f.Label)
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_executions
-		 where (@value = '' or id = any (array(
-		         select l.execution_id from agent_execution_labels l
-		          where l.value = @value and (@name = '' or l.name = @name)
-		            and (@before = '' or l.execution_id < nullif(@before, '')::uuid)
-		          order by l.execution_id desc limit 10000)))
-		   and (@status = '' or status = @status)
-		   and (@statuses::text[] is null or status = any (@statuses))
-		   and (@surface = '' or surface = @surface)
-		   and (@flow = '' or flow = @flow)
-		   and (@agent = '' or agent = @agent)
-		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
-		   and (@before = '' or id < nullif(@before, '')::uuid)
-		   and (@since::timestamptz is null or id >= lanekeeper.agent_uuid7_floor(@since))
-		   and (@until::timestamptz is null or id < lanekeeper.agent_uuid7_floor(@until))
+		 where id = any (array(
+		         (select id from agent_executions where @flow = '' and `+listed+`)
+		         union all
+		         (select id from agent_executions where flow = nullif(@flow, '') and claimed_by is null and `+listed+`)
+		         union all
+		         (select id from agent_executions where flow = nullif(@flow, '') and claimed_by is not null and `+listed+`)))
 		 order by agent_executions.id desc limit @limit`, // an unqualified id would be the text column of the result
 		pgx.QueryExecModeCacheDescribe, // a custom plan: a generic plan would scan the table
 		postgres.Strict{

@@ -345,27 +345,29 @@ func TestStartBatchIDsAreOrdered(t *testing.T) {
 	}
 }
 
-// A list reads a few executions of one agent among many without reading those of other agents.
-func TestListByAgentUsesIndex(t *testing.T) {
+// A list reads a few executions of one agent or flow among many without reading others.
+func TestListByAgentOrFlowUsesIndex(t *testing.T) {
 	t.Parallel()
 	tx := pgtest.Begin(t, pgtest.DB(t))
 	for _, sql := range []string{
 		`set local session_replication_role = replica`,
 		`insert into agent_executions (trace_id, surface, agent, flow, status)
-		 select 'hb_' || n, 'heartbeat', case n when 7 then 'rare' else 'common' end, 'heartbeat', 'completed'
+		 select 'hb_' || n, 'heartbeat', case n when 7 then 'rare' else 'common' end,
+		        case n when 8 then 'rare' else 'common' end, 'completed'
 		from generate_series(1, 3000) n`,
 		`analyze agent_executions`,
 	} {
 		pgtest.Exec(t, tx, sql)
 	}
 	for range 7 { // the sixth execution would use a generic plan
-		found, err := executions.List(t.Context(), tx, executions.Filter{Agent: "rare"})
-		require.Truef(t, err == nil && len(found) == 1, "found %d, %v", len(found), err)
+		for _, f := range []executions.Filter{{Agent: "rare"}, {Flow: "rare"}} {
+			found, err := executions.List(t.Context(), tx, f)
+			require.Truef(t, err == nil && len(found) == 1, "found %d, %v", len(found), err)
+		}
 	}
-	var scans int
-	err := tx.QueryRow(t.Context(), `select pg_stat_get_xact_numscans('agent_executions_of_agent'::regclass)`).Scan(&scans)
-	assert.NoError(t, err)
-	assert.Equal(t, 7, scans)
+	for _, index := range []string{"agent_executions_of_agent", "agent_executions_of_flow"} {
+		assert.Equal(t, 7, pgtest.Value[int](t, tx, `select pg_stat_get_xact_numscans($1::text::regclass)`, index), index)
+	}
 }
 
 func TestNotFoundErrorNamesRetention(t *testing.T) {
