@@ -17,9 +17,9 @@ import (
 )
 
 // The rule is in docs/upgrading.md. A release expands the schema in ways that the previous release does not notice. It
-// drops objects only if no release that may still run uses them. Two tests check every file forbiddenPatterns it. This
-// one compares the catalogue before and after a file; rulewords_test.go reads the statements that leave no mark in a
-// catalogue. The list allowed has the exceptions, with the reason.
+// drops objects only if no release that may still run uses them. breakingChanges compares the catalogue before and
+// after a file; forbiddenStatements reads the statements that leave no mark in a catalogue. The list allowed has the
+// exceptions, with the reason.
 
 // catalogue lists the objects that the program of the previous release relies on, and the objects that take long to
 // create.
@@ -174,7 +174,7 @@ func readFile(t *testing.T, path string) string {
 	return string(text)
 }
 
-// assertAllowed compares the effects of a file forbiddenPatterns the rule with the listed exceptions.
+// assertAllowed compares the effects of a file against the rule with the listed exceptions.
 func assertAllowed(t *testing.T, name string, found []string) {
 	t.Helper()
 	for _, what := range found {
@@ -290,7 +290,7 @@ func after(text, mark string) string {
 }
 
 // forbiddenPatterns matches statements that block others for a time that grows with the table, or that disable the
-// program's protection forbiddenPatterns long blocks.
+// program's protection against long blocks.
 var forbiddenPatterns = map[string]*regexp.Regexp{
 	"writes all rows of": regexp.MustCompile(
 		`(?:^|[;(] ?|\bthen |\bloop |\bbegin )(?:update|delete from|merge into)(?: only)? ([a-z0-9_.]+)`),

@@ -1,7 +1,7 @@
 // Package failover tests the product's promises when the database fails, and when a new release starts while the old
 // one serves. It uses the real program and real PostgreSQL servers.
 //
-// Outages (outage_test.go, primary_test.go). Two processes of `agent serve` work under load: scheduled heartbeats,
+// Outages (outage_test.go). Two processes of `agent serve` work under load: scheduled heartbeats,
 // executions that call skills, wait for events and send messages, and visitors' questions. At the worst moment, with
 // running calls of skills and of the model, the database
 //
@@ -11,11 +11,11 @@
 //     names both, with target_session_attrs=read-write.
 //
 // The processes stay up, stay alive (/healthz), report that they are not ready (/readyz), log it, and recover without a
-// restart. Then checks_test.go compares the acknowledged work with the database. Every confirmed start, event, message
+// restart. Then load_test.go compares the acknowledged work with the database. Every confirmed start, event, message
 // and answer exists and has ended. A non-repeatable call was made once. The log shows repeated work. The fencing tokens
 // of each lane only grow.
 //
-// Upgrades (upgrade_test.go, kill_test.go). Several processes apply migrations at once, while others serve. They are
+// Upgrades (upgrade_test.go, outage_test.go). Several processes apply migrations at once, while others serve. They are
 // killed between any two of their requests to the server. The program upgrades data of a released version, and its
 // waiting executions finish. Each command rejects a newer schema.
 //

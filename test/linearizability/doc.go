@@ -10,7 +10,7 @@
 // the commit, and after the commit. The scenario stops the server in immediate mode, and the server recovers. The wall
 // clocks of three processes in four are wrong, by an hour or a year (linux on amd64; elsewhere they are right).
 //
-// The model (model_test.go, family_model_test.go) is a sequential lane with the database's clock. porcupine searches
+// The model (model_test.go, family_test.go) is a sequential lane with the database's clock. porcupine searches
 // for an order of the operations that the model accepts. A recorded operation has two moments of the machine's clock,
 // which is also the database's, since the server runs on the machine. The model lets an operation happen at any moment
 // between them, never before an earlier change; a time in the answer narrows that. So an expiry is no operation: a

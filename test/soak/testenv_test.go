@@ -121,8 +121,8 @@ var (
 	aboutSupply  = regexp.MustCompile(`About delivery (\d+)`)
 )
 
-// modelReply is the model of the soak. Its output depends only on its input. It rejects one request in sixty, like
-// providers on a busy day.
+// modelReply is the model of the soak. It rejects one request in sixty, like providers on a busy day. Its other output
+// depends only on its input.
 func modelReply(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 	if n%60 == 59 {
 		return modeltest.Status(503, 0)
@@ -135,7 +135,6 @@ func modelReply(n int, req openai.ChatCompletionRequest) modeltest.Reply {
 // transcript is the model's input: the task, and the results of its calls.
 type transcript struct {
 	system, prompt string
-	tools          []string
 	results        []result // of this task's calls, in order
 }
 
@@ -156,9 +155,6 @@ func readTranscript(req openai.ChatCompletionRequest) transcript {
 		}
 	}
 	t.prompt = modeltest.Said(req.Messages[last])
-	for _, tool := range req.Tools {
-		t.tools = append(t.tools, tool.Function.Name)
-	}
 	calls := map[string]openai.FunctionCall{}
 	for _, m := range req.Messages[last:] {
 		for _, c := range m.ToolCalls {
