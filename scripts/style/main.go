@@ -1,6 +1,6 @@
-// Command style reports retired words, and lines of Go and prose over 120 columns, in the files below the working
-// directory. Its argument is the list of words: each line has a retired word and its replacement. A word is also a part
-// of a name, as in workerCrew or crew_size.
+// Command style reports retired words, lines of Go and prose over 120 columns, and missing Go files that comments name.
+// It reads the files below the working directory. Its argument is the list of words: each line has a retired word and
+// its replacement. A word is also a part of a name, as in workerCrew or crew_size.
 package main
 
 import (
@@ -66,7 +66,7 @@ func check(tree fs.FS, list string, out io.Writer) (found int, err error) {
 		found += reportWords(path, string(text), replacements, out)
 		switch {
 		case strings.HasSuffix(path, ".go"):
-			found += reportWidth(path, string(text), out)
+			found += reportGo(tree, path, string(text), out)
 		case strings.HasSuffix(path, ".md") && !slices.Contains(generated, path):
 			found += reportProse(path, string(text), out)
 		}
@@ -107,9 +107,13 @@ const maxWidth = 120
 // longLiteral is the length from which a string literal permits a wide line. SQL, JSON and messages stay whole.
 const longLiteral = 60
 
-// reportWidth prints the lines of a Go file over 120 columns and returns their number. It leaves out lines of a raw
-// string and lines with a long literal.
-func reportWidth(path, text string, out io.Writer) (found int) {
+// goFile matches the name of a Go file in a comment.
+var goFile = regexp.MustCompile(`[\s(]([\w/.-]+\.go)\b`)
+
+// reportGo prints the lines of a Go file over 120 columns, and the missing Go files that its comments name, relative to
+// its directory or to the root. It returns the number of both. It leaves out lines of a raw string and lines with a
+// long literal.
+func reportGo(tree fs.FS, path, text string, out io.Writer) (found int) {
 	files := token.NewFileSet()
 	file := files.AddFile(path, -1, len(text))
 	var tokens scanner.Scanner
@@ -119,6 +123,15 @@ func reportWidth(path, text string, out io.Writer) (found int) {
 		pos, kind, literal := tokens.Scan()
 		if kind == token.EOF {
 			break
+		}
+		if kind == token.COMMENT {
+			for _, name := range goFile.FindAllStringSubmatch(literal, -1) {
+				_, beside := fs.Stat(tree, filepath.Join(filepath.Dir(path), name[1]))
+				if _, err := fs.Stat(tree, name[1]); beside != nil && err != nil {
+					fmt.Fprintf(out, "%s:%d: no file %s\n", path, file.Line(pos), name[1])
+					found++
+				}
+			}
 		}
 		directive := kind == token.COMMENT && strings.HasPrefix(literal, "//nolint:")
 		if directive || kind == token.STRING && (literal[0] == '`' || len(literal) > longLiteral) {

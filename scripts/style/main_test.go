@@ -39,8 +39,18 @@ func TestLineWidth(t *testing.T) {
 		"package p\nvar " + strings.Repeat("é", 114) + "\n": 0,
 	} {
 		var out strings.Builder
-		assert.Equal(t, want, reportWidth("p.go", text, &out), text, out.String())
+		assert.Equal(t, want, reportGo(fstest.MapFS{}, "p.go", text, &out), text, out.String())
 	}
+}
+
+func TestMissingFilesInComments(t *testing.T) {
+	t.Parallel()
+	tree := fstest.MapFS{"a/b.go": {}, "c.go": {}}
+	text := "// Files b.go, c.go and a/b.go.\nvar x = `// e.go` // See d.go and\n// (a/c.go), http://x.example/y.go, *.go.\n"
+	var out strings.Builder
+	found := reportGo(tree, "a/a.go", text, &out)
+	want := "a/a.go:2: no file d.go\na/a.go:3: no file a/c.go\n"
+	assert.Truef(t, found == 2 && out.String() == want, "found %d:\n%s", found, out.String())
 }
 
 func TestProseWidth(t *testing.T) {
