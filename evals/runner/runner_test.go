@@ -464,19 +464,32 @@ func tableDigests(t *testing.T, pool *pgxpool.Pool) map[string]string {
 func TestTrialsRunConcurrently(t *testing.T) {
 	t.Parallel()
 	w := newTestRunner(t)
-	var running, peak atomic.Int32
-	w.script(func(_ string, results []string) modeltest.Reply {
-		peak.Store(max(peak.Load(), running.Add(1)))
-		time.AfterFunc(20*time.Millisecond, func() { running.Add(-1) })
-		return modeltest.Text("Hello.").Slowly(20 * time.Millisecond)
+	var running atomic.Int32
+	var once sync.Once
+	full := make(chan struct{})
+	w.script(func(string, []string) modeltest.Reply {
+		switch n := running.Add(1); {
+		case n == 3:
+			once.Do(func() { close(full) })
+		case n > 3:
+			t.Errorf("%d of 3 trials at once", n)
+		}
+		select {
+		case <-full:
+		case <-time.After(pgtest.Timeout):
+			once.Do(func() { close(full); t.Error("3 trials never ran at once") })
+		}
+		time.Sleep(20 * time.Millisecond)
+		running.Add(-1)
+		return modeltest.Text("Hello.")
 	})
 	d := evals.Definition{Name: "many", Agent: "sales", Trials: 40, Cases: []evals.Case{{
 		Name: "hello", Messages: userMessage("hello"),
 		Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "hello"}}},
 	}}}
-	if report := w.run(t, d, runner.Options{}); report.Status != evals.Passed || peak.Load() < 2 || peak.Load() > 4 {
-		t.Errorf("the run is %s, with up to %d of 4 trials at once", report.Status, peak.Load())
-	}
+	run := w.start(t, d, runner.Options{})
+	require.NoError(t, w.runner.Work(t.Context(), run, 3, func(evals.Trial) {}))
+	assert.Equal(t, evals.Passed, w.report(t, run).Status)
 	var input struct{ Trial int }
 	raw := pgtest.Value[string](t, w.pool, `select input::text from agent_executions order by id limit 1`)
 	err := json.Unmarshal([]byte(raw), &input)
