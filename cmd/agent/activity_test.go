@@ -50,7 +50,7 @@ secrets: {token: "${TELEGRAM_TOKEN}"}
 ---
 kind: automation
 name: nightly
-cron: "0 3 * * *"
+cron: "0 0 1 1 *"
 skill: pay
 ---
 kind: objective

@@ -169,7 +169,7 @@ func TestInterruptEndsSilentPipe(t *testing.T) {
 
 func TestInterruptedVisitorTurn(t *testing.T) {
 	t.Parallel()
-	d := newOperateTest(t, modeltest.Text("Too late."))
+	d := newOperateTest(t, modeltest.Hang())
 	var out testkit.Log
 	c := &cli{environ: config.Environ(d.environ), in: strings.NewReader(""), out: io.Discard, err: &out}
 	err := c.withApp(t.Context(), func(ctx context.Context, _ *session, a *app.App) error {

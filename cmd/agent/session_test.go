@@ -143,7 +143,7 @@ func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 	url, remoteTest := pgtest.URL(t), pgtest.URL(t)
 	shop, own := connect(t, remoteTest), connect(t, url)
 	pgtest.Exec(t, shop, orderTable)
-	p := newProgram(t, url, "SHOP_DATABASE_URL="+remoteTest, "AGENT_WORKER_LEASE=2s", token, "AGENT_LISTEN=127.0.0.1:0",
+	p := newProgram(t, url, "SHOP_DATABASE_URL="+remoteTest, "AGENT_WORKER_LEASE=10s", token, "AGENT_LISTEN=127.0.0.1:0",
 		"AGENT_LOG_LEVEL=info")
 	p.must("apply", writeFolder(t, map[string]string{"orders.yaml": orders}))
 	row, err := shop.Begin(t.Context())

