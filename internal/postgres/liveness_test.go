@@ -119,6 +119,7 @@ func TestLongStatementOnResponsiveServer(t *testing.T) {
 func TestRefusingServerIsResponsive(t *testing.T) {
 	t.Parallel()
 	s, p := newSlowServer(t), fastProber()
+	p.timeout = time.Minute
 	address := s.Addr()
 	s.Close()
 	assert.True(t, p.probe(address), "a rejection counted as silence")
