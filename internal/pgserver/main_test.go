@@ -150,8 +150,8 @@ func sharedTempDir(t *testing.T) string {
 		logs, err := filepath.Glob(dir + "/*/postgres.log")
 		for _, log := range logs {
 			text, err := os.ReadFile(log)
-			assert.Truef(t, err == nil && !strings.Contains(string(text), "did not end within"),
-				"the server had to be forced to stop (%v):\n%s", err, text)
+			assert.Truef(t, err == nil && !strings.Contains(string(text), " of quit\n"),
+				"the server had to be killed (%v):\n%s", err, text)
 		}
 		assert.NoError(t, errors.Join(err, os.RemoveAll(dir)))
 	})
