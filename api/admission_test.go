@@ -282,11 +282,14 @@ func TestConcurrentProbesShareOneCheck(t *testing.T) {
 	})
 }
 
+// shortLimit is the time limit of each part of a request to sendWithoutReading.
+const shortLimit = 3 * time.Second
+
 // sendWithoutReading serves one route with short limits, and returns a connection to it.
 func sendWithoutReading(t *testing.T, rt route) net.Conn {
 	t.Helper()
 	s := &server{auth: &authenticator{}, classes: newClasses(), log: slog.New(slog.DiscardHandler), timeouts: timeouts{
-		request: 250 * time.Millisecond, body: 250 * time.Millisecond, send: 250 * time.Millisecond,
+		request: shortLimit, body: shortLimit, send: shortLimit,
 	}}
 	rt.access, rt.maxBody = Public, 100
 	server := httptest.NewUnstartedServer(nil)
@@ -377,13 +380,13 @@ func TestIdleConnectionIsReused(t *testing.T) {
 	conn := sendWithoutReading(t,
 		route{httpHandler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })})
 	reader := bufio.NewReader(conn)
-	for range 2 {
+	for i := range 2 {
+		<-time.After(time.Duration(i) * (shortLimit + time.Second))
 		fmt.Fprint(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\na")
 		answer, err := http.ReadResponse(reader, nil)
 		require.Truef(t, err == nil && answer.StatusCode == http.StatusOK, "%v, %v", answer, err)
 		_, err = io.Copy(io.Discard, answer.Body)
 		require.NoError(t, err)
 		_ = answer.Body.Close()
-		<-time.After(600 * time.Millisecond) // longer than every limit
 	}
 }

@@ -179,7 +179,7 @@ func TestInvalidExternalRequests(t *testing.T) {
 	t.Parallel()
 	a := runningAgent(t, "report", "heartbeat")
 	x := a.startExternal("")
-	lock := a.lock(x.ID, "w", 30)
+	lock := a.lock(x.ID, "w", 600)
 	path, held := "/v1/executions/"+x.ID, "/v1/executions/"+x.ID+"/lock/"+lock.LockID
 	const nobody = "/v1/executions/018f0000-0000-7000-8000-000000000000"
 	step := func(more string) string { return `{"lock_id":"` + lock.LockID + `",` + more + `}` }

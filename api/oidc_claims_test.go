@@ -144,12 +144,13 @@ func TestFailedIssuerDoesNotBlockLaterLogins(t *testing.T) {
 		{"/keys", hang, 502},
 		{"/keys", down, 502},
 		{"/me", hang, 502},
-		{"", nil, 200},
 	} {
 		i.faults = map[string]http.HandlerFunc{test.path: test.fault}
 		got := i.logIn(t, a)
 		assert.Truef(t, got.Code == test.status, "%s: %d %s", test.path, got.Code, got.Body)
 	}
+	i.faults = nil
+	pgtest.Eventually(t, func() bool { return i.logIn(t, a).Code == 200 }, "a later login succeeds")
 	i.subject = "no subject" // it has a space
 	i.userInfo = func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
