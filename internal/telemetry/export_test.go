@@ -57,7 +57,10 @@ func (s *exportTest) export(more ...string) (stop func()) {
 // exported runs an exporter until it has sent all ended spans.
 func (s *exportTest) exported(more ...string) []otlptest.Span {
 	s.t.Helper()
-	s.export(more...)()
+	now := s.exportedSpan(`select lanekeeper.agent_uuid7(clock_timestamp())::text`)
+	stop := s.export(more...)
+	pgtest.Until(s.t, s.db, true, `select exists (select from agent_span_export where sent_upto >= $1)`, now)
+	stop()
 	return s.receiver.Trace("")
 }
 
