@@ -719,15 +719,19 @@ func TestStreamAnswersHEAD(t *testing.T) {
 	}
 }
 
-// A change arrives quickly: the median of some delays is under 0.3 s.
-func TestALiveChangeArrivesWithin300Milliseconds(t *testing.T) {
+// The median delay of a change is at most 300 ms. The short form permits 3 s, because the machine may be busy.
+func TestALiveChangeArrivesQuickly(t *testing.T) {
+	limit := 300 * time.Millisecond
+	if testing.Short() {
+		limit = 3 * time.Second
+	}
 	pool, server := openRoom(t)
 	l := openStream(t, server.URL+"/live/activity", "")
 	var median time.Duration
-	for round := range 12 { // the machine may be busy
+	for round := range 12 {
 		median = medianDelay(t, pool, l)
 		t.Logf("round %d: the median of the delays is %s", round, median)
-		if median <= 300*time.Millisecond {
+		if median <= limit {
 			return
 		}
 	}
