@@ -436,6 +436,7 @@ func TestPlansAreNotCached(t *testing.T) {
 // A model call is charged to the skills that its answer calls, by their calls. Nothing is lost or counted twice.
 func TestModelCallIsChargedToItsSkills(t *testing.T) {
 	t.Parallel()
+	pgtest.AvoidMidnight(t)
 	db := pgtest.DB(t)
 	day := 24 * time.Hour
 	put(t, db, act{

@@ -52,6 +52,7 @@ func serveWithApprovals(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 // arguments, failures with few root errors, locks, objectives, skills in every state, and spend.
 func seedBusyOverview(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
+	pgtest.AvoidMidnight(t)
 	putAgent(t, pool, agents.Definition{Name: "sales", Default: true, Description: "Answers customers."})
 	putAgent(t, pool, agents.Definition{Name: "billing", Heartbeat: &agents.Heartbeat{Cron: "*/30 * * * *"}})
 	rows.Quiet(t, pool, strings.ReplaceAll(busySeed, "SALT", "0000000000000000000"))

@@ -74,6 +74,7 @@ func insertModelCall(t *testing.T, pool *pgxpool.Pool, purpose, model, cost, ago
 
 func TestSpendByPurposeSurfaceAndModel(t *testing.T) {
 	t.Parallel()
+	pgtest.AvoidMidnight(t)
 	pool, server := openRoom(t)
 	wantTexts(t, server.URL+"/spend", "No model was called", "agent heartbeat")
 	insertModelCall(t, pool, "advance_plan", "model-one", "0.75", "0")
@@ -97,6 +98,7 @@ func TestSpendByPurposeSurfaceAndModel(t *testing.T) {
 // A model call that led to several skills counts as a call of one of them. The rest have a cost without a call.
 func TestSpendOfDayShowsOthersWithoutCalls(t *testing.T) {
 	t.Parallel()
+	pgtest.AvoidMidnight(t)
 	pool, server := openRoom(t)
 	insertModelCall(t, pool, "reflect", "m", "1.40", "0")
 	pgtest.Exec(t, pool, `
@@ -120,6 +122,7 @@ func TestSpendRejectsInvalidFilters(t *testing.T) {
 
 func TestBudgetLines(t *testing.T) {
 	t.Parallel()
+	pgtest.AvoidMidnight(t)
 	pool, _ := openRoom(t)
 	pgtest.Exec(t, pool, `
 		insert into agent_budgets (scope, tokens, cost_usd, reserved_tokens, reserved_usd, unknown_tokens)
@@ -157,6 +160,7 @@ func TestBudgetLines(t *testing.T) {
 
 func TestCostOfHeartbeat(t *testing.T) {
 	t.Parallel()
+	pgtest.AvoidMidnight(t)
 	pool, server := openRoom(t)
 	insertModelCall(t, pool, "reflect", "m", "1.50", "0")
 	for _, sql := range []string{

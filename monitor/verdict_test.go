@@ -389,6 +389,7 @@ func queuedEvents(t *testing.T, pool *pgxpool.Pool) []string {
 
 func TestCheckAnnouncesChangeOnce(t *testing.T) {
 	t.Parallel()
+	pgtest.AvoidMidnight(t)
 	pool := pgtest.DB(t)
 	m := Monitor{Agents: &agents.Directory{}, Limits: budgets.Limits{Day: budgets.Limit{USD: 10}}}
 	check := func() { // three concurrent checks, then another

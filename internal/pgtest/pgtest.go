@@ -158,6 +158,15 @@ func open(tb testing.TB, url string) *pgxpool.Pool {
 // Timeout bounds the waits of a test on a busy machine.
 const Timeout = 90 * time.Second
 
+// AvoidMidnight waits for the next UTC day if the current one ends within minutes. It is for tests of daily sums.
+func AvoidMidnight(tb testing.TB) {
+	tb.Helper()
+	if left := 24*time.Hour - time.Since(time.Now().Truncate(24*time.Hour)); left < 3*time.Minute {
+		tb.Logf("waiting %s for the next day", left)
+		time.Sleep(left)
+	}
+}
+
 // Eventually fails the test if condition does not become true within [Timeout].
 func Eventually(tb testing.TB, condition func() bool, message string) {
 	tb.Helper()
