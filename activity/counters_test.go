@@ -334,6 +334,7 @@ func TestRowsAreCountedOnceDespiteLateCommits(t *testing.T) {
 
 func TestCountedSpendByDimension(t *testing.T) {
 	t.Parallel()
+	pgtest.AvoidMidnight(t)
 	db := pgtest.DB(t)
 	countNow(t, db)
 	day := 24 * time.Hour
@@ -377,10 +378,13 @@ func TestCountedSpendByDimension(t *testing.T) {
 			activity.SpendFilter{Since: since, By: activity.ByPurpose, Model: "m1"},
 			[]string{"plan i", "reflect i"},
 		},
-		"together":   {activity.SpendFilter{Since: since}, []string{" iii"}},
-		"days":       {activity.SpendFilter{Since: since, Period: activity.ByDay}, []string{" 0s i", " 48h0m0s ii"}},
-		"hours":      {activity.SpendFilter{Since: since, Period: activity.ByHour}, []string{" 0s i", " 48h0m0s ii"}},
-		"one hour":   {activity.SpendFilter{Since: time.Now(), By: activity.ByPurpose}, []string{"reflect i"}},
+		"together": {activity.SpendFilter{Since: since}, []string{" iii"}},
+		"days":     {activity.SpendFilter{Since: since, Period: activity.ByDay}, []string{" 0s i", " 48h0m0s ii"}},
+		"hours":    {activity.SpendFilter{Since: since, Period: activity.ByHour}, []string{" 0s i", " 48h0m0s ii"}},
+		"one hour": {
+			activity.SpendFilter{Since: time.Now().Add(-time.Hour), By: activity.ByPurpose},
+			[]string{"reflect i"},
+		},
 		"no surface": {activity.SpendFilter{Since: since, Surface: "webhook"}, []string{}},
 	} {
 		assert.Equal(t, "", cmp.Diff(c.want, lines(c.filter)), name)
@@ -621,10 +625,14 @@ func healthBy(t *testing.T, db postgres.DB, query string, args ...any) []viewed 
 	return list
 }
 
-// calledAtRandom inserts skills with different outcomes over nine days. Each call is half a minute off a full day, so
-// none is exactly seven days old.
-func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
+// calledAtRandom inserts skills with different outcomes over nine days. No call becomes seven days old within ten
+// minutes.
+func calledAtRandom(t *testing.T, pool *pgxpool.Pool, calls int) {
 	t.Helper()
+	seed := rand.Float64()
+	t.Logf("random calls of seed %v", seed)
+	db := pgtest.Begin(t, pool)
+	pgtest.Exec(t, db, `select setseed($1)`, seed)
 	pgtest.Exec(t, db, `
 		insert into agent_skills (name, tool_definition, handler, enabled_at)
 		select n, '{}', 'builtin:x', case n when 'enabled' then clock_timestamp() - interval '200 minutes' else 'epoch' end
@@ -652,7 +660,9 @@ func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 		                          from generate_series(1, 3)
 		                        union all
 		                        select 'older', interval '7 days' + interval '1 minute' * (floor(random() * 61) + 0.5)
-		                          from generate_series(1, 5)) x) y) z`, calls)
+		                          from generate_series(1, 5)) x
+		                 where x.ago not between interval '7 days' - interval '10 minutes' and interval '7 days') y) z`, calls)
+	require.NoError(t, db.Commit(t.Context()))
 }
 
 func TestHealthViewEqualsRows(t *testing.T) {
