@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -89,8 +90,11 @@ func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, e
 	return held[expireBatch-1], nil
 }
 
-// Prune returns borrowed lanes whose lease has expired, and deletes lanes that were free for a time: up to 1,000 of
-// each. Later tokens of a deleted lane are still larger, because tokens derive from the clock.
+// pruneBatch bounds the lanes of one statement of Prune.
+const pruneBatch = 1000
+
+// Prune returns up to 1,000 borrowed lanes whose lease has expired, and deletes lanes that were free for a time. Later
+// tokens of a deleted lane are still larger, because tokens derive from the clock.
 func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 	if free < 0 {
 		return fmt.Errorf("prune lanes that were free for %s: %w: give 0 or more", free, ErrInvalid)
@@ -100,19 +104,26 @@ func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 		  from (select l.lane from agent_locks l
 		         where l.expires_at <= statement_timestamp()
 		           and exists (select from agent_lock_loans n where n.lane = l.lane)
-		         order by l.lane limit 1000 for update skip locked) l`)
-	_, deleteErr := db.Exec(ctx, `
-		with old as (
-		  select l.lane, l.execution_id, l.fencing_token, l.locked_at, l.expires_at from agent_locks l
-		   where l.expires_at < statement_timestamp() - make_interval(secs => @free)
-		     and not exists (select from agent_lock_loans n where n.lane = l.lane)
-		   order by l.lane limit 1000 for update skip locked),
-		held as (
-		  insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended)
-		  select o.lane, o.execution_id, o.fencing_token, o.locked_at, o.expires_at, 'expired' from old o
-		   where o.execution_id is not null
-		  on conflict do nothing)
-		delete from agent_locks l using old where l.lane = old.lane`, postgres.Strict{"free": free.Seconds()})
+		         order by l.lane limit @limit for update skip locked) l`,
+		postgres.Strict{"limit": pruneBatch})
+	var deleteErr error
+	for deleted := int64(pruneBatch); deleted == pruneBatch; {
+		var done pgconn.CommandTag
+		done, deleteErr = db.Exec(ctx, `
+			with old as (
+			  select l.lane, l.execution_id, l.fencing_token, l.locked_at, l.expires_at from agent_locks l
+			   where l.expires_at < statement_timestamp() - make_interval(secs => @free)
+			     and not exists (select from agent_lock_loans n where n.lane = l.lane)
+			   order by l.lane limit @limit for update skip locked),
+			held as (
+			  insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended)
+			  select o.lane, o.execution_id, o.fencing_token, o.locked_at, o.expires_at, 'expired' from old o
+			   where o.execution_id is not null
+			  on conflict do nothing)
+			delete from agent_locks l using old where l.lane = old.lane`,
+			postgres.Strict{"free": free.Seconds(), "limit": pruneBatch})
+		deleted = done.RowsAffected()
+	}
 	if err := errors.Join(returnErr, deleteErr); err != nil {
 		return fmt.Errorf("prune lanes: %w", err)
 	}

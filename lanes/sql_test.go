@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -85,6 +86,15 @@ func TestTryAcquireNeverWaits(t *testing.T) {
 		assert.Truef(t, !tryAcquire(t, tx, lane, "c", 60).acquired, "%s: granted while another transaction changes it", lane)
 		commit(t, tx)
 	}
+}
+
+func TestPruneDeletesAllFreeLanes(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `insert into agent_locks (lane, fencing_token, expires_at)
+		select 'webhook:' || n, n, clock_timestamp() - interval '2 days' from generate_series(1, 1001) n`)
+	require.NoError(t, lanes.Prune(t.Context(), db, 24*time.Hour))
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_locks`))
 }
 
 func TestOtherOwnersAndOldTokensChangeNothing(t *testing.T) {
