@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"log/slog"
 	"maps"
 	"net"
@@ -189,6 +190,19 @@ func TestPollerWakesOneSubscriberPerExecution(t *testing.T) {
 		p.publish(map[string]int{"external:sum": 2})
 		synctest.Wait()
 		assert.Equal(t, 2, woken.Load())
+	})
+}
+
+// TestPollerLogsFailureOnce: polls that fail alike, as without a database, give one warning.
+func TestPollerLogsFailureOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var lines atomic.Int32
+		log := slog.New(slog.NewTextHandler(lineCounter{&lines, "poll failed"}, nil))
+		p := newPoller(log, func(context.Context, []string) (map[string]int, error) { return nil, io.EOF })
+		_, unsubscribe := p.subscribe(t.Context(), "external:sum")
+		defer unsubscribe()
+		time.Sleep(10 * watchInterval)
+		assert.Equal(t, 1, lines.Load())
 	})
 }
 

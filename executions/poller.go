@@ -7,6 +7,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 )
 
 // poller reads the values of all subscribed keys in one query. Its goroutine runs only while the poller has
@@ -90,6 +92,7 @@ func (p *poller[V]) wake(key string) {
 func (p *poller[V]) run(ctx context.Context) {
 	tick := time.NewTicker(watchInterval)
 	defer tick.Stop()
+	var failures logging.Failures
 	for {
 		select {
 		case <-ctx.Done():
@@ -100,13 +103,10 @@ func (p *poller[V]) run(ctx context.Context) {
 		pollCtx, cancel := context.WithTimeout(ctx, watchTimeout)
 		values, err := p.read(pollCtx, p.keys())
 		cancel()
-		if err != nil {
-			if ctx.Err() == nil {
-				p.log.WarnContext(ctx, "poll failed; the next one follows", "error", err)
-			}
-			continue
+		failures.Log(ctx, p.log, "poll failed; the next one follows", err)
+		if err == nil {
+			p.publish(values)
 		}
-		p.publish(values)
 	}
 }
 
