@@ -130,7 +130,13 @@ func (r *run) resolveStaleCompletion(
 	case err != nil:
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, errors.Join(cause, err))
 	case current.Claim == r.exec.Claim && current.Status == status:
-		r.logCompletion(ctx, status, failure)
+		done := completionResult{awaited: true} // the lost response says whether it is
+		b := &pgx.Batch{}
+		queueReleasedLanes(b, r.exec.ID, &done.releasedLanes)
+		if err := r.e.pool.SendBatch(ctx, b).Close(); err != nil {
+			r.e.log.WarnContext(ctx, "released lanes not read", "error", err)
+		}
+		r.afterCompletion(ctx, status, failure, done)
 		return nil
 	case current.Claim == r.exec.Claim && !errors.Is(cause, ErrStale):
 		return fmt.Errorf("finish execution %s: %w", r.exec.ID, cause)

@@ -267,6 +267,26 @@ func newPool(t *testing.T, url string) *pgxpool.Pool {
 	return pool
 }
 
+// The response to a completion may be lost, and the retry finds the end. The parent resumes at once all the same.
+func TestParentResumesAfterLostCompletionResponse(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	waits := make(chan struct{})
+	p := startEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		<-waits
+		x, _ := executions.Current(ctx)
+		_, err := pool.Exec(ctx, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
+			postgres.Strict{"id": x.ID, "claim": x.Claim})
+		return executions.Result{}, err
+	}), neverSweep)
+	parent, child := p.startExternal(t), p.startFlow(t, "flow")
+	_, _, err := p.UnlockRun(t.Context(), parent, p.lock(t, parent, "w").LockID,
+		executions.UnlockParams{Status: executions.Waiting, For: "agent", Key: child})
+	require.NoError(t, err)
+	close(waits)
+	enginetest.Await(t, pool, parent, executions.Running)
+}
+
 // The commit that ends an execution may take effect although its response is lost. The effect then exists once, and the
 // caller gets the result.
 func TestEndTxSurvivesLostCommitResponse(t *testing.T) {
