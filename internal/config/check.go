@@ -14,6 +14,7 @@ import (
 	"strings"
 	"time"
 	"unicode"
+	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
@@ -107,7 +108,8 @@ func (k *checker) token(name string, token Secret) {
 // names validates the agent's name and the names of logging.
 func (k *checker) names(c *Config) {
 	const longest = 100
-	if len(c.Name) > longest || strings.ContainsFunc(c.Name, func(r rune) bool { return !unicode.IsPrint(r) }) {
+	if utf8.RuneCountInString(c.Name) > longest ||
+		strings.ContainsFunc(c.Name, func(r rune) bool { return !unicode.IsPrint(r) }) {
 		k.report("AGENT_NAME", "it is too long or has a character that does not print")
 	}
 	if _, err := logging.Level(c.LogLevel); err != nil {

@@ -81,6 +81,13 @@ func TestValues(t *testing.T) {
 	assert.Truef(t, next.UTC().Hour() == 8, "the heartbeat is at %v, not in its zone", next)
 }
 
+func TestNameIsCountedInCharacters(t *testing.T) {
+	t.Parallel()
+	load(t, map[string]string{"AGENT_NAME": strings.Repeat("é", 100)})
+	_, err := config.Load(map[string]string{"AGENT_NAME": strings.Repeat("é", 101)})
+	assert.Error(t, err)
+}
+
 func TestPricesFromAFile(t *testing.T) {
 	c := load(t, map[string]string{"AGENT_PRICES": write(t, `{"m":{"input":3}}`)})
 	assert.Equal(t, 3, c.Prices["m"].Input, c.Prices)
