@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // checker collects problems.
@@ -223,7 +224,7 @@ func (k *checker) admission(c *Config) {
 		kind, name, _ := strings.Cut(strings.TrimSpace(what), ":")
 		running, err := strconv.Atoi(strings.TrimSpace(number))
 		known := kind == "flow" && name != "" || kind == "surface" &&
-			slices.Contains([]string{"heartbeat", "operate", "chat", "webhook", "flow"}, name)
+			slices.Contains(trace.Surfaces(), name)
 		switch {
 		case !known || err != nil || running < 0 || running > 1_000_000:
 			k.report("AGENT_LIMITS", "%q does not give a flow or a surface and a number up to 1000000", item)

@@ -535,9 +535,10 @@ func TestEmbeddingModelRequiresServer(t *testing.T) {
 
 func TestLimitsOfRuns(t *testing.T) {
 	t.Parallel()
-	got := load(t, map[string]string{"AGENT_LIMITS": "flow:external:x=5, surface:webhook=0,"}).Admission
+	got := load(t, map[string]string{"AGENT_LIMITS": "flow:external:x=5, surface:webhook=0,surface:eval=2,"}).Admission
 	want := []config.Admission{
 		{Kind: "flow", Name: "external:x", Running: 5}, {Kind: "surface", Name: "webhook", Running: 0},
+		{Kind: "surface", Name: "eval", Running: 2},
 	}
 	assert.Truef(t, slices.Equal(got, want), "got %v, want %v", got, want)
 	for _, bad := range []string{
