@@ -59,7 +59,7 @@ func newGuard(allow []string) (*guard, error) {
 	g := &guard{}
 	for _, entry := range allow {
 		entry = strings.ToLower(strings.TrimSpace(entry))
-		if ip, err := netip.ParseAddr(entry); err == nil {
+		if ip, err := netip.ParseAddr(strings.Trim(entry, "[]")); err == nil {
 			g.ranges = append(g.ranges, netip.PrefixFrom(ip.Unmap(), ip.Unmap().BitLen()))
 			continue
 		}

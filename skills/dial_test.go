@@ -35,6 +35,13 @@ func TestPublicAddresses(t *testing.T) {
 	}
 }
 
+func TestGuardAllowsAddressInBrackets(t *testing.T) {
+	t.Parallel()
+	g, err := newGuard([]string{"[::1]"})
+	require.NoError(t, err)
+	assert.NoError(t, g.control("tcp", "[::1]:80", nil))
+}
+
 // A name that resolves to a private address is rejected at the dial.
 func TestControlChecksDialledAddress(t *testing.T) {
 	t.Parallel()

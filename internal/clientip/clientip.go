@@ -36,10 +36,6 @@ type Trusted []netip.Prefix
 func Parse(items []string) (Trusted, error) {
 	var trusted Trusted
 	for _, item := range items {
-		item = strings.TrimSpace(item)
-		if item == "" {
-			continue
-		}
 		network, err := netip.ParsePrefix(item)
 		if err != nil {
 			addr, addrErr := netip.ParseAddr(strings.Trim(item, "[]"))

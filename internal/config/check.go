@@ -195,11 +195,14 @@ func (k *checker) number(name string, n, min, max float64) {
 // privateHosts validates the private hosts that skills may reach.
 func (k *checker) privateHosts(c *Config) {
 	for _, item := range c.PrivateHTTP {
-		item = strings.TrimSpace(item)
+		host, err := splitListen(item)
+		if err != nil {
+			host = item
+		}
 		_, prefixErr := netip.ParsePrefix(item)
-		_, addrErr := netip.ParseAddr(strings.Trim(item, "[]"))
-		if prefixErr != nil && addrErr != nil && strings.ContainsAny(item, "/:*@ ?#") {
-			k.report("AGENT_ALLOW_PRIVATE_HTTP", "%q is not a host, an address or a network", item)
+		_, addrErr := netip.ParseAddr(strings.Trim(host, "[]"))
+		if prefixErr != nil && addrErr != nil && (host == "" || strings.ContainsAny(host, "/:*@ ?#")) {
+			k.report("AGENT_ALLOW_PRIVATE_HTTP", "%q is not a host, host:port, an address or a network", item)
 		}
 	}
 }
@@ -216,10 +219,6 @@ func (k *checker) proxies(c *Config) {
 func (k *checker) admission(c *Config) {
 	seen := map[string]bool{}
 	for _, item := range c.RunLimits {
-		item = strings.TrimSpace(item)
-		if item == "" {
-			continue
-		}
 		what, number, _ := strings.Cut(item, "=")
 		kind, name, _ := strings.Cut(strings.TrimSpace(what), ":")
 		running, err := strconv.Atoi(strings.TrimSpace(number))

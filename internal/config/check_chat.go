@@ -66,9 +66,7 @@ func (k *checker) oidc(o OIDC) {
 	}
 	k.token("AGENT_OIDC_CLIENT_ID", Secret(o.ClientID))
 	k.token("AGENT_OIDC_CLIENT_SECRET", o.ClientSecret)
-	for i, text := range o.Roles {
-		text = strings.TrimSpace(text)
-		o.Roles[i] = text // a list may have blanks after its commas
+	for _, text := range o.Roles {
 		if !claimRole.MatchString(text) {
 			k.report("AGENT_OIDC_ROLES", "%q is not claim=value:role with a role of viewer, operator, approver or admin", text)
 		}

@@ -55,7 +55,7 @@ type Config struct {
 	WorkerLease     time.Duration `env:"AGENT_WORKER_LEASE" envDefault:"30s" help:"how long a worker may be silent before its work goes elsewhere, in whole seconds from 1s to 10m"`
 	DrainDelay      time.Duration `env:"AGENT_DRAIN_DELAY" envDefault:"0s" help:"how long a process that is being stopped goes on serving while it says that it is not ready, for example 5s behind a load balancer"`
 	ShutdownTimeout time.Duration `env:"AGENT_SHUTDOWN_TIMEOUT" envDefault:"25s" help:"how long requests under way may take to end at a stop, and after them running steps, for example 25s"`
-	PrivateHTTP     []string      `env:"AGENT_ALLOW_PRIVATE_HTTP" help:"private hosts, addresses or networks that http: skills may reach, for example wiki.local,10.0.0.0/8"`
+	PrivateHTTP     []string      `env:"AGENT_ALLOW_PRIVATE_HTTP" help:"private hosts, addresses or networks that http: skills may reach, for example wiki.local,db.local:8080,10.0.0.0/8"`
 
 	DocumentMaxBytes int `env:"AGENT_DOCUMENT_MAX_BYTES" envDefault:"10485760" help:"how large a document may be that admins and visitors upload, in bytes from 1024 to 33554432"`
 

@@ -81,6 +81,25 @@ func TestValues(t *testing.T) {
 	assert.Truef(t, next.UTC().Hour() == 8, "the heartbeat is at %v, not in its zone", next)
 }
 
+func TestListsHaveNoBlanksOrEmptyItems(t *testing.T) {
+	t.Parallel()
+	c := load(t, map[string]string{
+		"AGENT_CHAT_KEY": "site=one-key,shop=other-key", "AGENT_CHAT_BROWSER_KEYS": "site, shop,",
+		"AGENT_CHAT_EMBED_ORIGINS": "https://a.example , https://b.example", "AGENT_TRUSTED_PROXIES": "10.0.0.1, ,10.0.0.2",
+		"AGENT_ALLOW_PRIVATE_HTTP": "wiki.local, wiki.local:8080,[::1],[::1]:80,",
+	})
+	for _, list := range [][2][]string{
+		{c.Chat.BrowserKeys, {"site", "shop"}}, {c.Chat.EmbedOrigins, {"https://a.example", "https://b.example"}},
+		{c.ProxyList, {"10.0.0.1", "10.0.0.2"}}, {c.PrivateHTTP, {"wiki.local", "wiki.local:8080", "[::1]", "[::1]:80"}},
+	} {
+		assert.NoDiff(t, list[1], list[0])
+	}
+	for _, bad := range []string{":80", "wiki.local:http", "http://wiki.local:80", "*.local:80"} {
+		_, err := config.Load(map[string]string{"AGENT_ALLOW_PRIVATE_HTTP": bad})
+		assert.Error(t, err, bad, "is taken")
+	}
+}
+
 func TestNameIsCountedInCharacters(t *testing.T) {
 	t.Parallel()
 	load(t, map[string]string{"AGENT_NAME": strings.Repeat("é", 100)})

@@ -46,7 +46,9 @@ func Load(environ map[string]string, also ...string) (Config, error) {
 	var c Config
 	err := env.ParseWithOptions(&c, env.Options{
 		Environment: values,
-		FuncMap:     map[reflect.Type]env.ParserFunc{reflect.TypeFor[bool](): parseBool},
+		FuncMap: map[reflect.Type]env.ParserFunc{
+			reflect.TypeFor[bool](): parseBool, reflect.TypeFor[[]string](): parseList,
+		},
 	})
 	bad, err := badValues(err, values)
 	if err != nil {
@@ -141,6 +143,15 @@ func parseBool(s string) (any, error) {
 		return false, nil
 	}
 	return nil, errors.New("not on or off")
+}
+
+// parseList splits at commas, and drops blanks and empty items.
+func parseList(s string) (any, error) {
+	items := strings.Split(s, ",")
+	for i := range items {
+		items[i] = strings.TrimSpace(items[i])
+	}
+	return slices.DeleteFunc(items, func(item string) bool { return item == "" }), nil
 }
 
 // invalidValues maps variables to values of the wrong type.
