@@ -2,12 +2,13 @@
 import { parentPort, workerData } from "node:worker_threads";
 
 const { url, token, every } = workerData;
+let pause = every;
 /** @type {string[]} */
 let locks = [];
 parentPort?.on("message", (ids) => { locks = ids; });
 
 async function beat() {
-  let lost = false;
+  let failure, lost = false;
   if (locks.length > 0) {
     try {
       const answer = await fetch(`${url}/v1/locks`, {
@@ -19,10 +20,14 @@ async function beat() {
       });
       lost = answer.status >= 500; // after another refusal, an early beat would get the same answer
       if (answer.ok) parentPort?.postMessage((await answer.json()).locks);
-    } catch {
+      else failure = `status ${answer.status}`;
+    } catch (error) {
       lost = true; // a lock ends three beats after its renewal
+      failure = error.cause?.message || error.cause?.code || error.message;
     }
   }
-  setTimeout(beat, lost ? every / 10 : every);
+  if (failure && pause === every) parentPort?.postMessage(failure);
+  pause = lost ? every / 10 : every;
+  setTimeout(beat, pause);
 }
-setTimeout(beat, every);
+setTimeout(beat, pause);

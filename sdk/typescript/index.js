@@ -340,9 +340,12 @@ export class Worker {
     this.#running = true;
     listen();
     const heart = new Thread(new URL("./beat.js", import.meta.url), {
-      workerData: { url: this.#connection.url, token: this.#connection.token, every: (this.#ttl * 1000) / 3 },
+      workerData: { url: this.#connection.url, token: this.#connection.token, every: Math.floor((this.#ttl * 1000) / 3) },
     });
-    heart.on("message", (locks) => this.#onBeat(locks));
+    heart.on("message", (message) => {
+      if (typeof message === "string") this.#log(`locks not renewed; the next beat tries again: ${message}`);
+      else this.#onBeat(message);
+    });
     const running = new Set();
     try {
       while (!signal?.aborted) {
