@@ -367,8 +367,9 @@ func TestRefusedHeartbeatIsNotRepeatedSoon(t *testing.T) {
 			}
 			proxy.ServeHTTP(rw, r)
 		}))
-		w.worker("first", base, 9)
+		worker := w.worker("first", base, 10) // no multiple of three
 		w.checkEnd(w.start("external:scenario", `{"steps":1,"pause_ms":5000}`), "completed", "the sum is 1")
+		worker.AwaitOutput("locks not renewed; the next beat tries again: ")
 		assert.True(w, beats.Load() >= 1 && beats.Load() <= 3, "heartbeats: ", beats.Load())
 	})
 }
