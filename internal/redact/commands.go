@@ -164,12 +164,21 @@ func (c *command) secretPart(s string, i, to int) (from, end int) {
 	return i + colon + 1, to
 }
 
+// maxWrapperWords bounds the words before a program, such as those of sudo, env and timeout.
+const maxWrapperWords = 16
+
 // withoutPasswords redacts a command that is a list of words.
 func withoutPasswords(out []any) []any {
-	c := commandOf(out)
-	if c == nil {
-		return out
+	for at := range min(len(out)-1, maxWrapperWords) {
+		if c := commandOf(out[at:]); c != nil {
+			c.withoutPasswords(out[at:])
+		}
 	}
+	return out
+}
+
+// withoutPasswords redacts the arguments of a program, which is the first word.
+func (c *command) withoutPasswords(out []any) {
 	for i := 1; i < len(out); i++ {
 		word, _ := out[i].(string)
 		value, ok := c.flagValue(word, 0, len(word))
@@ -185,15 +194,14 @@ func withoutPasswords(out []any) []any {
 			out[at] = argument[:from] + Marker
 		}
 	}
-	return out
 }
 
-// commandOf returns the command of a list's first word.
+// commandOf returns the command of the first of at least two words.
 func commandOf(items []any) *command {
-	if len(items) < 2 {
+	first, _ := items[0].(string)
+	if len(first) > longestCommand {
 		return nil
 	}
-	first, _ := items[0].(string)
 	program := strings.TrimSuffix(strings.ToLower(first[strings.LastIndexAny(first, `/\`)+1:]), ".exe")
 	second, _ := items[1].(string)
 	for i := range passwordCommands {

@@ -51,6 +51,8 @@ func TestJSONByName(t *testing.T) {
 		},
 		"curl":            {`["/usr/bin/curl","-sSu","bob:x","https://a"]`, `["/usr/bin/curl","-sSu","bob:[redacted]","https://a"]`},
 		"mysql":           {`["mysql","-px","-p","shop",1]`, `["mysql","-p[redacted]","-p","shop",1]`},
+		"sudo":            {`["sudo","-u","mysql","mysql","-px","shop"]`, `["sudo","-u","mysql","mysql","-p[redacted]","shop"]`},
+		"env":             {`["env","A=1","timeout","5","curl","-u","a:b"]`, `["env","A=1","timeout","5","curl","-u","a:[redacted]"]`},
 		"sqlcmd":          {`["SQLCMD.EXE","-P","x"]`, `["SQLCMD.EXE","-P","[redacted]"]`},
 		"docker":          {`["docker","login","-p","x"]`, `["docker","login","-p","[redacted]"]`},
 		"cut beside more": {`"key='…[cut 5 bytes] password=x"`, `"key='…[cut 5 bytes] password=[redacted]"`},
