@@ -5,6 +5,7 @@ import (
 	"compress/gzip"
 	"fmt"
 	"math"
+	"net/url"
 	"regexp"
 	"strings"
 	"testing"
@@ -227,6 +228,24 @@ func TestWaterfallKeys(t *testing.T) {
 	p.Until("only errors", shown+` === 9`)
 	p.Reload()
 	p.Until("the address has the filter", shown+` === 9`)
+	wantNoBrowserErrors(t, p)
+}
+
+// The script finds the same lines as the server: also by a step's name, and by a part of a message that is not shown.
+func TestSearchOfLinesFindsHiddenTexts(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	id := seedFailedTrace(t, pool)
+	rows.Quiet(t, pool, `insert into agent_activity (trace_id, skill_name, step, status, error_message, finished_at)
+		values ($1, 'count_stock', 'inventory/7', 'error', repeat('long ', 40) || 'zebra', clock_timestamp())`, string(id))
+	p := browser.Open(t, browser.Look{})
+	for _, text := range []string{"inventory/7", "zebra"} {
+		p.Go(server.URL + "/traces/" + string(id) + "?q=" + url.QueryEscape(text))
+		p.Until("the script has filtered the lines", `document.getElementById("wf-count")?.textContent !== ""`)
+		var shown string
+		p.Eval(`[...document.querySelectorAll(".wf-row:not([hidden]) a")].map((a) => a.textContent).join(" ")`, &shown)
+		assert.Equal(t, "count_stock", shown, "lines with", text)
+	}
 	wantNoBrowserErrors(t, p)
 }
 

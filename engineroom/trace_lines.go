@@ -40,7 +40,8 @@ func (n *spanNode) write(b *strings.Builder, base string, selected bool) {
 	if n.Failed() {
 		write(b, " wf-bad")
 	}
-	write(b, `" id="`, esc(n.ID), `" aria-level="`, level, `" data-kind="`, n.Kind(), `"`)
+	write(b, `" id="`, esc(n.ID), `" aria-level="`, level, `" data-kind="`, n.Kind(), `" data-find="`,
+		esc(n.searchText()), `"`)
 	if !n.Succeeded() {
 		write(b, ` data-state="`, esc(n.Status), `"`)
 	}

@@ -47,14 +47,16 @@ func (f lineFilter) has(n *spanNode) bool {
 	if f.Errors && !n.Failed() || f.Kind != "" && f.Kind != n.Kind() {
 		return false
 	}
-	if f.Text == "" {
-		return true
-	}
-	text := strings.Join([]string{n.Name, n.Label(), n.Status, n.Message(), n.ID}, " ")
+	return strings.Contains(strings.ToLower(n.searchText()), strings.ToLower(f.Text))
+}
+
+// searchText is the text that a search of lines compares.
+func (n *spanNode) searchText() string {
+	text := strings.Join([]string{n.Name, n.Label(), n.Status, n.Message(), n.Span()}, " ")
 	if n.Row != nil {
 		text += " " + n.Row.Skill + " " + n.Row.Model + " " + n.Row.Step
 	}
-	return strings.Contains(strings.ToLower(text), strings.ToLower(f.Text))
+	return text
 }
 
 // Kind is the node's kind without the distinction of retries and lanes.

@@ -21,7 +21,7 @@
     const w = wanted();
     const filtered = Boolean(w.text || w.kind || w.errors);
     const has = (row) => (!w.errors || row.classList.contains("wf-bad")) && (!w.kind || row.dataset.kind === w.kind) &&
-      (!w.text || row.textContent.toLowerCase().includes(w.text) || row.id.includes(w.text));
+      (!w.text || (row.dataset.find || "").toLowerCase().includes(w.text));
     let shown = 0, need = 0; // need is the level of the line around a wanted one
     for (let i = rows.length - 1; filtered && i >= 0; i--) {
       const at = level(rows[i]), show = has(rows[i]) || at === need;
