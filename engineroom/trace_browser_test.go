@@ -249,6 +249,37 @@ func TestSearchOfLinesFindsHiddenTexts(t *testing.T) {
 	wantNoBrowserErrors(t, p)
 }
 
+// A page that was paused loads a changed trace once, not each of its updates.
+func TestPausedTraceIsLoadedOnce(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	id := seedWideTrace(t, pool, 200)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/traces/" + string(id))
+	waitForStream(p)
+	p.Click("#live-pause")
+	p.Eval(`(() => {
+		const parse = JSON.parse;
+		window.received = window.shown = 0;
+		JSON.parse = (text) => {
+			const value = parse(text);
+			if (value.id === "view") received++;
+			return value;
+		};
+		document.addEventListener("part", (e) => { if (e.detail.id === "view") shown++; });
+	})()`, nil)
+	for n := range 3 {
+		rows.Quiet(t, pool, `
+			insert into agent_activity (trace_id, skill_name, status, finished_at) values ($1, 'note_' || $2::int, 'success',
+			clock_timestamp())`, string(id), n)
+		p.Until("the update has arrived", fmt.Sprintf("received > %d", n))
+	}
+	p.Click("#live-pause")
+	p.Until("all lines are there",
+		`[0, 1, 2].every((n) => document.getElementById("spans").textContent.includes("note_" + n))`)
+	p.Until("the trace was shown once", `shown === 1`)
+}
+
 // A span has an address. A click loads only the panel. Without JavaScript the same link loads the page.
 func TestSpanPanelHasAddress(t *testing.T) {
 	t.Parallel()

@@ -99,14 +99,15 @@
     t.innerHTML = html;
     return t.content.firstElementChild;
   };
+  const reload = () => { // get all of each part
+    seen = "";
+    drop();
+    connect();
+  };
   const morph = (part, html) => {
     const fresh = parsed(html);
     if (!fresh) return;
-    if (all("[data-same]", fresh).some((row) => !$(row.id))) { // it is not what this page has: get all of it
-      seen = "";
-      drop();
-      return connect();
-    }
+    if (all("[data-same]", fresh).some((row) => !$(row.id))) return reload(); // it is not what this page has
     const had = part.contains(document.activeElement) ? document.activeElement : null;
     clocks.forget(part);
     Idiomorph.morph(part, fresh, { morphStyle: "outerHTML", ignoreActiveValue: true, callbacks: keep });
@@ -133,12 +134,16 @@
     if (badge) put(badge, n + (n === rows.length ? "+ new" : " new"));
   };
   const apply = () => {
-    for (const [id, list] of pending) { // each has what changed since the one before
+    for (const [id, { html, incomplete }] of pending) {
       const part = $(id);
-      if (!part || !list.at(-1)) pending.delete(id);
-      else if (paused) news(part, list.at(-1));
+      if (!part || !html) pending.delete(id);
+      else if (paused) news(part, html);
       else if (aims(part)) { clearTimeout(waits); waits = setTimeout(apply, 250); }
-      else if (!selectsIn(part)) { pending.delete(id); for (const html of list) morph($(id) || part, html); }
+      else if (!selectsIn(part)) {
+        pending.delete(id);
+        if (incomplete) reload();
+        else morph(part, html);
+      }
     }
     show();
   };
@@ -194,7 +199,8 @@
       hear();
       const { id, html } = JSON.parse(e.data);
       seen = e.lastEventId;
-      pending.set(id, html.includes("data-same") ? [...(pending.get(id) || []), html] : [html]);
+      // An update of rows lacks those of the update that it replaces.
+      pending.set(id, { html, incomplete: pending.has(id) && html.includes("data-same") });
       apply();
     });
     mine.addEventListener("expired", () => end("The login has ended.", "Log in again", "/login?next=" + encodeURIComponent(here())));
