@@ -4,8 +4,10 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -118,6 +120,31 @@ func TestPageShowsServerOutage(t *testing.T) {
 		isLive+` && !document.body.classList.contains("is-disconnected")`)
 	p.Until("it is up to date, and its clocks go on", `document.title.startsWith("(1) ") &&
 		[...document.querySelectorAll("main time")].map((t) => t.textContent).join("|") !== `+fmt.Sprintf("%q", before))
+}
+
+// A page that the viewer may no longer open says so.
+func TestPageShowsNarrowedRole(t *testing.T) {
+	t.Parallel()
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
+	require.NoError(t, err)
+	mux := muxOf(room)
+	var narrowed atomic.Bool
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if narrowed.Load() && strings.HasPrefix(r.URL.Path, "/live/") {
+			w.WriteHeader(http.StatusForbidden)
+			return
+		}
+		mux.ServeHTTP(w, r)
+	}))
+	t.Cleanup(server.Close)
+	p := browser.Open(t, browser.Look{})
+	p.Expect("ERR_")
+	p.Expect("403")
+	p.Go(server.URL + "/lanes")
+	p.Until("the page is live", isLive)
+	narrowed.Store(true)
+	server.CloseClientConnections()
+	p.Shows("You may no longer open this page. Overview")
 }
 
 // The same holds if the server accepts connections and does not answer.

@@ -219,6 +219,7 @@
     try {
       const answer = await fetch(page.live, { method: "HEAD", cache: "no-store", signal: AbortSignal.timeout(4000) });
       if (answer.status === 401) return end("The login has ended.", "Log in again", "/login?next=" + encodeURIComponent(here()));
+      if (answer.status === 403) return end("You may no longer open this page.", "Overview", "/");
       if (answer.status === 404) return end("This page is no longer there.", "Overview", "/");
       reached = answer.ok;
     } catch { /* nobody answers: the timer tries again */ } finally { asking = false; }
