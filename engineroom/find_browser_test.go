@@ -3,8 +3,10 @@ package engineroom
 import (
 	"fmt"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/chromedp/chromedp/kb"
@@ -13,9 +15,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // followRedirects follows redirects. It returns the final path and the page.
@@ -171,6 +175,58 @@ func TestFindDialogWithKeys(t *testing.T) {
 	withoutScript.Press("\r")
 	withoutScript.Click(`a[href="/skills/fetch_news"]`)
 	withoutScript.Until("the link opens the skill", `document.querySelector("h1")?.textContent.includes("fetch_news")`)
+}
+
+func TestFindSaysWhyItIsRefused(t *testing.T) {
+	t.Parallel()
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
+	require.NoError(t, err)
+	mux := muxOf(room)
+	var status atomic.Int64
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/find/results" {
+			w.WriteHeader(int(status.Load()))
+			return
+		}
+		mux.ServeHTTP(w, r)
+	}))
+	t.Cleanup(server.Close)
+	p := browser.Open(t, browser.Look{})
+	for code, want := range map[int64]string{401: "The login has ended.", 403: "You may no longer search."} {
+		status.Store(code)
+		p.Expect(fmt.Sprint(code))
+		p.Go(server.URL + "/lanes")
+		p.Click("#find-open")
+		p.Until("the dialog says why", fmt.Sprintf(`document.getElementById("find-list").textContent === %q`, want))
+	}
+}
+
+// A viewer may not search.
+func TestViewerIsNotOfferedFind(t *testing.T) {
+	t.Parallel()
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
+	require.NoError(t, err)
+	mux := muxOf(room)
+	caller := &principals.Caller{
+		Principal: principals.Principal{Name: "ana", Role: principals.Viewer}, Scopes: []string{principals.All},
+	}
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), caller, "session")))
+	}))
+	t.Cleanup(server.Close)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/lanes")
+	p.Until("the script runs", `document.querySelector("#find-open kbd:not([hidden])") !== null`)
+	var offered []string
+	p.Eval(`(() => {
+		document.dispatchEvent(new KeyboardEvent("keydown", {key: "k", ctrlKey: true, bubbles: true, cancelable: true}));
+		const offered = [];
+		if (document.getElementById("find").open) offered.push("Ctrl-K");
+		if (document.getElementById("help").textContent.includes("Find")) offered.push("keys");
+		if (document.querySelector(".thumb").textContent.includes("Find")) offered.push("menu");
+		return offered;
+	})()`, &offered)
+	assert.Equal(t, 0, len(offered), offered)
 }
 
 // On a phone, rows are cards and the navigation is at the bottom.

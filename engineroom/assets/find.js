@@ -44,9 +44,10 @@
     if (text === shown) return;
     asking?.abort();
     asking = new AbortController();
-    let html;
+    let html, trouble = "The server does not answer.";
     try {
       const answer = await fetch("/find/results?q=" + encodeURIComponent(text), { signal: asking.signal, cache: "no-store" });
+      trouble = { 401: "The login has ended.", 403: "You may no longer search." }[answer.status] || trouble;
       if (!answer.ok) throw new Error(answer.statusText);
       html = await answer.text();
     } catch (e) {
@@ -57,7 +58,7 @@
     const t = document.createElement("template");
     t.innerHTML = html;
     if (html) list.replaceChildren(text ? "" : before(), t.content);
-    else list.replaceChildren(make("div", { role: "option", "aria-disabled": "true", "aria-selected": "false", class: "empty" }, "The server does not answer."));
+    else list.replaceChildren(make("div", { role: "option", "aria-disabled": "true", "aria-selected": "false", class: "empty" }, trouble));
     input.setAttribute("aria-expanded", "true");
     chosen = -1;
     if (text) choose(0);
@@ -65,7 +66,7 @@
     $("said").textContent = text ? options().length + " results" : "";
   };
   const open = () => {
-    if (dialog.open) return;
+    if (dialog.open || !$("find-open").hasAttribute("href")) return;
     dialog.showModal();
     input.select();
     shown = null;
