@@ -158,11 +158,14 @@ func (room *Room) runCharts(ctx context.Context, req *pageRequest) (any, error) 
 		d.Summary = human.Counted(ended, "run") + ", " + human.Count(all.Failed) + " failed (" +
 			human.Percent(float64(all.Failed)/float64(ended)) + ")"
 	}
-	flow := ""
-	if filter.Flow != "" {
-		flow = "&flow=" + url.QueryEscape(filter.Flow)
+	behind := url.Values{"failed": {"1"}, "since": {axis.since().Format(time.RFC3339)}}
+	if filter.Agent != "" {
+		behind.Set("agent", filter.Agent)
 	}
-	d.Links = []link{{"/executions?status=failed" + flow, "Failed executions"}}
+	if filter.Flow != "" {
+		behind.Set("flow", filter.Flow)
+	}
+	d.Links = []link{{"/executions?" + behind.Encode(), "Failed executions"}}
 	return map[string]any{"Charts": []figure{d}}, nil
 }
 

@@ -51,6 +51,8 @@ func TestChartsShowErrorsLatencyAndSpend(t *testing.T) {
 	pool, server := openRoom(t)
 	wantTexts(t, server.URL+"/charts", "No end of an execution in this time is counted yet.", "No skill was called")
 	seedTwoDays(t, pool)
+	wantTexts(t, server.URL+"/charts?agent=sales&flow=flow_1",
+		`href="/executions?agent=sales&amp;failed=1&amp;flow=flow_1&amp;since=`)
 	p := browser.Open(t, browser.Look{Width: 1280, Height: 900})
 	p.Go(server.URL + "/charts?range=7d")
 	for _, words := range []string{
