@@ -53,6 +53,8 @@ func TestChartsShowErrorsLatencyAndSpend(t *testing.T) {
 	seedTwoDays(t, pool)
 	wantTexts(t, server.URL+"/charts?agent=sales&flow=flow_1",
 		`href="/executions?agent=sales&amp;failed=1&amp;flow=flow_1&amp;since=`)
+	wantTexts(t, server.URL+"/spend?days=90",
+		`href="/executions?since=`+today().AddDate(0, 0, -89).Format(time.DateOnly)+`&amp;sort=cost"`)
 	p := browser.Open(t, browser.Look{Width: 1280, Height: 900})
 	p.Go(server.URL + "/charts?range=7d")
 	for _, words := range []string{
