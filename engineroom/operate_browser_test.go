@@ -114,6 +114,10 @@ func TestApprovalInSessionIsVisibleOrLinked(t *testing.T) {
 	p.Click("#send")
 	p.Shows("Approval requested: refund")
 	p.Until("the buttons of the approval are above the composer", inWindow)
+	p.Until("the time left is shown", `(() => {
+		const until = document.querySelector(".approval time");
+		return until?.dateTime === "2030-01-01T00:00:00Z" && until.textContent.startsWith("in ");
+	})()`)
 	p.Until("no line is needed", `document.getElementById("asked-line").hidden`)
 	screenshot(t, p, "operate-approval", false)
 	p.Eval(`scrollTo(0, 0), 1`, new(int))

@@ -231,8 +231,12 @@
         }
         item.append(title, args);
         if (!JSON.rawJSON) item.append(make("p", "muted", "This browser rounds long numbers; the call's page has them exactly."));
-        item.append(make("p", "muted", "expires " + new Date(a.expires_at).toLocaleString()), decide);
+        const expires = make("p", "muted", "expires "), until = make("time", "until");
+        until.dateTime = a.expires_at;
+        expires.append(until);
+        item.append(expires, decide);
         add(item);
+        clocks.watch(item);
         watchApproval(item);
       },
     };
