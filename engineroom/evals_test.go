@@ -201,8 +201,9 @@ func TestCaseFromTrace(t *testing.T) {
 	wantTexts(t, server.URL+"/evals/from/"+id, "No case can be made")
 }
 
-// One key labels, one undoes, and two lead to the trials before and after.
-func TestTrialIsLabelledByOneKey(t *testing.T) {
+// A key and Enter label, one key undoes, and two lead to the trials before and after. No single key labels, because g
+// also leads to other pages.
+func TestTrialIsLabelledByKeys(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	mux := http.NewServeMux()
@@ -223,15 +224,21 @@ func TestTrialIsLabelledByOneKey(t *testing.T) {
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/evals/runs/" + newer + "/cases/late?trial=1")
 	p.Shows("No label yet")
-	p.PressUntil("b", `document.querySelector("#label .status-bad") !== null`)
+	p.PressUntil("b", `document.activeElement.value === "bad"`)
+	pgtest.Equal(t, pool, int64(0), `select count(*) from agent_eval_labels`)
+	p.Press("\r")
+	p.Until("the trial is labelled", `document.querySelector("#label .status-bad") !== null`)
 	p.PressUntil("u", `document.body.innerText.includes("No label yet")`)
 	p.Type("#label-form input[name=note]", "good, but gruff") // in a field, letters are no shortcuts
 	p.Press("\t")
-	p.PressUntil("g", `document.querySelector("#label").innerText.includes("good, but gruff")`)
+	p.PressUntil("g", `document.activeElement.value === "good"`)
+	p.Press("\r")
+	p.Until("the trial has the note", `document.querySelector("#label").innerText.includes("good, but gruff")`)
 	pgtest.Equal(t, pool, "true good, but gruff", `select good || ' ' || note from agent_eval_labels`)
 	p.PressUntil("j", `location.search === "?trial=2" && document.getElementById("label-keys")?.hidden === false`)
 	p.PressUntil("k", `location.search === "?trial=1"`)
 	wantNoBrowserErrors(t, p)
+	p.PressUntil("go", `location.pathname === "/"`)
 }
 
 // The buttons depend on the role: a viewer makes no case of a trace, an approver reads a trial and labels nothing, and

@@ -1,6 +1,6 @@
 "use strict";
-// Keys of a case: g and b label the shown trial, u withdraws the label, j and k go to the next and the previous trial.
-// They come before the keys of all pages.
+// Keys of a case: g and b go to the buttons that label the shown trial, and Enter labels it. u withdraws the label, j
+// and k go to the next and the previous trial. They come before the keys of all pages; g still leads to other pages.
 (() => {
   const on = () => localStorage.getItem("lanekeeper-keys") !== "off";
   const show = () => { const hint = document.getElementById("label-keys"); if (hint) hint.hidden = !on(); };
@@ -15,8 +15,11 @@
       : { j: document.querySelector("a[rel=next]"), k: document.querySelector("a[rel=prev]") }[e.key];
     if (!label && !"jk".includes(e.key)) return;
     e.preventDefault();
-    e.stopImmediatePropagation();
-    if (target) target.click();
+    if (e.key !== "g") e.stopImmediatePropagation();
+    if (target && "gb".includes(e.key)) {
+      target.focus();
+      document.getElementById("said").textContent = target.value + ": press Enter";
+    } else if (target) target.click();
     else document.getElementById("said").textContent = label ? "There is nothing to label or undo" : "There is no further trial";
   }, true);
 })();
