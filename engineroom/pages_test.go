@@ -158,6 +158,18 @@ func TestUnknownAddresses(t *testing.T) {
 		"take it from the page before")
 }
 
+func TestExpiredSessionHasEnded(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	for _, path := range []string{"/principals", "/principals/root"} {
+		id := insert(t, pool, `insert into agent_sessions (secret_sha256, principal_id, method, expires_at)
+			select sha256(convert_to($1, 'UTF8')), p.id, 'token', clock_timestamp() - interval '1 hour'
+			  from agent_principals p where p.name = 'root' returning id::text`, path)
+		body := wantTexts(t, server.URL+path, `id="session-`+id, ">ended<")
+		assert.Truef(t, !strings.Contains(body, "/v1/sessions/"+id+"/revoke"), "%s offers to revoke an expired session", path)
+	}
+}
+
 func TestListPages(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)

@@ -39,6 +39,9 @@ type Session struct {
 	Browser    string     `json:"browser"`
 }
 
+// Ended reports whether the session was revoked or has expired.
+func (s Session) Ended() bool { return s.RevokedAt != nil || !s.ExpiresAt.After(time.Now()) }
+
 // SessionParams are the parameters of [LogIn].
 type SessionParams struct {
 	Principal        string // name or id; empty with Link
