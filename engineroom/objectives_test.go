@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // insertObjective inserts an objective with three steps: one done, one failed.
@@ -47,6 +48,8 @@ func TestObjectiveShowsProgressAndEvidence(t *testing.T) {
 			"gave evidence", "worked on a step",
 			"hb_00000000000000000000000001", "/v1/objectives/"+id+"/pause")
 	}
+	rows.Quiet(t, pool, `update agent_objective_steps set attempts = 1 where attempts = 3`)
+	wantTexts(t, server.URL+"/objectives/grow", "1 failed attempt<")
 	wantError(t, server.URL+"/objectives/none", 404, "no objective")
 	wantError(t, server.URL+"/objectives/%00", 404, "not found")
 	wantError(t, server.URL+"/objectives?status=fine", 400, "status")

@@ -63,7 +63,7 @@
     chosen = -1;
     if (text) choose(0);
     else input.removeAttribute("aria-activedescendant");
-    $("said").textContent = text ? options().length + " results" : "";
+    $("said").textContent = text ? options().length + (options().length === 1 ? " result" : " results") : "";
   };
   const open = () => {
     if (dialog.open || !$("find-open").hasAttribute("href")) return;
