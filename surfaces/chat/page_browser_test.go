@@ -376,6 +376,31 @@ func TestThePageAttachesToTheAnswerOfItsFirstRequest(t *testing.T) {
 	noProblems(t, page)
 }
 
+// A proxy reports an error for a message that the server has accepted.
+func TestThePageRepeatsAMessageAfterAProxyErrorOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
+	var sent atomic.Int64
+	page := browser.Open(t, browser.Look{})
+	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+		if r.Request.Method == http.MethodPost && sent.Add(1) == 1 {
+			err := r.Body.Close()
+			r.StatusCode, r.Header, r.Body = http.StatusBadGateway, http.Header{}, http.NoBody
+			return err
+		}
+		return nil
+	}) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	page.Expect("502")
+	page.Expect("409") // if the first answer is not complete yet
+	submit(page, "First")
+	page.Shows("The server answers 502.")
+	page.Click(".interrupted button")
+	page.Until("the answer is complete", shown+` === "You First | nora One." && document.querySelector("#stop").hidden`)
+	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_executions where flow = 'chat'`))
+	noProblems(t, page)
+}
+
 func TestThePageAsksForAnotherKey(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Yes."))

@@ -521,7 +521,8 @@ async function submit(event) {
 }
 
 // deliver sends a message. When the connection breaks before the answer, the same request is sent again under the same
-// key, so the message is answered once. After a refusal it is a new request.
+// key, so the message is answered once. So is a request after a server error, which a proxy may send for an accepted
+// message. After another refusal it is a new request.
 function deliver(text, chosen, current, edit) {
   let body, key;
   const request = async () => {
@@ -534,7 +535,7 @@ function deliver(text, chosen, current, edit) {
     return heard(call("/v1/chat/completions", { method: "POST", headers: h, body, signal: c.signal }), () => c.abort());
   };
   const retry = (problem) => {
-    if (problem instanceof Refusal) body = key = undefined;
+    if (problem?.status < 500) body = key = undefined;
     return answer(request, current, retry, edit);
   };
   return retry();
