@@ -538,6 +538,30 @@ func TestThePageStopsAnAnswer(t *testing.T) {
 	noProblems(t, page)
 }
 
+func TestThePageStopsAStalledUpload(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	stalled := make(chan struct{})
+	page := browser.Open(t, browser.Look{})
+	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+		if r.Request.URL.Path == "/v1/files" {
+			close(stalled)
+			<-r.Request.Context().Done()
+			return r.Request.Context().Err()
+		}
+		return nil
+	}) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	page.Eval(`(setFiles([new File(["id"], "orders.csv", { type: "text/csv" })]), 1)`, new(int))
+	submit(page, "How many?")
+	<-stalled
+	page.Click("#stop")
+	page.Until("the message is in the composer", shown+` === "" && !document.querySelector("#send").hidden &&
+		document.querySelector("#message").value === "How many?" &&
+		document.querySelector("#attachments").textContent.includes("orders.csv")`)
+	noProblems(t, page)
+}
+
 func TestThePageOffersToTryAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

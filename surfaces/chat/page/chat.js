@@ -113,9 +113,11 @@ function headers() {
   return h;
 }
 
-// call is fetch with an error for people: that of a browser is "Failed to fetch".
+// call is fetch with an error for people: that of a browser is "Failed to fetch". A request without a signal ends after
+// maxSilence.
 function call(path, init) {
-  return fetch(path, init).catch(() => { throw new Error("The server cannot be reached."); });
+  const timed = { signal: AbortSignal.timeout(maxSilence), ...init };
+  return fetch(path, timed).catch(() => { throw new Error("The server cannot be reached."); });
 }
 
 async function refusalOf(response) {
@@ -406,7 +408,7 @@ function activityText({ type, name }) {
 async function attach(request, turn, current) {
   for (let tries = 0; ; tries++) {
     try {
-      if (await read(await request(), turn, current)) return;
+      if (await read(await request(turn), turn, current)) return;
     } catch (problem) {
       const again = !(problem instanceof Refusal) || ["shutting_down", "answer_restarted", "still_running"].includes(problem.code) || problem.status === 503;
       if (!again || !turn.id) throw problem;
@@ -424,7 +426,7 @@ function attachRequest(id) {
 }
 
 // upload stores files and returns the content of a message with them.
-async function upload(text, chosen) {
+async function upload(text, chosen, signal) {
   if (!chosen.length) return text;
   const parts = text ? [{ type: "text", text }] : [];
   for (const file of chosen) {
@@ -432,16 +434,17 @@ async function upload(text, chosen) {
     form.append("purpose", "user_data");
     form.append("file", file);
     const { "Content-Type": _, ...as } = headers(); // the browser sets it
-    const response = await call("/v1/files", { method: "POST", headers: as, body: form });
+    const response = await call("/v1/files", { method: "POST", headers: as, body: form, signal });
     if (!response.ok) throw await refusalOf(response);
     parts.push({ type: "file", file: { file_id: (await response.json()).id } });
   }
   return parts;
 }
 
-// answer shows one answer: that of request, which may upload files first. edit takes back a message that is refused.
-async function answer(request, current, retry, edit) {
-  const turn = { id: "", box: addMessage("agent"), stopped: false };
+// answer shows one answer: that of request, which may upload files first. edit takes back a message that is refused. id
+// is that of an answer in progress.
+async function answer(request, current, retry, edit, id = "") {
+  const turn = { id, box: addMessage("agent"), stopped: false, sent: false, controller: new AbortController() };
   running = turn;
   send.hidden = true;
   stop.hidden = false;
@@ -473,6 +476,12 @@ async function answer(request, current, retry, edit) {
 
 // ended shows why an answer is not complete.
 function ended(turn, problem, retry, edit) {
+  if (turn.stopped && !turn.id) {
+    setStatus("");
+    if (turn.sent) turn.box.note("Stopped.", "Try again", retry); // the server may have the message
+    else edit?.();
+    return;
+  }
   if (turn.stopped && ["cancelled", "interrupted"].includes(problem.code)) {
     setStatus("");
     turn.box.note("Stopped.");
@@ -495,7 +504,8 @@ function ended(turn, problem, retry, edit) {
 }
 
 function resume(execution, current) {
-  return answer(() => attachRequest("chatcmpl-" + execution), current, () => start());
+  const id = "chatcmpl-" + execution;
+  return answer(() => attachRequest(id), current, () => start(), undefined, id);
 }
 
 async function submit(event) {
@@ -525,13 +535,14 @@ async function submit(event) {
 // message. After another refusal it is a new request.
 function deliver(text, chosen, current, edit) {
   let body, key;
-  const request = async () => {
+  const request = async (turn) => {
     body ||= JSON.stringify({
       model: model(), stream: true, stream_options: { include_activity: true },
-      messages: [{ role: "user", content: await upload(text, chosen) }],
+      messages: [{ role: "user", content: await upload(text, chosen, turn.controller.signal) }],
     });
     key ||= randomKey();
-    const c = new AbortController(), h = { ...headers(), "Idempotency-Key": key };
+    turn.sent = true;
+    const c = turn.controller, h = { ...headers(), "Idempotency-Key": key };
     return heard(call("/v1/chat/completions", { method: "POST", headers: h, body, signal: c.signal }), () => c.abort());
   };
   const retry = (problem) => {
@@ -543,8 +554,9 @@ function deliver(text, chosen, current, edit) {
 
 stop.addEventListener("click", async () => {
   const turn = running;
-  if (!turn?.id) return;
+  if (!turn) return;
   turn.stopped = stop.disabled = true;
+  if (!turn.id) return turn.controller.abort();
   setStatus("Stopping …");
   try {
     const id = turn.id.replace("chatcmpl-", "resp_");
