@@ -562,6 +562,39 @@ func TestThePageStopsAStalledUpload(t *testing.T) {
 	noProblems(t, page)
 }
 
+// The first message is refused after the page has begun another conversation.
+func TestThePageForgetsAnAnswerOfAnEarlierConversation(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
+	var sent atomic.Int64
+	started, refuse, refused := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	page := browser.Open(t, browser.Look{})
+	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+		if r.Request.Method == http.MethodPost && sent.Add(1) == 1 {
+			close(started)
+			<-refuse
+			defer close(refused)
+			r.StatusCode, r.Header, r.Body = http.StatusNotFound, http.Header{}, http.NoBody
+		}
+		return nil
+	}) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	submit(page, "First")
+	<-started
+	page.Click("#new")
+	submit(page, "Second")
+	page.Until("the second message is answered", shown+` === "You Second | nora Yes."`)
+	close(refuse)
+	<-refused
+	page.Until("the first request has ended", `performance.getEntriesByType("resource")
+		.filter((e) => e.name.endsWith("/v1/chat/completions")).length === 2`)
+	submit(page, "Third")
+	page.Until("the third message is answered", shown+` === "You Second | nora Yes. | You Third | nora Yes."`)
+	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_threads`))
+	noProblems(t, page)
+}
+
 func TestThePageOffersToTryAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -411,9 +411,9 @@ async function attach(request, turn, current) {
       if (await read(await request(turn), turn, current)) return;
     } catch (problem) {
       const again = !(problem instanceof Refusal) || ["shutting_down", "answer_restarted", "still_running"].includes(problem.code) || problem.status === 503;
-      if (!again || !turn.id) throw problem;
+      if (!again || !turn.id || current !== generation) throw problem;
     }
-    if (!turn.id || tries >= 8) throw new Error("The connection broke.");
+    if (!turn.id || tries >= 8 || current !== generation) throw new Error("The connection broke.");
     statusLine.textContent = "The connection broke; attaching again …";
     await new Promise((done) => setTimeout(done, Math.min(500 * 2 ** tries, 8000)));
     request = () => attachRequest(turn.id);
@@ -455,11 +455,11 @@ async function answer(request, current, retry, edit, id = "") {
   turn.box.box.setAttribute("aria-busy", "true");
   try {
     await attach(request, turn, current);
-    setStatus("");
+    if (current === generation) setStatus("");
   } catch (problem) {
     // The turn of a lost connection goes on: to send its message again would begin another one.
-    const again = retry && (() => retry(problem));
-    ended(turn, problem, turn.id && !(problem instanceof Refusal) ? () => start() : again, edit);
+    const again = turn.id && !(problem instanceof Refusal) ? () => start() : retry && (() => retry(problem));
+    if (current === generation) ended(turn, problem, again, edit);
   } finally {
     turn.box.activity("");
     turn.box.flush();
@@ -648,6 +648,7 @@ login.addEventListener("submit", (event) => {
 });
 function startNew() {
   store.removeItem("thread");
+  running?.controller.abort();
   running = null;
   send.hidden = false;
   stop.hidden = true;
