@@ -1,6 +1,7 @@
 package chat_test
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -662,8 +663,8 @@ func TestASiteEmbedsThePage(t *testing.T) {
 	host := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		rw.Header().Set("Content-Type", "text/html")
 		fmt.Fprintf(rw, `<!doctype html><html lang="en"><title>Shop</title><main><h1>Shop</h1><div id="help"></div></main>
-			<script src="%s/chat/embed.js" data-key="site" data-accent="#0a7d3c" %s></script>`,
-			r.URL.Query().Get("at"), r.URL.Query().Get("with"))
+			<script src="%s/chat/embed.js" data-key="site" data-accent="%s" %s></script>`,
+			r.URL.Query().Get("at"), cmp.Or(r.URL.Query().Get("accent"), "#0a7d3c"), r.URL.Query().Get("with"))
 	}))
 	t.Cleanup(host.Close)
 	embedded := site(t, w.process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host.URL} }))
@@ -671,12 +672,17 @@ func TestASiteEmbedsThePage(t *testing.T) {
 	page.Go(host.URL + "?at=" + embedded)
 	const inRoot = `[...document.querySelectorAll("div")].find(e => e.shadowRoot)?.shadowRoot`
 	page.Until("the button is there", inRoot+`?.querySelector("button")?.textContent === "Chat"`)
+	page.Until("its text is light", `getComputedStyle(`+inRoot+`.querySelector("button")).color === "rgb(255, 255, 255)"`)
 	page.Eval(`(`+inRoot+`.querySelector("button").click(), 1)`, new(int))
 	page.Until("the page in the frame reports its height", `parseInt(`+inRoot+
 		`.querySelector("div").style.getPropertyValue("--height")) > 100`)
 	page.Go(host.URL + "?at=" + embedded + "&with=" + url.QueryEscape(`data-target="#help"`))
 	page.Until("the frame is in its place",
 		`document.querySelector("#help > div")?.shadowRoot.querySelector(".inline iframe").clientHeight >= 300`)
+	page.Go(host.URL + "?at=" + embedded + "&accent=yellow")
+	page.Until("the text of a light button is dark",
+		inRoot+`?.querySelector("button") &&
+			getComputedStyle(`+inRoot+`.querySelector("button")).color === "rgb(0, 0, 0)"`)
 	for origins, want := range map[string]string{host.URL: "frame-ancestors " + host.URL, "": "frame-ancestors 'none'"} {
 		c := &chat.Chat{}
 		if origins != "" {

@@ -32,7 +32,7 @@
     .inline iframe { width: 100%; height: clamp(20rem, var(--height, 24rem), var(--max-height, 40rem)); }
     button {
       position: fixed; z-index: 2147483646; inset-block-end: 1rem; inset-inline-end: 1rem; min-height: 3rem; padding: 0 1.25rem; border: none;
-      border-radius: 1.5rem; font: 600 1rem system-ui, sans-serif; background: var(--accent, #1d4fb8); color: #fff; cursor: pointer;
+      border-radius: 1.5rem; font: 600 1rem system-ui, sans-serif; background: var(--accent, #1d4fb8); color: var(--on-accent, #fff); cursor: pointer;
     }
     button:focus-visible { outline: 3px solid; outline-offset: 2px; }
     [hidden] { display: none; }
@@ -40,7 +40,18 @@
   const host = document.createElement("div"), root = host.attachShadow({ mode: "open" }), box = document.createElement("div");
   root.adoptedStyleSheets = [sheet];
   root.append(box);
-  if (options.accent && CSS.supports("color", options.accent)) box.style.setProperty("--accent", options.accent);
+  if (options.accent && CSS.supports("color", options.accent)) {
+    box.style.setProperty("--accent", options.accent);
+    box.style.setProperty("--on-accent", isLight(options.accent) ? "#000" : "#fff");
+  }
+
+  function isLight(color) { // as chat.js has it
+    const context = document.createElement("canvas").getContext("2d");
+    context.fillStyle = color;
+    context.fillRect(0, 0, 1, 1);
+    const [r, g, b] = context.getImageData(0, 0, 1, 1).data;
+    return 0.299 * r + 0.587 * g + 0.114 * b > 150;
+  }
 
   function start() {
     if (options.target) {
