@@ -95,8 +95,10 @@ func (s *server) mayWork(ctx context.Context, executionID string, lockIDs ...str
 	flows, err := postgres.Names(ctx, s.pool, "read the flows of executions", `
 		select distinct x.flow
 		  from agent_executions x
-		 where x.id = lanekeeper.agent_uuid(@id)
-		    or x.id in (select k.execution_id from agent_workers k where k.lock_id = any (@locks))`,
+		 where x.id = any (array(
+		         select lanekeeper.agent_uuid(@id)
+		         union all
+		         select k.execution_id from agent_workers k where k.lock_id = any (@locks)))`,
 		postgres.Strict{"id": executionID, "locks": lockIDs})
 	if err != nil {
 		return err
