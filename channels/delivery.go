@@ -28,7 +28,7 @@ type send struct {
 	ReplyTo      string
 }
 
-// maxSends is the number of attempts until a message fails, about a day later.
+// maxSends is the number of attempts until a message fails, about a day later. Attempts that the provider delayed count.
 const maxSends = 30
 
 // schedule has the pauses after failed attempts; the last one repeats.
@@ -244,7 +244,7 @@ func (w *worker) recordSend(ctx context.Context, s send, status string, cause er
 		pauses := schedule()
 		failure, ok := errors.AsType[*SendError](cause)
 		switch {
-		case ok && failure.RetryAfter > 0: // any number of times: the provider controls the pause
+		case ok && failure.RetryAfter > 0: // the provider controls the pause, also after the last attempt
 			pause = failure.RetryAfter
 			w.quiet.Store(time.Now().Add(min(pause, maxQuiet)).UnixNano())
 		case s.Attempts >= maxSends:
