@@ -121,3 +121,17 @@ func FuzzLength(f *testing.F) {
 		}
 	})
 }
+
+func TestDefaultMayContainOperators(t *testing.T) {
+	t.Parallel()
+	for text, want := range map[string]string{
+		`{{name | default: "what??"}}`: "what??",
+		`{{name ?? "a | b"}}`:          "a | b",
+	} {
+		parsed, err := parseTemplate(text)
+		require.NoError(t, err)
+		got, err := parsed.value(map[string]any{})
+		require.NoError(t, err)
+		assert.Equal(t, any(want), got, text)
+	}
+}

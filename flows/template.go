@@ -98,7 +98,7 @@ func parseReference(inner string) (part, error) {
 		return part{text: text}, nil
 	}
 	path, defaultText := inner, ""
-	if before, after, found := strings.Cut(inner, "??"); found {
+	if before, after, found := strings.Cut(inner, "??"); found && !strings.Contains(before, "|") {
 		path, defaultText = strings.TrimSpace(before), strings.TrimSpace(after)
 	} else if before, after, found := strings.Cut(inner, "|"); found {
 		match := defaultFilter.FindStringSubmatch(strings.TrimSpace(after))
