@@ -71,6 +71,15 @@ func TestOnlySuccessfulCallsOfTraceProveStep(t *testing.T) {
 		"got %+v, %v", of, err)
 }
 
+func TestSkillsNamedLikeBookkeepingProveSteps(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one"}})
+	proof := []string{act(t, pool, "hb_1", "skill_matrix", "call", "success")}
+	ok, err := objectives.CompleteStep(t.Context(), pool, steps(t, pool, o)[0].ID, "done", "hb_1", proof)
+	assert.Truef(t, ok && err == nil, "the call does not count: %v, %v", ok, err)
+}
+
 func TestDatabaseRejectsStepWithoutEvidence(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -227,8 +227,8 @@ values ('thread ids', uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid(
 create or replace view lanekeeper.agent_evidence as
 select a.id, a.trace_id, a.execution_id, a.step, a.skill_name, a.created_at from agent_activity a
  where a.kind = 'call' and a.status = 'success' and a.surface <> 'chat'
-   and a.skill_name
-       !~ '^(objective_|automation_|skill_|complete_step$|fail_step$|add_steps$|objectives_list$|recent_activity$)';
+   and a.skill_name not in ('objective_propose', 'objective_update', 'objective_advance', 'objectives_list',
+         'automation_propose', 'skill_list', 'skill_search', 'complete_step', 'fail_step', 'add_steps', 'recent_activity');
 comment on view lanekeeper.agent_evidence is
   'Actions that count as evidence: successful calls, except of bookkeeping skills and of the surface chat.';
 
