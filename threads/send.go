@@ -289,8 +289,9 @@ func Window(
 }
 
 // Backlog returns the turns to summarise, oldest first: those before the latest keep tokens or 200 messages, up to
-// about maxTokens. It is empty when all turns without a summary fit in limit tokens and are fewer than 400 messages,
-// the most that Window reads. before excludes later turns; 0: none.
+// about maxTokens. It is empty when all turns without a summary fit in limit tokens and are fewer than 400 messages, the
+// most that Window reads. Of a first turn with more messages, it returns the first 400. before excludes later turns; 0:
+// none.
 func Backlog(
 	ctx context.Context, db postgres.DB, thread string, before int64, limit, keep, maxTokens int,
 ) ([]Message, error) {
@@ -320,7 +321,8 @@ func Backlog(
 		   order by m.turn, m.seq limit 400),
 		folded as (
 		  select o.*, sum(o.tokens) over (order by o.turn) - sum(o.tokens) over (partition by o.turn) as earlier,
-		         count(*) over () < 400 or o.turn < max(o.turn) over () as whole -- not cut by the limit
+		         count(*) over () < 400 or o.turn < max(o.turn) over () or o.turn = min(o.turn) over ()
+		           as whole -- not cut by the limit, or too long to be read whole
 		    from oldest o where o.turn <= (select through from old))
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
 		       interrupted, tokens, attempts, error_message, created_at, sent_at

@@ -220,6 +220,19 @@ func TestBacklogHasWholeOldTurns(t *testing.T) {
 	}
 }
 
+// Of a turn with more than 400 messages, the first 400 stand for the turn.
+func TestBacklogHasLongTurn(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	open(t, db, "b")
+	pgtest.Exec(t, db, `
+		insert into agent_messages (thread_id, seq, turn, role, content, channel, trace_id, status)
+		select 'b', n, greatest(1, n - 449), 'user', 'm' || n, 'chat', '', 'received' from generate_series(1, 480) n`)
+	old, err := threads.Backlog(t.Context(), db, "b", 0, 1<<20, 1<<20, 1<<20)
+	require.NoError(t, err)
+	assert.Equal(t, 400, len(old))
+}
+
 // Window reads at most 400 messages. So Backlog returns the older half of 400 short ones, although their tokens fit.
 func TestBacklogHasManyShortTurns(t *testing.T) {
 	t.Parallel()
