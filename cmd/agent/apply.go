@@ -59,6 +59,9 @@ good state stays. It never asks, removes only with --prune, and warns where an e
 				return usageError("--without-evals needs a --reason for the audit log; --reason needs --without-evals")
 			}
 			if opts.watch {
+				if c.host != nil { // a folder of the server
+					return usageError("agent apply --watch runs only on the caller's machine")
+				}
 				return c.applyAndWatch(cmd, opts)
 			}
 			files, err := readWorkspace(opts.dir, c.sentFolder())

@@ -232,6 +232,7 @@ actions: [{prompt: p}]
 		`{"args":["lanes","run","x","--","id"]}`:               `"exit":2`,
 		`{"args":["documents","add","/etc/passwd"]}`:           `"exit":1`,
 		`{"args":["apply","/etc"]}`:                            `"exit":2`,
+		`{"args":["apply","--watch","/etc/ssl"]}`:              `"exit":2`,
 		`{"args":["version"],"environ":{"DATABASE_URL":"x"}}`:  `environ: \"DATABASE_URL\" cannot be set`,
 		`{"args":["version"],"folder":"AAAA"}`:                 `folder: zip`,
 		`{"args":["version"],"more":1}`:                        `no command`,
