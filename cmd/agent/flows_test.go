@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/requests"
 )
 
 func TestListFlowsAndRequests(t *testing.T) {
@@ -157,4 +158,11 @@ func TestAnswerRequest(t *testing.T) {
 		assert.Truef(t, got.code == 2, "%v: %d %q", wrong, got.code, got.err)
 	}
 	p.mustFail(1, "agent requests ls", "requests", "show", "01890000-0000-7000-8000-000000000000")
+}
+
+// The names of documents come from a flow, and may come from a visitor.
+func TestAnswerCommandQuotesNames(t *testing.T) {
+	t.Parallel()
+	got := answerCommand(requests.Record{ID: "r1", Kind: requests.Document, Items: []string{"driver's licence"}})
+	assert.Equal(t, `agent requests answer r1 --document 'driver'\''s licence=URL'`, got)
 }

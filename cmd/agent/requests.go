@@ -120,7 +120,7 @@ func answerCommand(r requests.Record) string {
 	case requests.Document:
 		var flags strings.Builder
 		for _, item := range missingDocuments(r) {
-			flags.WriteString(" --document '" + item + "=URL'")
+			flags.WriteString(" --document " + shellWord(item+"=URL"))
 		}
 		return command + flags.String()
 	case requests.Signature:
