@@ -167,7 +167,7 @@ func TestTheChart(t *testing.T) {
 		"with everything": {
 			map[string]any{
 				"secrets": secrets, "replicas": 5, "drainSeconds": 3, "shutdownSeconds": 7,
-				"settings":  map[string]any{"AGENT_WORKERS": 1000000, "AGENT_LANES": "on"},
+				"settings":  map[string]any{"AGENT_WORKERS": 1e6, "AGENT_LANES": "on"},
 				"ingress":   map[string]any{"enabled": true, "host": "agent.example.com", "tlsSecret": "tls", "className": "nginx"},
 				"migrate":   false,
 				"podLabels": map[string]any{"team": "a"}, "podAnnotations": map[string]any{"b": "c"},
@@ -201,7 +201,7 @@ func TestTheChart(t *testing.T) {
 			for _, e := range d.Spec.Template.Spec.Containers[0].Env {
 				env[e.Name] = e.Value
 			}
-			if name == "with everything" && (env["AGENT_WORKERS"] != "1e+06" && env["AGENT_WORKERS"] != "1000000" ||
+			if name == "with everything" && (env["AGENT_WORKERS"] != "1000000" || env["AGENT_LANES"] != "on" ||
 				env["AGENT_DRAIN_DELAY"] != "3s" ||
 				*d.Spec.Template.Spec.TerminationGracePeriodSeconds != 3+2*7+20 || *d.Spec.Replicas != 5) {
 				t.Errorf("the values are not followed: %v", env)
