@@ -26,6 +26,10 @@ const (
 	noTimeouts = `
 		select set_config(s.name, '0', $1) from pg_settings s
 		 where s.name in ('statement_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout')`
+	// keepalives let the server notice within 30 seconds that the machine of a migration is gone.
+	keepalives = `
+		select set_config('tcp_keepalives_' || name, value, true)
+		  from (values ('idle', '15'), ('interval', '5'), ('count', '3')) s (name, value)`
 	// retryPause is the pause between two tries; queued statements run meanwhile.
 	retryPause = time.Second
 	// lockPollInterval is the poll interval of a process that waits for the migration of another one.
@@ -148,12 +152,12 @@ func (s step) record(ctx context.Context, db postgres.DB) error {
 // runStatements applies a file of repeatable statements: `create index concurrently if not exists` and `drop index
 // concurrently if exists`.
 func (s step) runStatements(ctx context.Context, pool *pgxpool.Pool) error {
-	for _, name := range s.indexNames() {
-		if err := dropInvalidIndex(ctx, pool, name); err != nil {
-			return err
-		}
-	}
 	err := withSession(ctx, pool, func(conn *pgxpool.Conn) error {
+		for _, name := range s.indexNames() {
+			if err := dropInvalidIndex(ctx, conn, name); err != nil {
+				return err
+			}
+		}
 		for statement := range strings.SplitSeq(strings.TrimPrefix(s.sql, outsideMark), ";\n") {
 			if strings.TrimSpace(statement) == "" {
 				continue
@@ -202,28 +206,28 @@ func (s step) indexNames() []string {
 // dropInvalidIndex drops an index whose build was interrupted. The server never uses such an index, and `create index
 // if not exists` would take it for a complete one. The server may still build it for a dead process: the lock of the
 // table waits for that.
-func dropInvalidIndex(ctx context.Context, pool *pgxpool.Pool, index string) error {
-	table, err := invalidIndexTable(ctx, pool, index)
+func dropInvalidIndex(ctx context.Context, conn *pgxpool.Conn, index string) error {
+	table, err := invalidIndexTable(ctx, conn, index)
 	if err != nil || table == "" {
 		return err
 	}
-	err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+	err = pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, `lock table `+table+` in share update exclusive mode`)
 		return err
 	})
 	if err != nil {
 		return err
 	}
-	if table, err = invalidIndexTable(ctx, pool, index); err != nil || table == "" {
+	if table, err = invalidIndexTable(ctx, conn, index); err != nil || table == "" {
 		return err
 	}
-	_, err = pool.Exec(ctx, `drop index concurrently if exists `+index, pgx.QueryExecModeSimpleProtocol)
+	_, err = conn.Exec(ctx, `drop index concurrently if exists `+index, pgx.QueryExecModeSimpleProtocol)
 	return err
 }
 
 // invalidIndexTable returns the quoted table of an incomplete index; empty if there is no such index.
-func invalidIndexTable(ctx context.Context, pool *pgxpool.Pool, index string) (table string, err error) {
-	err = pool.QueryRow(ctx, `
+func invalidIndexTable(ctx context.Context, conn *pgxpool.Conn, index string) (table string, err error) {
+	err = conn.QueryRow(ctx, `
 		select coalesce((select indrelid::regclass::text from pg_index where indexrelid = to_regclass($1) and not indisvalid),
 		                '')`,
 		index).Scan(&table)

@@ -165,6 +165,9 @@ func tryLock(ctx context.Context, pool *pgxpool.Pool) (lock pgx.Tx, mine bool, e
 		return nil, false, err
 	}
 	if _, err = lock.Exec(ctx, noTimeouts, true); err == nil {
+		_, err = lock.Exec(ctx, keepalives)
+	}
+	if err == nil {
 		err = lock.QueryRow(ctx, `select pg_try_advisory_xact_lock(hashtextextended('agent migrations', 0))`,
 			pgx.QueryExecModeSimpleProtocol).Scan(&mine)
 	}
