@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/chromedp/chromedp/kb"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -311,6 +312,42 @@ func TestSilentStreamOfTurnIsClosed(t *testing.T) {
 	p.Shows("It is done.")
 	p.Until("the turn has ended", `!document.getElementById("send").disabled`)
 	p.Until("half of the answer is gone", `document.querySelectorAll("#transcript .bubble-assistant").length === 1`)
+}
+
+// The server gets the second message, and its answer is lost. The first turn had the same message.
+func TestTurnWithoutAnswerIsFound(t *testing.T) {
+	t.Parallel()
+	var sent, lists atomic.Int64
+	item := func(id string) string {
+		return fmt.Sprintf(`{"id": %q, "thread_id": %q, "trace_id": "op_2", "created_at": %q, "input": {"message": "yes"}}`,
+			id, aSession, time.Now().UTC().Format(time.RFC3339))
+	}
+	_, url := serveConsole(t, map[string]http.HandlerFunc{
+		"POST /v1/operate": func(w http.ResponseWriter, r *http.Request) {
+			if sent.Add(1) > 1 {
+				panic(http.ErrAbortHandler)
+			}
+			streamTurn(false, turnEvent(t, "delta", map[string]string{"text": "First."}), doneEvent)(w, r)
+		},
+		"GET /v1/executions": func(w http.ResponseWriter, r *http.Request) {
+			items := item(consoleExecution)
+			if lists.Add(1) > 1 {
+				items = item("x-2") + ", " + items
+			}
+			respond(`{"items": [`+items+`]}`)(w, r)
+		},
+		"GET /v1/executions/x-2": respond(`{"id": "x-2", "status": "completed", "result": {"text": "Second."}}`),
+		"GET /v1/activity":       respond(`{"items": []}`),
+	})
+	p := browser.Open(t, browser.Look{})
+	p.Go(url + "/operate")
+	for _, answer := range []string{"First.", "Second."} {
+		p.Type("#message", "yes")
+		p.Click("#send")
+		p.Shows(answer)
+		p.Until("the turn has ended", `!document.getElementById("send").disabled`)
+	}
+	p.Until("the message is not offered again", `document.getElementById("message").value === ""`)
 }
 
 // Another process continues after a crash. It replaces a partial answer, and keeps a text before an approval.

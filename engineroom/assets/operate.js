@@ -297,7 +297,9 @@
     stop.hidden = !is || !turn;
     log.setAttribute("aria-busy", String(is)); // what grows is read out when it is whole
   };
+  const turns = new Set(); // the executions that this page has shown
   const begun = (start, message) => {
+    turns.add(start.execution_id);
     turn = { id: start.execution_id, trace: start.trace_id };
     if (start.session_id !== session) {
       session = $("session-id").value = start.session_id;
@@ -362,7 +364,7 @@
       return ended("It ended with an error. Trace ", show);
     }
     if (result && result.data.ended !== "waiting_approval" && result.data.ended !== "handed_on") return ended("Done. Trace ", show);
-    if (!turn && sent) await seek(message, since);
+    if (!turn && (sent || session)) await seek(message, since);
     if (leaving) return;
     if (!turn) {
       note(sent ? "The connection broke before the first answer. If the turn began, it is among the latest turns." : "The server could not be reached.");
@@ -372,14 +374,15 @@
     tell(result ? "The turn continues …" : "The connection broke. Looking for the turn …");
     return follow(show, true);
   };
-  // seek looks for a turn of which the page has not heard that it began.
+  // seek looks for a turn of which the page has not heard that it began. Without an answer to the request, only a turn
+  // of the session is certainly the page's own.
   const seek = async (message, since) => {
     tell("The connection broke. Looking for the turn …");
     for (let tries = 0; tries < 5 && !leaving; tries++) {
       try {
         const response = await api("GET", "/v1/executions?flow=operate&limit=20");
         if (response.ok) {
-          const x = (await response.json()).items.find((x) => x.input && x.input.message === message &&
+          const x = (await response.json()).items.find((x) => !turns.has(x.id) && x.input && x.input.message === message &&
             (!session || x.thread_id === session) && Date.parse(x.created_at) > since - 60000);
           if (x) return begun({ execution_id: x.id, trace_id: x.trace_id, session_id: x.thread_id }, message);
           if (tries > 1) return;
