@@ -164,13 +164,16 @@ func (c *cli) documentsGetCommand() *cobra.Command {
 			if err != nil {
 				return documentHint(err)
 			}
-			if path == "" && (c.json || !d.IsText && terminal(c.out)) {
+			if path == "" && (c.json || (!d.IsText && terminal(c.out))) {
 				return &exitError{exitUsage, hint(errors.New("cannot print the content to a terminal or as JSON"),
 					"name a file with -o FILE")}
 			}
 			content, err := documents.Content(cmd.Context(), s.Pool, d.ID)
 			if err != nil {
 				return documentHint(err)
+			}
+			if path == "" && terminal(c.out) { // a visitor's file may have escape sequences
+				content = []byte(printableText(string(content)))
 			}
 			if path == "" {
 				_, err := c.out.Write(content)
