@@ -94,24 +94,24 @@ func getAgent(ctx context.Context, db postgres.DB, name string) (agentRow, error
 
 // checkAgents requires exactly one default agent, existing delegates, skill patterns with a match, and names different
 // from all flows, in the transaction's state. It returns [Problems].
-func checkAgents(ctx context.Context, db postgres.DB, w Workspace) error {
+func checkAgents(ctx context.Context, tx pgx.Tx, w Workspace) error {
 	var problems Problems
-	if err := checkActors(ctx, db, w, &problems); err != nil || len(w.Agents) == 0 {
+	if err := checkActors(ctx, tx, w, &problems); err != nil || len(w.Agents) == 0 {
 		return cmp.Or(err, problems.err())
 	}
-	if err := checkDefault(ctx, db, w.Agents, &problems); err != nil {
+	if err := checkDefault(ctx, tx, w.Agents, &problems); err != nil {
 		return err
 	}
-	skills, err := skillNames(ctx, db)
+	skills, err := skillNames(ctx, tx)
 	if err != nil {
 		return err
 	}
-	flows, err := flowNames(ctx, db)
+	flows, err := flowNames(ctx, tx)
 	if err != nil {
 		return err
 	}
 	flows = slices.Concat(flows, w.GoFlows, w.Reserved)
-	names, err := agentNames(ctx, db)
+	names, err := agentNames(ctx, tx)
 	if err != nil {
 		return err
 	}

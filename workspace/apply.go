@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
+// errRollback ends the transaction of a [Plan].
 var errRollback = errors.New("only planned")
 
 // Options configure [Apply]. The zero value removes nothing.
@@ -34,13 +35,13 @@ type Gate struct {
 	Reason       string // why the apply ignores refusals, for the audit log
 }
 
-// PruneAll is an [Options.Prune] that removes every undeclared row.
+// PruneAll is an [Options.Prune] that removes every row it gets.
 func PruneAll(Item) bool { return true }
 
 // Plan reports the effects of an [Apply]. It applies in a transaction and rolls back, so it cannot run on a replica.
 func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Diff, error) {
 	var diff Diff
-	warnings, err := checkNamed(ctx, db, w, o, false)
+	warnings, err := checkNamedDatabases(ctx, db, w, o, leaveLedgers)
 	if err != nil {
 		return Diff{}, wrap("plan workspace", err)
 	}
@@ -59,12 +60,12 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Di
 	return diff, nil
 }
 
-// Apply makes the database match w in one transaction and records the change. Wrong references are [Problems]: a
-// missing skill, invalid arguments, a missing flow. Removal of an agent in use, or of the last
-// default agent, is an [InUseError].
+// Apply makes the database match w in one transaction and records the change. Before it, Apply creates missing tables
+// agent_effects on the named databases of writing skills. Wrong references are [Problems]: a missing skill, invalid
+// arguments, a missing flow. Removal of an agent in use, or of the last default agent, is an [InUseError].
 func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Diff, error) {
 	var diff Diff
-	warnings, err := checkNamed(ctx, db, w, o, true)
+	warnings, err := checkNamedDatabases(ctx, db, w, o, createLedgers)
 	if err != nil {
 		return Diff{}, wrap("apply workspace", err)
 	}
@@ -74,24 +75,29 @@ func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (D
 		if diff, refused, err = applyGated(ctx, tx, w, o); err != nil || diff.Empty() {
 			return err
 		}
-		input := map[string]any{"changed": names(diff.changed()), "pruned": names(diff.Of(Remove))}
-		act := activity.Act{Name: "apply_workspace", Input: input}
-		if len(refused) > 0 {
-			if !o.Gate.Ignore {
-				return &evals.GateError{Refusals: refused}
-			}
-			act.Reason, input["without_evals"] = "without evals: "+o.Gate.Reason, refusedSuites(refused)
-		}
-		_, err = activity.Record(ctx, tx, act, func(pgx.Tx, string) (any, error) {
-			return map[string][]Item{"items": diff.changed()}, nil
-		})
-		return err
+		return recordApply(ctx, tx, diff, refused, o.Gate)
 	})
 	if err != nil {
 		return Diff{}, wrap("apply workspace", err)
 	}
 	diff.Warnings = append(warnings, gateWarnings(refused)...)
 	return diff, nil
+}
+
+// recordApply records the activity of an apply, unless a gate refuses it.
+func recordApply(ctx context.Context, tx pgx.Tx, diff Diff, refused []evals.Refusal, gate *Gate) error {
+	input := map[string]any{"changed": names(diff.changed()), "pruned": names(diff.Of(Remove))}
+	act := activity.Act{Name: "apply_workspace", Input: input}
+	if len(refused) > 0 {
+		if !gate.Ignore {
+			return &evals.GateError{Refusals: refused}
+		}
+		act.Reason, input["without_evals"] = "without evals: "+gate.Reason, refusedSuites(refused)
+	}
+	_, err := activity.Record(ctx, tx, act, func(pgx.Tx, string) (any, error) {
+		return map[string][]Item{"items": diff.changed()}, nil
+	})
+	return err
 }
 
 // wrap prefixes err with what. It returns [Problems] unchanged, because they name their position.
@@ -121,25 +127,21 @@ func applyAll(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, err
 		}
 		diff.Items = append(diff.Items, items...)
 	}
-	if err := checkQueries(ctx, tx, w); err != nil {
-		return Diff{}, err
+	var problems Problems
+	for _, check := range []func(context.Context, pgx.Tx, Workspace) error{
+		checkQueries, checkFlows, checkAgents, checkTargets, checkEvals, checkCalls,
+	} {
+		err := check(ctx, tx, w)
+		found, ok := errors.AsType[Problems](err)
+		if err != nil && !ok {
+			return Diff{}, err
+		}
+		problems = append(problems, found...)
 	}
-	if err := checkFlows(ctx, tx, w); err != nil {
-		return Diff{}, err
-	}
-	if err := checkAgents(ctx, tx, w); err != nil {
-		return Diff{}, err
-	}
-	if err := checkTargets(ctx, tx, w); err != nil {
-		return Diff{}, err
-	}
-	if err := checkEvals(ctx, tx, w); err != nil {
+	if err := problems.err(); err != nil {
 		return Diff{}, err
 	}
 	if err := checkRemoved(ctx, tx, diff); err != nil {
-		return Diff{}, err
-	}
-	if err := checkCalls(ctx, tx, w.Automations); err != nil {
 		return Diff{}, err
 	}
 	if w.AfterApply == nil {

@@ -392,3 +392,26 @@ func TestDiffHidesSecrets(t *testing.T) {
 	require.NoError(t, err)
 	assert.Truef(t, !diff.Empty() && !strings.Contains(string(raw), secret), "diff is %s", raw)
 }
+
+func TestApplyNamesProblemsOfAllChecks(t *testing.T) {
+	t.Parallel()
+	w := load(t, "a.yaml", `kind: skill
+name: a
+handler: sql:select nothing_here
+---
+kind: flow
+name: b
+actions: [{actionType: trigger_agent, parameters: {flow: nowhere}}]
+---
+kind: automation
+name: c
+cron: "@daily"
+skill: missing
+`)
+	_, err := workspace.Apply(t.Context(), pgtest.DB(t), w, workspace.Options{})
+	problems, ok := errors.AsType[workspace.Problems](err)
+	require.Truef(t, ok && len(problems) == 3, "%v", err)
+	for i, want := range []string{"nothing_here", "nowhere", "missing"} {
+		assert.Contains(t, problems[i].Error(), want)
+	}
+}

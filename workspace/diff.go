@@ -30,7 +30,7 @@ const (
 // Diff lists the effects of an apply by kind and name.
 type Diff struct {
 	Items    []Item   `json:"items"`
-	Warnings []string `json:"warnings,omitempty"` // checks that the apply could not make
+	Warnings []string `json:"warnings,omitempty"` // checks that the apply could not make, refusals of gates
 }
 
 // Item is one row. An update has Changes, with secrets redacted.

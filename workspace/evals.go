@@ -64,15 +64,15 @@ func getEval(ctx context.Context, db postgres.DB, name string) (evalRow, error) 
 }
 
 // checkEvals requires the agents and skills of suites to exist, in the transaction's state. It returns [Problems].
-func checkEvals(ctx context.Context, db postgres.DB, w Workspace) error {
+func checkEvals(ctx context.Context, tx pgx.Tx, w Workspace) error {
 	if len(w.Evals) == 0 {
 		return nil
 	}
-	known, err := skillNames(ctx, db)
+	known, err := skillNames(ctx, tx)
 	if err != nil {
 		return err
 	}
-	acting, err := agentNames(ctx, db)
+	acting, err := agentNames(ctx, tx)
 	if err != nil {
 		return err
 	}

@@ -8,6 +8,8 @@ import (
 	"maps"
 	"slices"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
@@ -53,15 +55,15 @@ func getFlow(ctx context.Context, db postgres.DB, name string) (flowRow, error) 
 
 // checkFlows requires names different from Go flows, and existing child flows and skills, in the transaction's state.
 // It returns [Problems].
-func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
+func checkFlows(ctx context.Context, tx pgx.Tx, w Workspace) error {
 	if len(w.Flows) == 0 {
 		return nil
 	}
-	names, err := flowNames(ctx, db)
+	names, err := flowNames(ctx, tx)
 	if err != nil {
 		return err
 	}
-	existing, err := agentNames(ctx, db)
+	existing, err := agentNames(ctx, tx)
 	if err != nil {
 		return err
 	}
@@ -79,7 +81,7 @@ func checkFlows(ctx context.Context, db postgres.DB, w Workspace) error {
 				problems.add(document.position(path), "%s: %s", path, unknownFlow(name, known))
 			}
 		}
-		if err := checkSkills(ctx, db, document, &problems); err != nil {
+		if err := checkSkills(ctx, tx, document, &problems); err != nil {
 			return err
 		}
 	}

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -14,8 +16,8 @@ import (
 
 // checkTargets requires the flows of skills, automations and webhooks to exist: as data, in Go, or external. It
 // requires the automations of webhooks to exist. It returns [Problems].
-func checkTargets(ctx context.Context, db postgres.DB, w Workspace) error {
-	problems, err := unknownAutomations(ctx, db, w.Webhooks)
+func checkTargets(ctx context.Context, tx pgx.Tx, w Workspace) error {
+	problems, err := unknownAutomations(ctx, tx, w.Webhooks)
 	if err != nil {
 		return err
 	}
@@ -23,7 +25,7 @@ func checkTargets(ctx context.Context, db postgres.DB, w Workspace) error {
 	if len(targets) == 0 {
 		return problems.err()
 	}
-	names, err := flowNames(ctx, db)
+	names, err := flowNames(ctx, tx)
 	if err != nil {
 		return err
 	}

@@ -16,13 +16,13 @@ import (
 
 // checkCalls requires every automation's skill to exist and accept its arguments, in the transaction's state. It
 // returns [Problems].
-func checkCalls(ctx context.Context, tx pgx.Tx, all []Document[automations.Definition]) error {
+func checkCalls(ctx context.Context, tx pgx.Tx, w Workspace) error {
 	registry, err := skills.New(skills.Options{})
 	if err != nil {
 		return err
 	}
 	var problems Problems
-	for _, document := range all {
+	for _, document := range w.Automations {
 		if document.Definition.Skill == "" {
 			continue
 		}

@@ -26,11 +26,18 @@ type openedDatabase struct {
 	err        error
 }
 
-// checkNamed connects to the named databases in use and prepares the queries of their skills. An unreachable database
-// is a warning. A missing or wrong setting is one of the [Problems]. With prepare, checkNamed creates the ledger of
-// effects for writing skills.
-func checkNamed(
-	ctx context.Context, db postgres.DB, w Workspace, o Options, prepare bool,
+// ledgers says whether a check creates the missing tables agent_effects for writing skills.
+type ledgers bool
+
+const (
+	leaveLedgers  ledgers = false
+	createLedgers ledgers = true
+)
+
+// checkNamedDatabases connects to the named databases in use and prepares the queries of their skills. An unreachable
+// database is a warning. A missing or wrong setting is one of the [Problems].
+func checkNamedDatabases(
+	ctx context.Context, db postgres.DB, w Workspace, o Options, l ledgers,
 ) (warnings []string, err error) {
 	all, problems, err := w.openDatabases(ctx, db, o)
 	if err != nil {
@@ -53,7 +60,7 @@ func checkNamed(
 		if database.connection.Pool == nil {
 			continue
 		}
-		found, err := checkOnDatabase(ctx, database.connection, document, prepare)
+		found, err := checkOnDatabase(ctx, database.connection, document, l)
 		if err != nil {
 			return nil, fmt.Errorf("check skill %s on database %s: %w", document.Definition.Name, name, err)
 		}
@@ -113,9 +120,9 @@ func (w Workspace) openDatabases(
 
 // checkOnDatabase prepares a skill's query on a named database.
 func checkOnDatabase(
-	ctx context.Context, database skills.Database, document Document[skills.Definition], prepare bool,
+	ctx context.Context, database skills.Database, document Document[skills.Definition], l ledgers,
 ) (Problems, error) {
-	if prepare && database.Writes && skills.SQLWrites(document.Definition) {
+	if l == createLedgers && database.Writes && skills.SQLWrites(document.Definition) {
 		if err := skills.PrepareEffects(ctx, database); err != nil {
 			var problems Problems
 			problems.add(document.position("config.writes"), "config.writes: make the table agent_effects: %s", err)
