@@ -3,11 +3,13 @@ package reason_test
 import (
 	"context"
 	"encoding/json"
+	"flag"
 	"net/http"
 	"os"
 	"regexp"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -34,10 +36,12 @@ func (w *world) declare(t *testing.T, list ...agents.Definition) {
 	}
 }
 
+var update = flag.Bool("update", false, "write the golden file")
+
 var clock = regexp.MustCompile(`Now: .*`)
 
-// lastContent returns the last message of a request, without the time.
-func lastContent(r modeltest.Request) string {
+// toolsAndMessages returns the tools and the messages of a request, without the time.
+func toolsAndMessages(r modeltest.Request) string {
 	var b strings.Builder
 	for _, tool := range r.Tools {
 		b.WriteString("tool " + tool.Function.Name + "\n")
@@ -63,8 +67,8 @@ func TestPromptIsComposedInStableOrder(t *testing.T) {
 	w.completed(t)
 	requests := w.model.Requests()
 	const golden = "testdata/prompt.golden"
-	got := lastContent(requests[0]) + "=== the next turn\n" + lastContent(requests[1])
-	if os.Getenv("UPDATE_GOLDEN") != "" {
+	got := toolsAndMessages(requests[0]) + "=== the next turn\n" + toolsAndMessages(requests[1])
+	if *update {
 		require.NoError(t, os.WriteFile(golden, []byte(got), 0o600))
 	}
 	want, err := os.ReadFile(golden)
@@ -128,8 +132,9 @@ func TestRefusalOfRequestIsNoReasonToFallBack(t *testing.T) {
 	}
 }
 
-func TestDayOfAgentEndsItsTurnsAndNoOthers(t *testing.T) {
+func TestDailyBudgetOfAgentEndsItsTurnsAndNoOthers(t *testing.T) {
 	t.Parallel()
+	// 400 tokens at $0.15 and 4100 at $0.60 per million cost $0.00252.
 	w := newWorld(t, modeltest.Text("Done.").WithUsage(400, 4100, 0), modeltest.Text("Other."))
 	w.declare(t, agents.Definition{Name: "sales", Limits: agents.Limits{DayUSD: 0.0025}},
 		agents.Definition{Name: "billing"})
@@ -150,9 +155,9 @@ func TestTurnFinishesOnVersionItBeganWith(t *testing.T) {
 		_, err := agents.Put(ctx, w.pool, agents.Definition{Name: "sales", Default: true, Instructions: "Two."})
 		return "changed", err
 	}
-	runs := 0
+	var runs atomic.Int32
 	w.instead = func(ctx context.Context) (executions.Result, error) {
-		runs++ // repeated after the wait
+		runs.Add(1) // repeated after the wait
 		got, err := w.loop.Run(ctx, w.turn)
 		if err != nil {
 			return executions.Result{}, err
@@ -162,12 +167,12 @@ func TestTurnFinishesOnVersionItBeganWith(t *testing.T) {
 		}
 		return executions.Result{Summary: got.Text, Value: got}, nil
 	}
-	w.engine(t, true)
-	enginetest.Await(t, w.pool, begin(t, w, w.engine(t, false)), executions.Completed)
+	enginetest.Await(t, w.pool, begin(t, w, w.engine(t, true)), executions.Completed)
 	for i, r := range w.model.Requests() {
 		assert.Truef(t, strings.Contains(r.Messages[0].Content, "One."), "request %d got %s", i, r.Messages[0].Content)
 	}
-	assert.Truef(t, runs >= 2 && len(w.model.Requests()) == 2, "%d runs made %d requests", runs, len(w.model.Requests()))
+	assert.Truef(t, runs.Load() >= 2 && len(w.model.Requests()) == 2, "%d runs made %d requests", runs.Load(),
+		len(w.model.Requests()))
 }
 
 func TestDelegatedTaskActsAsAgentItIsGivenTo(t *testing.T) {
@@ -201,7 +206,8 @@ func TestDelegatedTaskActsAsAgentItIsGivenTo(t *testing.T) {
 	for _, tool := range w.model.Requests()[0].Tools {
 		if tool.Function.Name == "delegate" {
 			text, err := json.Marshal(tool.Function.Parameters)
-			require.True(t, err == nil && json.Unmarshal(text, &schema) == nil, err)
+			require.NoError(t, err)
+			require.NoError(t, json.Unmarshal(text, &schema))
 		}
 	}
 	got := schema.Properties.Agent
@@ -218,15 +224,9 @@ func TestNobodyDelegatesToAgentThatIsNotNamed(t *testing.T) {
 	e := w.engine(t, true)
 	enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
 	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate'`))
-}
-
-func TestFilteredAnswerSaysSo(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.Text("").WithFinish("content_filter"))
-	_, got := w.completed(t)
-	assert.Truef(t, got.Ended == "answered" && got.Cut == "content_filter" &&
-		strings.Contains(got.Text, "content filter") && len(w.model.Requests()) == 1, "after %d requests: %+v",
-		len(w.model.Requests()), got)
+	answered := w.since(t, 1)
+	assert.Contains(t, answered[len(answered)-1].Content, "INVALID_PARAMS", "agent")
+	t.Log(answered[len(answered)-1].Content)
 }
 
 func TestPinnedMemoryIsThatOfAgent(t *testing.T) {

@@ -157,6 +157,15 @@ func (w *world) book(t *testing.T) (b book) {
 	return book{standings[0].Tokens, standings[0].UnknownTokens, standings[0].ReservedTokens}
 }
 
+func TestFilteredAnswerSaysSo(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("").WithFinish("content_filter"))
+	_, got := w.completed(t)
+	assert.Truef(t, got.Ended == "answered" && got.Cut == "content_filter" &&
+		strings.Contains(got.Text, "content filter") && len(w.model.Requests()) == 1, "after %d requests: %+v",
+		len(w.model.Requests()), got)
+}
+
 func TestLimitOfDayOrSurfaceEndsTurnGracefully(t *testing.T) {
 	t.Parallel()
 	probe := modeltest.ToolCall("probe", `{}`).WithUsage(1000, 30, 0)

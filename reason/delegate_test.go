@@ -40,39 +40,6 @@ func delegating(t *testing.T, want map[string][]modeltest.Reply) (*world, *execu
 	return w, w.engine(t, true)
 }
 
-// delegates lets the world's turn delegate.
-func (w *world) delegates(t *testing.T) {
-	t.Helper()
-	w.prepare = func(e *executions.Engine) {
-		assert.NoError(t, w.loop.RegisterDelegate(e))
-		w.turn.Tools = []reason.Tool{w.loop.DelegateTool(e, []string{skills.ScopeInternal})}
-	}
-}
-
-// begin starts the turn. A process that runs the engine claims it, also after waits.
-func begin(t *testing.T, w *world, e *executions.Engine) string {
-	t.Helper()
-	x, _, err := e.Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
-	require.NoError(t, err)
-	return x.ID
-}
-
-// child returns the execution that another started.
-func (w *world) child(t *testing.T, parent string) (x executions.Execution) {
-	t.Helper()
-	pgtest.Eventually(t, func() bool {
-		var id string
-		if err := w.pool.QueryRow(t.Context(), `select id::text from agent_executions where parent_id = @id`,
-			postgres.Strict{"id": parent}).Scan(&id); err != nil {
-			return false
-		}
-		var err error
-		x, err = executions.Get(t.Context(), w.pool, id)
-		return err == nil
-	}, parent+" has a child")
-	return x
-}
-
 // offeredTo returns the names of the tools in the first request with a prompt.
 func (w *world) offeredTo(prompt string) (names []string) {
 	for _, r := range w.model.Requests() {

@@ -77,13 +77,6 @@ func TestLongResultCanBeReadToItsEnd(t *testing.T) {
 		"rows are %+v", rows)
 }
 
-func toolNames(r modeltest.Request) (names []string) {
-	for _, t := range r.Tools {
-		names = append(names, t.Function.Name)
-	}
-	return names
-}
-
 func TestLongResultIsSameAfterCrash(t *testing.T) {
 	t.Parallel()
 	for at := 4; at <= 9; at++ { // from the first request with the result

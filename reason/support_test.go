@@ -14,6 +14,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -184,6 +185,46 @@ func (w *world) since(t *testing.T, n int) []openai.ChatCompletionMessage {
 		return requests[0].Messages
 	}
 	return requests[n].Messages[len(requests[n-1].Messages):]
+}
+
+// delegates lets the world's turn delegate.
+func (w *world) delegates(t *testing.T) {
+	t.Helper()
+	w.prepare = func(e *executions.Engine) {
+		assert.NoError(t, w.loop.RegisterDelegate(e))
+		w.turn.Tools = []reason.Tool{w.loop.DelegateTool(e, []string{skills.ScopeInternal})}
+	}
+}
+
+// begin starts the turn. A process that runs the engine claims it, also after waits.
+func begin(t *testing.T, w *world, e *executions.Engine) string {
+	t.Helper()
+	x, _, err := e.Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
+	require.NoError(t, err)
+	return x.ID
+}
+
+// child returns the execution that another started.
+func (w *world) child(t *testing.T, parent string) (x executions.Execution) {
+	t.Helper()
+	pgtest.Eventually(t, func() bool {
+		var id string
+		if err := w.pool.QueryRow(t.Context(), `select id::text from agent_executions where parent_id = @id`,
+			postgres.Strict{"id": parent}).Scan(&id); err != nil {
+			return false
+		}
+		var err error
+		x, err = executions.Get(t.Context(), w.pool, id)
+		return err == nil
+	}, parent+" has a child")
+	return x
+}
+
+func toolNames(r modeltest.Request) (names []string) {
+	for _, t := range r.Tools {
+		names = append(names, t.Function.Name)
+	}
+	return names
 }
 
 var errBroken = errors.New("it broke")
