@@ -212,6 +212,7 @@ class Run {
     try {
       return await this.#connection.call(method, `/v1/executions/${this.id}${path}`, options);
     } catch (error) {
+      this.#checkOwn();
       if (error instanceof RequestError && error.status === 409) throw this.stop(new LostError(error.message));
       if (error instanceof RequestError && error.status === 404) throw this.stop(new LostError(error.message));
       throw error;
@@ -255,6 +256,7 @@ class Run {
       if (outcome !== undefined) return outcome;
       await this.#call("POST", `/lock/${this.#lockId}`, {
         body: { status: "waiting", waiting_for: kind, waiting_key: key, timeout: timeoutText(timeout) },
+        signal: this.signal,
       });
       throw this.stop(new Suspended("the flow waits, and goes on in a later run"));
     } finally {
@@ -264,7 +266,7 @@ class Run {
 
   /** Ends the execution. */
   async end(body) {
-    await this.#call("POST", `/lock/${this.#lockId}`, { body });
+    await this.#call("POST", `/lock/${this.#lockId}`, { body, signal: this.signal });
   }
 }
 
@@ -416,8 +418,10 @@ export class Worker {
         });
       }
     } catch (error) {
-      this.#log(`execution ${run.id}: its end was refused: ${error.message}`);
-      return;
+      if (!run.stopped) {
+        this.#log(`execution ${run.id}: its end was refused: ${error.message}`);
+        return;
+      }
     }
     if (run.stopped instanceof Suspended) this.#log(`execution ${run.id}: waits`);
     else if (run.stopped) this.#log(`execution ${run.id}: stopped here: ${run.stopped.message}`);

@@ -114,4 +114,7 @@ worker.flow("external:client", (input, run) => run.step("client", async ({ key }
 
 const stop = new AbortController();
 process.on("SIGTERM", () => stop.abort());
-await worker.start({ concurrency: Number(process.env.CONCURRENCY ?? 8), signal: stop.signal });
+await worker.start({
+  concurrency: Number(process.env.CONCURRENCY ?? 8), signal: stop.signal,
+  graceSeconds: Number(process.env.GRACE_SECONDS ?? 20),
+});

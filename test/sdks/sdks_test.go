@@ -407,6 +407,31 @@ func TestCancelEndsNoOtherFlow(t *testing.T) {
 	})
 }
 
+// The server is away when one flow ends and another begins a wait.
+func TestStoppedWorkerDoesNotWaitForServer(t *testing.T) {
+	onlyTypeScript(t, func(w *testEnv) {
+		target, err := url.Parse(w.base)
+		require.NoError(w, err)
+		var ending sync.Map
+		proxy := httputil.NewSingleHostReverseProxy(target)
+		base := testkit.Serve(w, http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+			if strings.Contains(r.URL.Path, "/lock/") {
+				ending.Store(strings.Split(r.URL.Path, "/")[3], true)
+				rw.WriteHeader(http.StatusServiceUnavailable)
+				return
+			}
+			proxy.ServeHTTP(rw, r)
+		}))
+		worker := w.worker("first", base, 30, "GRACE_SECONDS=1")
+		for _, input := range []string{`{"steps":0}`, `{"steps":0,"event":"late"}`} {
+			id := w.start("external:scenario", input)
+			pgtest.EventuallyWithin(w, waitTimeout, func() bool { _, is := ending.Load(id); return is }, "no request")
+		}
+		worker.Stop()
+		assert.Equal(w, 2, strings.Count(worker.Err.String(), "stopped here: the worker stops"), worker.Err.String())
+	})
+}
+
 // Two copies of the SDK run workers in one process. The server is away.
 func TestProgramKeepsItsUnhandledRejections(t *testing.T) {
 	onlyTypeScript(t, func(w *testEnv) {
