@@ -258,6 +258,8 @@ func TestForkOfRunningExecution(t *testing.T) {
 	g.awaitFirst(t)
 	_, err := p.Replay(t.Context(), id)
 	assert.ErrorIs(t, err, executions.ErrRunning, "replay of a running execution")
+	_, err = newEngine(t, pool, nil).Replay(t.Context(), id)
+	assert.ErrorIs(t, err, executions.ErrRunning, "replay by another process")
 	if got := p.fork(t, executions.ForkSpec{ID: id}, executions.Completed); d.steps(got.ID) != "" {
 		t.Errorf("did %s", d.steps(got.ID))
 	}

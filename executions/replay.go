@@ -18,8 +18,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// ErrRunning reports a replay of an execution that this process is running.
-var ErrRunning = errors.New("the execution runs here: replay it when it waits or has ended")
+// ErrRunning reports a replay of a running execution.
+var ErrRunning = errors.New("the execution is running: replay it when it waits or has ended")
 
 // ErrUnknownFlow reports a flow that this program does not have, such as the flow of an external worker.
 var ErrUnknownFlow = errors.New("this program does not have the flow")
@@ -74,10 +74,7 @@ func (e *Engine) Replay(ctx context.Context, id string) (Replayed, error) {
 	if err != nil {
 		return Replayed{}, err
 	}
-	e.mu.Lock()
-	running := x.Status == Running && e.runs[x.ID] != nil
-	e.mu.Unlock()
-	if running {
+	if x.Status == Running {
 		return Replayed{}, fmt.Errorf("replay execution %s: %w", x.ID, ErrRunning)
 	}
 	checkpoints, err := Checkpoints(ctx, e.pool, x.ID)
