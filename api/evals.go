@@ -211,8 +211,8 @@ func (s *server) evalRoutes() []route {
 		}, {
 			method: "POST", path: "/v1/evals/labels", body: newEvalLabel{}, response: evals.Label{}, handle: s.labelEval,
 			safeToRetry: true, conflicts: true, notFound: true,
-			about: "Say whether the answer of a trial is good or bad; none withdraws your label. 409 while the trial is not " +
-				"decided.",
+			about: "Say whether the answer of a trial is good or bad; none withdraws your label. 409 for a trial without " +
+				"an answer.",
 		},
 	}
 }

@@ -60,13 +60,14 @@ func TestTrialLabelsOverHTTP(t *testing.T) {
 	var label evals.Label
 	put := func(trial, word string) {
 		t.Helper()
+		label = evals.Label{}
 		a.post("/v1/evals/labels",
 			`{"run":"`+run+`","case":"late","trial":`+trial+`,"label":"`+word+`","note":"kind"}`, &label)
 	}
 	put("1", "bad")
 	put("1", "good")
 	assert.Equal(t, evals.Label{
-		Run: run, Suite: "returns", Case: "late", Trial: 1, Answer: "Not due.", Digest: label.Digest, Good: true,
+		Run: run, Suite: "returns", Case: "late", Trial: 1, Answer: "Not due.", Digest: label.Digest, Word: "good", Good: true,
 		Note:      "kind",
 		Principal: "root", CreatedAt: label.CreatedAt,
 	}, label)
@@ -74,6 +75,7 @@ func TestTrialLabelsOverHTTP(t *testing.T) {
 	a.get("/v1/evals/labels?suite=returns&run="+run, &labels)
 	assert.Truef(t, len(labels.Items) == 1 && labels.Items[0] == label, "the labels are %+v", labels.Items)
 	put("1", "none")
+	assert.Truef(t, label.Word == "none" && label.CreatedAt.IsZero(), "the withdrawn label is %+v", label)
 	a.get("/v1/evals/labels", &labels)
 	assert.Equal(t, 0, len(labels.Items))
 	pgtest.Exec(t, a.pool, `update agent_eval_trials set verdict = 'undecided' where run_id = $1 and trial = 2`, run)
@@ -141,10 +143,12 @@ func TestTrialAnswersNeedThreadsRead(t *testing.T) {
 		if w := a.raw("GET", path, "", bearer(viewer)); w.Code != code || strings.Contains(w.Body.String(), "Not due.") {
 			t.Errorf("%s as viewer: %d %s", path, w.Code, w.Body)
 		}
-		if w := a.raw("GET", path, "", bearer(viewer)); strings.Contains(w.Body.String(), "He said") {
+		w := a.raw("GET", path, "", bearer(viewer))
+		if strings.Contains(w.Body.String(), "He said") {
 			t.Errorf("%s quotes a reason: %s", path, w.Body)
 		}
-		w := a.raw("GET", path, "", bearer(approver))
+		assert.Truef(t, !strings.Contains(w.Body.String(), `"judgements":null`), "%s: %s", path, w.Body)
+		w = a.raw("GET", path, "", bearer(approver))
 		assert.Equal(t, http.StatusOK, w.Code, path)
 		assert.Equal(t, code == 403, strings.Contains(w.Body.String(), "Not due."), path)
 		assert.Equal(t, strings.Contains(path, "/runs/"), strings.Contains(w.Body.String(), "He said"), path)

@@ -40,18 +40,11 @@ type Label struct {
 	Trial     int       `json:"trial"`
 	Answer    string    `json:"answer"`
 	Digest    string    `json:"answer_digest"` // SHA-256
+	Word      string    `json:"label"`         // good or bad; none for a label that was withdrawn
 	Good      bool      `json:"good"`
 	Note      string    `json:"note"`
 	Principal string    `json:"principal"`
-	CreatedAt time.Time `json:"created_at"`
-}
-
-// Word returns good or bad.
-func (l Label) Word() string {
-	if l.Good {
-		return Good
-	}
-	return Bad
+	CreatedAt time.Time `json:"created_at,omitzero"`
 }
 
 // NewLabel is a label to store. Word is Good, Bad or Unlabeled.
@@ -93,7 +86,7 @@ func PutLabel(
 		input["eval"] = run.Suite
 		digest := sha256.Sum256([]byte(t.Answer))
 		stored = Label{
-			Run: l.Run, Suite: run.Suite, Case: l.Case, Trial: l.Trial, Answer: t.Answer, Note: l.Note, Good: l.Word == Good,
+			Run: l.Run, Suite: run.Suite, Case: l.Case, Trial: l.Trial, Answer: t.Answer, Note: l.Note, Word: l.Word, Good: l.Word == Good,
 			Digest: hex.EncodeToString(digest[:]), Principal: activity.ActorFrom(ctx).Name,
 		}
 		changed, err := stored.put(ctx, tx, l.Word == Unlabeled)
@@ -134,7 +127,8 @@ func (l *Label) put(ctx context.Context, tx pgx.Tx, withdraw bool) (bool, error)
 // Labels lists labels, newest first. A suite, run or case that is not empty narrows the list.
 func Labels(ctx context.Context, db postgres.DB, suite, run, caseName string, limit int) ([]Label, error) {
 	rows, err := db.Query(ctx, `
-		select run_id::text, suite, case_name, trial, answer, answer_digest, good, note, principal, created_at
+		select run_id::text, suite, case_name, trial, answer, answer_digest, case when good then 'good' else 'bad' end, good,
+		       note, principal, created_at
 		  from agent_eval_labels
 		 where (@suite = '' or suite = @suite) and (@run = '' or run_id = nullif(@run, '')::uuid)
 		   and (@case = '' or case_name = @case)

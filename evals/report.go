@@ -276,6 +276,6 @@ func (r *Report) HideTexts() {
 	}
 	for i := range r.TrialRows {
 		t := &r.TrialRows[i]
-		t.Reasons, t.Answer, t.Calls, t.Judgements = []string{}, "", json.RawMessage("[]"), nil
+		t.Reasons, t.Answer, t.Calls, t.Judgements = []string{}, "", json.RawMessage("[]"), []Judgement{}
 	}
 }

@@ -81,7 +81,7 @@ func (c *cli) evalLabelsCommand() *cobra.Command {
 			return printRows(c, labels, "", "no label; agent eval label or the Engine Room adds one", heading,
 				func(l evals.Label) []string {
 					return []string{
-						l.Suite, l.Case, fmt.Sprint(l.Trial), l.Word(), l.Principal, formatTime(l.CreatedAt), l.Run, l.Note,
+						l.Suite, l.Case, fmt.Sprint(l.Trial), l.Word, l.Principal, formatTime(l.CreatedAt), l.Run, l.Note,
 					}
 				})
 		}),
