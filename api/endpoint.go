@@ -25,9 +25,13 @@ type Endpoint struct {
 	Query map[string]string
 	// Status documents the success status; 200 when 0.
 	Status int
+	// OptionalBody documents that the request may have no body. Its content type is not checked.
+	OptionalBody bool
+	// Deferred documents that a request whose work goes on returns 202 with the same content.
+	Deferred bool
 	// AlreadyDone documents that a repeated request returns 200 with the same content.
 	AlreadyDone bool
-	// ContentType documents the response; application/json when empty.
+	// ContentType documents the response; application/json when empty. A stream with a Response has both types.
 	ContentType string
 	// Stream removes the request's deadline; each write must succeed within half a minute. The request's context ends when
 	// the client disconnects, and at shutdown with the cause executions.ErrDraining. Then the handler must return.
@@ -81,7 +85,7 @@ func (e Endpoint) route() (route, error) {
 	}
 	rt := route{
 		method: e.Method, path: e.Path, about: e.About, access: e.Access, body: e.Body,
-		response: e.Response, status: e.Status,
+		response: e.Response, status: e.Status, optionalBody: e.OptionalBody, deferred: e.Deferred,
 		alreadyDone: e.AlreadyDone, contentType: e.ContentType, stream: e.Stream, finite: e.Finite, openAI: e.OpenAIErrors,
 		maxBody: e.MaxBody, acceptsKey: e.Idempotent,
 		crossOrigin: strings.HasPrefix(e.Path, webhooks), page: e.Page, httpHandler: e.Handler, expect: e.Expect,

@@ -43,7 +43,7 @@ func (s *server) executionRoutes() []route {
 			about: "One execution with its latest checkpoint and open wait.",
 		}, {
 			method: "GET", path: "/v1/executions/{id}/events", contentType: "text/event-stream", stream: true,
-			httpHandler: http.HandlerFunc(s.followExecution),
+			httpHandler: http.HandlerFunc(s.followExecution), noContent: "Last-Event-ID is the end",
 			about: "The status of an execution as server-sent events: event status, data {id, trace_id, status, " +
 				"waiting_for, at}. First the current state (for external executions the changes since " +
 				"Last-Event-ID), then the changes until the end. 204 if Last-Event-ID is the end.",

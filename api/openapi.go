@@ -102,7 +102,7 @@ func (s *schemas) operation(rt route) object {
 		})}
 	default:
 		op["requestBody"] = object{
-			"required": true,
+			"required": !rt.optionalBody,
 			"content":  content("application/json", s.schema(reflect.TypeOf(rt.body))),
 		}
 	}
@@ -196,6 +196,9 @@ func (s *schemas) responses(rt route) object {
 	if rt.deferred {
 		all["202"] = object{"description": "Accepted", "content": done}
 	}
+	if rt.noContent != "" {
+		all["204"] = object{"description": rt.noContent}
+	}
 	if rt.unready {
 		all["503"] = object{"description": "Not ready", "content": done}
 	}
@@ -255,14 +258,14 @@ func headersOf(rt route) object {
 func (s *schemas) responseContent(rt route) object {
 	events := object{"type": "string"}
 	switch {
+	case rt.stream && rt.response != nil:
+		both := content("application/json", s.schema(reflect.TypeOf(rt.response)))
+		both["text/event-stream"] = object{"schema": events}
+		return both
 	case rt.contentType != "" && rt.contentType != "application/json":
 		return content(rt.contentType, events)
 	case rt.response == nil:
 		return content("application/json", object{})
-	case rt.stream:
-		both := content("application/json", s.schema(reflect.TypeOf(rt.response)))
-		both["text/event-stream"] = object{"schema": events}
-		return both
 	}
 	one := content("application/json", s.schema(reflect.TypeOf(rt.response)))
 	if rt.csv {

@@ -28,7 +28,9 @@ type route struct {
 	derivesKey   bool                            // the Idempotency-Key is the row's dedupe key, so a retry is safe
 	conflicts    bool                            // may respond with 409
 	notFound     bool                            // may respond with 404 for an id in the body
+	optionalBody bool                            // the body may be absent, and its type is not checked
 	deferred     bool                            // may respond with 202
+	noContent    string                          // why it may respond with 204; empty if it does not
 	hasETag      bool                            // the response has an ETag, the object's revision
 	ifMatch      bool                            // supports If-Match, may respond with 412
 	stream       bool                            // no deadline
@@ -49,7 +51,7 @@ type route struct {
 // wantsJSON reports whether the route requires Content-Type: application/json.
 func (rt route) wantsJSON() bool {
 	kind := reflect.TypeOf(rt.body)
-	return rt.body != nil && kind != reflect.TypeFor[json.RawMessage]() && kind != reflect.TypeFor[FileForm]()
+	return rt.body != nil && !rt.optionalBody && kind != reflect.TypeFor[json.RawMessage]() && kind != reflect.TypeFor[FileForm]()
 }
 
 // response is the result of a handler.

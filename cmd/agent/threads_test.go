@@ -140,20 +140,26 @@ func TestAccessOfRunningProgram(t *testing.T) {
 	}
 }
 
-func TestOpenAPIOfWebhooks(t *testing.T) {
+func TestOpenAPIOfEndpoints(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve")
 	_, text := testkit.Get(t, "http://"+s.find(t, `listen=http://(\S+)`)+"/openapi.json")
+	type body struct {
+		Required bool `json:"required"`
+		Content  map[string]struct {
+			Schema struct {
+				Ref string `json:"$ref"`
+			} `json:"schema"`
+		} `json:"content"`
+	}
 	var document struct {
 		Paths map[string]map[string]struct {
-			Responses map[string]struct {
-				Content map[string]struct {
-					Schema struct {
-						Ref string `json:"$ref"`
-					} `json:"schema"`
-				} `json:"content"`
-			} `json:"responses"`
+			Parameters []struct {
+				Name string `json:"name"`
+			} `json:"parameters"`
+			RequestBody body            `json:"requestBody"`
+			Responses   map[string]body `json:"responses"`
 		} `json:"paths"`
 	}
 	require.NoError(t, json.Unmarshal([]byte(text), &document))
@@ -162,9 +168,23 @@ func TestOpenAPIOfWebhooks(t *testing.T) {
 		{"/webhooks/{endpoint}", "post", "200"}:                "webhook_Response",
 		{"/v1/webhooks/deliveries/{id}", "get", "200"}:         "webhook_Shown",
 		{"/v1/webhooks/deliveries/{id}/replay", "post", "202"}: "webhook_Replayed",
+		{"/v1/operate", "post", "200"}:                         "operate_Answer",
+		{"/v1/operate", "post", "202"}:                         "operate_Answer",
 	} {
 		got := document.Paths[answer[0]][answer[1]].Responses[answer[2]].Content["application/json"].Schema.Ref
 		assert.Equal(t, "#/components/schemas/"+want, got, answer)
+	}
+	_, streams := document.Paths["/v1/operate"]["post"].Responses["200"].Content["text/event-stream"]
+	assert.True(t, streams, "operate has no stream")
+	replay := document.Paths["/v1/webhooks/deliveries/{id}/replay"]["post"].RequestBody
+	assert.Equal(t, "#/components/schemas/webhook_ReplayRequest", replay.Content["application/json"].Schema.Ref)
+	assert.Truef(t, !replay.Required, "the body of a replay is required")
+	assert.Truef(t, document.Paths["/v1/chat/completions/{id}"]["get"].Responses["202"].Content != nil, "no 202")
+	for path, want := range map[string]string{
+		"/v1/chat/completions/{id}": "[{id} {include_activity} {include_usage} {stream}]",
+		"/v1/responses/{id}":        "[{id} {stream}]",
+	} {
+		assert.Equal(t, want, fmt.Sprint(document.Paths[path]["get"].Parameters), path)
 	}
 }
 
@@ -198,6 +218,11 @@ func TestDocumentCommands(t *testing.T) {
 	assert.Contains(t, p.must("documents", "ls"), d.ID, "orders.csv", "text/csv", "16 B", "admin")
 	assert.Contains(t, p.must("documents", "show", d.ID), "orders.csv", "text/csv, 16 bytes, text", d.SHA256)
 	assert.Equal(t, "id,total\n1,9.50\n", p.must("documents", "get", d.ID))
+	red := writeFolder(t, map[string]string{"red.txt": "\x1b[31mred\x1b[0m\n"})
+	var coloured documents.Document
+	p.mustJSON(&coloured, "documents", "add", filepath.Join(red, "red.txt"))
+	assert.Equal(t, "\x1b[31mred\x1b[0m\n", p.must("documents", "get", coloured.ID))
+	assert.Equal(t, "[31mred[0m\r\n", p.onTerminal(t, "", "documents", "get", coloured.ID))
 	out := filepath.Join(dir, "out.csv")
 	assert.Contains(t, p.must("documents", "get", d.ID, "-o", out), "16 bytes")
 	got, err := os.ReadFile(out)

@@ -71,7 +71,7 @@ func (a *App) commandEndpoints() []api.Endpoint {
 	}
 	return []api.Endpoint{{
 		Method: "POST", Path: "/v1/commands", Access: api.Admin, Scope: principals.Authenticated, // each command has its own
-		Body: json.RawMessage{}, Response: json.RawMessage{},
+		Body:        json.RawMessage{},
 		ContentType: "application/x-ndjson", Stream: true, Finite: true, MaxBody: maxCommand, Handler: a.Commands,
 		About: "Run a command of agent --server in this process: {args, environ, stdin, files, folder, width, out_terminal, " +
 			"err_terminal}. The response is one JSON object a line: {version}, {out}, {err} and {file} in base64, {} to keep " +
@@ -83,6 +83,7 @@ func (a *App) operateEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
 			Method: "POST", Path: "/v1/operate", Access: api.Admin, Scope: principals.Operate, Body: operate.Body{},
+			Response: operate.Answer{}, Deferred: true,
 			ContentType: eventStream,
 			Stream:      true, Finite: true,
 			Idempotent: true, Handler: a.Operate.Handler(),
@@ -108,7 +109,11 @@ func (a *App) chatEndpoints() []api.Endpoint {
 				"the response names it in X-Thread-Id. X-Visitor-Token is a visitor's secret (new requests one), X-Thread-Join a join token.",
 		}, {
 			Method: "GET", Path: "/v1/chat/completions/{id}", Access: api.Visitor, Response: json.RawMessage{}, Stream: true,
-			Finite: true, OpenAIErrors: true,
+			Finite: true, OpenAIErrors: true, Deferred: true,
+			Query: map[string]string{
+				"stream": "true attaches to it", "include_usage": "Whether a stream has the usage, as in stream_options",
+				"include_activity": "Whether a stream has the activity, as in stream_options",
+			},
 			Handler: a.Chat.CompletionHandler(),
 			About:   "A finished or running completion, for a client that lost its connection; ?stream=true attaches to it.",
 		}, {
@@ -119,6 +124,7 @@ func (a *App) chatEndpoints() []api.Endpoint {
 				"else that of previous_response_id, else X-Thread-Id, else new. background: true returns at once.",
 		}, {
 			Method: "GET", Path: "/v1/responses/{id}", Access: api.Visitor, Response: json.RawMessage{},
+			Query:  map[string]string{"stream": "true attaches to it"},
 			Stream: true, Finite: true, OpenAIErrors: true, Handler: a.Chat.ResponseHandler(),
 			About: "The current state of a response; ?stream=true attaches to it.",
 		}, {
@@ -217,7 +223,7 @@ func (a *App) webhookEndpoints() []api.Endpoint {
 			About:    "One delivery, with its body.",
 		}, {
 			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Scope: principals.Operate,
-			Body:     json.RawMessage{},
+			Body: webhook.ReplayRequest{}, OptionalBody: true,
 			Response: webhook.Replayed{},
 			Status:   202, Idempotent: true, Handler: a.Webhook.ReplayDelivery(),
 			About: "Process a delivery again, under a new trace.",
