@@ -453,7 +453,8 @@ func (a *agent) answersOf(at, path, method string, answers map[string]any) {
 		answer := described.(map[string]any)
 		done = done || status[0] == '2'
 		content, has := answer["content"].(map[string]any)
-		assert.Truef(a.t, has == (status != "204") && has == (len(content) > 0) && answer["description"] != "", "%s: %s is not described", at, status)
+		assert.Truef(a.t, has == (status != "204") && has == (len(content) > 0) && answer["description"] != "",
+			"%s: %s is not described", at, status)
 		for kind := range content {
 			pointer := "openapi.json#/paths/" + escape.Replace(path) + "/" + method + "/responses/" + status + "/content/" +
 				escape.Replace(kind) + "/schema"

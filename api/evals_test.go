@@ -67,7 +67,8 @@ func TestTrialLabelsOverHTTP(t *testing.T) {
 	put("1", "bad")
 	put("1", "good")
 	assert.Equal(t, evals.Label{
-		Run: run, Suite: "returns", Case: "late", Trial: 1, Answer: "Not due.", Digest: label.Digest, Word: "good", Good: true,
+		Run: run, Suite: "returns", Case: "late", Trial: 1, Answer: "Not due.", Digest: label.Digest,
+		Word: "good", Good: true,
 		Note:      "kind",
 		Principal: "root", CreatedAt: label.CreatedAt,
 	}, label)

@@ -51,7 +51,8 @@ type route struct {
 // wantsJSON reports whether the route requires Content-Type: application/json.
 func (rt route) wantsJSON() bool {
 	kind := reflect.TypeOf(rt.body)
-	return rt.body != nil && !rt.optionalBody && kind != reflect.TypeFor[json.RawMessage]() && kind != reflect.TypeFor[FileForm]()
+	return rt.body != nil && !rt.optionalBody &&
+		kind != reflect.TypeFor[json.RawMessage]() && kind != reflect.TypeFor[FileForm]()
 }
 
 // response is the result of a handler.

@@ -28,7 +28,8 @@ type send struct {
 	ReplyTo      string
 }
 
-// maxSends is the number of attempts until a message fails, about a day later. Attempts that the provider delayed count.
+// maxSends is the number of attempts until a message fails, about a day later. Attempts that the provider delayed
+// count.
 const maxSends = 30
 
 // schedule has the pauses after failed attempts; the last one repeats.

@@ -86,7 +86,8 @@ func PutLabel(
 		input["eval"] = run.Suite
 		digest := sha256.Sum256([]byte(t.Answer))
 		stored = Label{
-			Run: l.Run, Suite: run.Suite, Case: l.Case, Trial: l.Trial, Answer: t.Answer, Note: l.Note, Word: l.Word, Good: l.Word == Good,
+			Run: l.Run, Suite: run.Suite, Case: l.Case, Trial: l.Trial, Answer: t.Answer, Note: l.Note,
+			Word: l.Word, Good: l.Word == Good,
 			Digest: hex.EncodeToString(digest[:]), Principal: activity.ActorFrom(ctx).Name,
 		}
 		changed, err := stored.put(ctx, tx, l.Word == Unlabeled)

@@ -289,9 +289,9 @@ func Window(
 }
 
 // Backlog returns the turns to summarise, oldest first: those before the latest keep tokens or 200 messages, up to
-// about maxTokens. It is empty when all turns without a summary fit in limit tokens and are fewer than 400 messages, the
-// most that Window reads. Of a first turn with more messages, it returns the first 400. before excludes later turns; 0:
-// none.
+// about maxTokens. It is empty when all turns without a summary fit in limit tokens and are fewer than 400 messages,
+// the most that Window reads. Of a first turn with more messages, it returns the first 400. before excludes later
+// turns; 0: none.
 func Backlog(
 	ctx context.Context, db postgres.DB, thread string, before int64, limit, keep, maxTokens int,
 ) ([]Message, error) {
