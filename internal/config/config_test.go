@@ -89,8 +89,10 @@ func TestListsHaveNoBlanksOrEmptyItems(t *testing.T) {
 		"AGENT_ALLOW_PRIVATE_HTTP": "wiki.local, wiki.local:8080,[::1],[::1]:80,",
 	})
 	for _, list := range [][2][]string{
-		{c.Chat.BrowserKeys, {"site", "shop"}}, {c.Chat.EmbedOrigins, {"https://a.example", "https://b.example"}},
-		{c.ProxyList, {"10.0.0.1", "10.0.0.2"}}, {c.PrivateHTTP, {"wiki.local", "wiki.local:8080", "[::1]", "[::1]:80"}},
+		{c.Chat.BrowserKeys, {"site", "shop"}},
+		{c.Chat.EmbedOrigins, {"https://a.example", "https://b.example"}},
+		{c.ProxyList, {"10.0.0.1", "10.0.0.2"}},
+		{c.PrivateHTTP, {"wiki.local", "wiki.local:8080", "[::1]", "[::1]:80"}},
 	} {
 		assert.NoDiff(t, list[1], list[0])
 	}
@@ -304,7 +306,8 @@ func TestRequire(t *testing.T) {
 		},
 		"token of a principal": {
 			map[string]string{"DATABASE_URL": dsn, "AGENT_ADMIN_TOKEN": "lk_" + token},
-			[]string{"AGENT_ADMIN_TOKEN: it begins with lk_"}, []string{"AGENT_ADMIN_TOKEN: it begins with lk_"},
+			[]string{"AGENT_ADMIN_TOKEN: it begins with lk_"},
+			[]string{"AGENT_ADMIN_TOKEN: it begins with lk_"},
 		},
 		"open, token": {
 			map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "[::]:80", "AGENT_ADMIN_TOKEN": token},
@@ -556,7 +559,8 @@ func TestLimitsOfRuns(t *testing.T) {
 	t.Parallel()
 	got := load(t, map[string]string{"AGENT_LIMITS": "flow:external:x=5, surface:webhook=0,surface:eval=2,"}).Admission
 	want := []config.Admission{
-		{Kind: "flow", Name: "external:x", Running: 5}, {Kind: "surface", Name: "webhook", Running: 0},
+		{Kind: "flow", Name: "external:x", Running: 5},
+		{Kind: "surface", Name: "webhook", Running: 0},
 		{Kind: "surface", Name: "eval", Running: 2},
 	}
 	assert.Truef(t, slices.Equal(got, want), "got %v, want %v", got, want)

@@ -34,6 +34,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 const (
@@ -163,7 +164,7 @@ func AvoidMidnight(tb testing.TB) {
 	tb.Helper()
 	if left := 24*time.Hour - time.Since(time.Now().Truncate(24*time.Hour)); left < 3*time.Minute {
 		tb.Logf("waiting %s for the next day", left)
-		time.Sleep(left)
+		sleep.For(tb.Context(), left)
 	}
 }
 
