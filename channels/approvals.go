@@ -47,7 +47,7 @@ func (w *worker) requestApprovals(ctx context.Context) error {
 		select a.id::text from agent_approvals a left join agent_executions x on x.id = a.execution_id
 		 where a.status = 'pending' and a.expires_at > clock_timestamp()
 		   and (@agent = ''
-		     or coalesce((select n.agent from agent_activity n where n.id = a.activity_id), x.agent) = @agent or exists (
+		     or @agent in (x.agent, (select n.agent from agent_activity n where n.id = a.activity_id)) or exists (
 		     select from agent_threads t where t.id = x.thread_id and t.target = @channel and t.channel = @type))
 		   and coalesce((select bool_and(b.message_ref = '' and b.created_at < clock_timestamp() - interval '1 minute')
 		         and count(*) < 2 * @tries from agent_channel_buttons b
