@@ -66,23 +66,6 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 	return postgres.Collect(rows, err, "list executions", pgx.RowToStructByPos[Execution])
 }
 
-// Recent reads the executions of a flow that were created since a time or are claimed now, and those with the ids. The
-// oldest comes first.
-func Recent(ctx context.Context, db postgres.DB, flow string, since time.Time, ids []string) ([]Execution, error) {
-	rows, err := db.Query(ctx, `
-		select `+columns+` from agent_executions
-		 where id in (
-		         select x.id from agent_executions x
-		          where x.flow = @flow and x.claimed_by is null and x.id >= (select lanekeeper.agent_uuid7_floor(@since))
-		         union all
-		         select x.id from agent_executions x where x.flow = @flow and x.claimed_by is not null
-		         union all
-		         select unnest(@ids::uuid[]))
-		 order by agent_executions.id`,
-		postgres.Strict{"flow": flow, "since": timeBound(since), "ids": ids})
-	return postgres.Collect(rows, err, "list recent executions", pgx.RowToStructByPos[Execution])
-}
-
 // timeBound returns a bound on creation times as an SQL parameter; null for the zero time. It is not before the epoch,
 // because ids have no earlier times.
 func timeBound(t time.Time) any {

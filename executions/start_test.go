@@ -370,36 +370,6 @@ func TestListByAgentOrFlowUsesIndex(t *testing.T) {
 	}
 }
 
-// The recent executions of a flow are read without those of other flows.
-func TestRecentUsesIndexes(t *testing.T) {
-	t.Parallel()
-	tx := pgtest.Begin(t, pgtest.DB(t))
-	for _, sql := range []string{
-		`set local session_replication_role = replica`,
-		`insert into agent_executions (trace_id, surface, agent, flow, status)
-		 select 'hb_' || n, 'heartbeat', 'common', 'heartbeat', 'completed' from generate_series(1, 3000) n`,
-		`insert into agent_executions (id, trace_id, surface, agent, flow, status, claimed_by)
-		 select lanekeeper.agent_uuid7(clock_timestamp() - age), n, 'operate', 'a', 'operate', 'running', worker
-		   from (values ('op_old', '1 hour'::interval, null::uuid), ('op_claimed', '1 hour', lanekeeper.agent_uuid7()),
-		                ('op_new', '0', null), ('op_known', '1 hour', null)) v (n, age, worker)`,
-		`analyze agent_executions`,
-	} {
-		pgtest.Exec(t, tx, sql)
-	}
-	known := pgtest.Value[string](t, tx, `select id::text from agent_executions where trace_id = 'op_known'`)
-	for range 7 { // the sixth execution would use a generic plan
-		found, err := executions.Recent(t.Context(), tx, "operate", time.Now().Add(-time.Minute), []string{known})
-		require.NoError(t, err)
-		traces := map[string]bool{}
-		for _, x := range found {
-			traces[x.TraceID] = true
-		}
-		assert.NoDiff(t, map[string]bool{"op_claimed": true, "op_new": true, "op_known": true}, traces)
-	}
-	pgtest.Equal(t, tx, 14, `select pg_stat_get_xact_numscans('agent_executions_of_flow'::regclass)
-		+ pg_stat_get_xact_numscans('agent_executions_held'::regclass)`)
-}
-
 func TestNotFoundErrorNamesRetention(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

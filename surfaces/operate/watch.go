@@ -44,7 +44,7 @@ func (o *Operate) WatchHandler() http.Handler {
 // changes, and the events of their turns. Text arrives at the end of each model call. It begins with the running turn.
 func (o *Operate) Watch(ctx context.Context, emit func(Event)) error {
 	w := &watcher{
-		o: o, emit: emit, openTurns: map[string]bool{}, statuses: map[string]activity.Status{},
+		o: o, emit: emit, openTraces: map[string]bool{}, openTurns: map[string]bool{}, statuses: map[string]activity.Status{},
 		shownApprovals: map[string]bool{},
 	}
 	for ctx.Err() == nil {
@@ -65,6 +65,7 @@ type watcher struct {
 	emit           func(Event)
 	holder         string
 	started        bool
+	openTraces     map[string]bool            // known traces; false once their turn has ended
 	openTurns      map[string]bool            // reported executions; false once they have ended
 	statuses       map[string]activity.Status // reported status of each activity
 	shownApprovals map[string]bool            // reported approvals
@@ -82,22 +83,52 @@ func (w *watcher) poll(ctx context.Context) error {
 	}
 	first := !w.started
 	w.started = true
-	var open []string
-	for id, isOpen := range w.openTurns {
-		if isOpen {
-			open = append(open, id)
-		}
-	}
-	turns, err := executions.Recent(ctx, w.o.Pool, Flow, time.Now().Add(-watchWindow), open)
+	traces, err := w.activeTraces(ctx)
 	if err != nil {
 		return err
 	}
-	for _, x := range turns {
-		if err := w.reportTurn(ctx, x, first); err != nil {
+	for _, id := range traces {
+		turns, err := executions.List(ctx, w.o.Pool, executions.Filter{
+			TraceIDs: []trace.ID{trace.ID(id)},
+			Flow:     Flow, Limit: 1,
+		})
+		if err != nil {
 			return err
+		}
+		if len(turns) == 0 {
+			w.openTraces[id] = false // its activities belong to no turn
+		}
+		for _, x := range turns {
+			if err := w.reportTurn(ctx, x, first); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
+}
+
+// activeTraces lists the traces of running and recent turns, oldest first. It reads only the newest rows of the log.
+func (w *watcher) activeTraces(ctx context.Context) ([]string, error) {
+	rows, _, err := activity.Recent(ctx, w.o.Pool, activity.Filter{
+		Surface: string(trace.Operate), Since: time.Now().Add(-watchWindow), Limit: activity.MaxLimit,
+	})
+	if err != nil {
+		return nil, err
+	}
+	var ids []string
+	for id, open := range w.openTraces {
+		if open {
+			ids = append(ids, id)
+		}
+	}
+	for _, row := range rows {
+		if _, known := w.openTraces[row.TraceID]; !known {
+			w.openTraces[row.TraceID] = true
+			ids = append(ids, row.TraceID)
+		}
+	}
+	slices.Sort(ids) // a trace id begins with its time
+	return ids, nil
 }
 
 // reportTurn reports what is new in a turn. It skips a turn that had ended before the watch.
@@ -107,7 +138,7 @@ func (w *watcher) reportTurn(ctx context.Context, x executions.Execution, first 
 	case known && !open:
 		return nil
 	case !known && first && x.Status.Ended():
-		w.openTurns[x.ID] = false
+		w.openTurns[x.ID], w.openTraces[x.TraceID] = false, false
 		return nil
 	case !known:
 		w.openTurns[x.ID] = true
@@ -117,7 +148,7 @@ func (w *watcher) reportTurn(ctx context.Context, x executions.Execution, first 
 		return err
 	}
 	if x.Status.Ended() {
-		w.openTurns[x.ID] = false
+		w.openTurns[x.ID], w.openTraces[x.TraceID] = false, false
 		w.reportOutcome(ctx, x)
 	}
 	return nil
