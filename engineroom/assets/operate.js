@@ -364,11 +364,11 @@
       return ended("It ended with an error. Trace ", show);
     }
     if (result && result.data.ended !== "waiting_approval" && result.data.ended !== "handed_on") return ended("Done. Trace ", show);
-    if (!turn && (sent || session)) await seek(message, since);
+    if (!turn && (sent || session)) await seek(message, since, sent ? 60000 : 3000);
     if (leaving) return;
     if (!turn) {
       note(sent ? "The connection broke before the first answer. If the turn began, it is among the latest turns." : "The server could not be reached.");
-      if (!sent) box.value = message;
+      if (!sent) box.value = box.value ? message + "\n" + box.value : message;
       return ended("", show);
     }
     tell(result ? "The turn continues …" : "The connection broke. Looking for the turn …");
@@ -376,14 +376,14 @@
   };
   // seek looks for a turn of which the page has not heard that it began. Without an answer to the request, only a turn
   // of the session is certainly the page's own.
-  const seek = async (message, since) => {
+  const seek = async (message, since, slack) => {
     tell("The connection broke. Looking for the turn …");
     for (let tries = 0; tries < 5 && !leaving; tries++) {
       try {
         const response = await api("GET", "/v1/executions?flow=operate&limit=20");
         if (response.ok) {
           const x = (await response.json()).items.find((x) => !turns.has(x.id) && x.input && x.input.message === message &&
-            (!session || x.thread_id === session) && Date.parse(x.created_at) > since - 60000);
+            (!session || x.thread_id === session) && Date.parse(x.created_at) > since - slack);
           if (x) return begun({ execution_id: x.id, trace_id: x.trace_id, session_id: x.thread_id }, message);
           if (tries > 1) return;
         }
@@ -645,6 +645,7 @@
   // A turn that was under way when the page was loaded.
   if (log.dataset.execution) {
     turn = { id: log.dataset.execution, trace: log.dataset.trace };
+    turns.add(turn.id);
     follow(view(), false);
   }
 })();
