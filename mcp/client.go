@@ -144,7 +144,11 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 	class := skills.ClassNoAnswer
 	if refused, ok := errors.AsType[*skills.CallError](err); ok {
 		class = refused.Class
+	} else if errors.Is(err, sdk.ErrSessionMissing) {
+		class = skills.ClassUnavailable
 	} else if dial, ok := errors.AsType[*net.OpError](err); ok && dial.Op == "dial" {
+		class = skills.ClassUnavailable
+	} else if _, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
 		class = skills.ClassUnavailable
 	}
 	return &skills.CallError{Class: class, Message: message}

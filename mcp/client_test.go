@@ -184,8 +184,8 @@ func TestStatusOfAGateway(t *testing.T) {
 	t.Cleanup(gateway.Close)
 	f.put(httpServer(gateway.URL))
 	for code, want := range map[int64]string{
-		429: skills.ClassUnavailable, 500: skills.ClassNoAnswer, 502: skills.ClassNoAnswer, 503: skills.ClassUnavailable,
-		504: skills.ClassNoAnswer,
+		401: skills.ClassUnavailable, 403: skills.ClassUnavailable, 429: skills.ClassUnavailable,
+		500: skills.ClassNoAnswer, 502: skills.ClassNoAnswer, 503: skills.ClassUnavailable, 504: skills.ClassNoAnswer,
 	} {
 		status.Store(0)
 		f.sync()

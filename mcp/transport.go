@@ -92,6 +92,11 @@ func httpTransport(conn *connection, headers map[string]string, allow []string, 
 	}, nil
 }
 
+// unprocessed are the statuses of a server that did not process the request.
+var unprocessed = []int{
+	http.StatusUnauthorized, http.StatusForbidden, http.StatusTooManyRequests, http.StatusServiceUnavailable,
+}
+
 // boundedTransport adds the declared headers to each request and bounds each response. It makes an error of a status
 // that says the server did not process the request.
 type boundedTransport struct {
@@ -116,7 +121,7 @@ func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, err
 		cancel()
 		return nil, err
 	}
-	if response.StatusCode == http.StatusTooManyRequests || response.StatusCode == http.StatusServiceUnavailable {
+	if request.Method == http.MethodPost && slices.Contains(unprocessed, response.StatusCode) {
 		cancel()
 		return nil, errors.Join(&skills.CallError{Class: skills.ClassUnavailable, Message: response.Status},
 			response.Body.Close())
