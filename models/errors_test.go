@@ -169,6 +169,24 @@ func TestStreamThatStaysOpenEndsAfterItsFinish(t *testing.T) {
 	assert.Truef(t, resp.Attempts == 1 && resp.Unknown, "it may be billed: %+v", resp)
 }
 
+// Some servers send the finish reason before the end of the answer.
+func TestAnswerAfterFinishReasonIsNotCut(t *testing.T) {
+	t.Parallel()
+	server := modeltest.New(t, modeltest.Custom(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		text := hello + finish
+		for range 6 {
+			_, _ = io.WriteString(w, text)
+			_ = http.NewResponseController(w).Flush()
+			time.Sleep(time.Second)
+			text = hello
+		}
+		_, _ = io.WriteString(w, "data: [DONE]\n\n")
+	}))
+	resp := complete(t, client(t, server, func(c *models.Config) { c.IdleTimeout = 4 * time.Second }), ask("hi"))
+	assert.Equal(t, strings.Repeat("hello", 6), resp.Message.Content)
+}
+
 func TestSlowStreamIsNotIdle(t *testing.T) {
 	t.Parallel()
 	slow := modeltest.Text(strings.Repeat("a slow word ", 90)).Slowly(50 * time.Millisecond)

@@ -55,9 +55,10 @@ func (l *roundTrip) close() {
 // usageTimeout bounds the wait for the usage after a complete answer. Some servers neither send it nor end the stream.
 const usageTimeout = 5 * time.Second
 
-// awaitUsage bounds the rest of a stream whose answer is complete.
-func (l *roundTrip) awaitUsage() {
-	if !l.complete {
+// awaitUsage bounds the rest of a stream whose answer is complete. Some servers send the finish reason early: more of
+// the answer begins the wait anew.
+func (l *roundTrip) awaitUsage(grew bool) {
+	if grew || !l.complete {
 		l.complete = true
 		l.idle.Reset(min(l.config.IdleTimeout, usageTimeout))
 	}

@@ -141,7 +141,7 @@ func (r *run) exchangeStream(ctx context.Context, trip *roundTrip, api API, part
 		return err
 	}
 	defer stream.Close()
-	for {
+	for size := 0; ; size = parts.size() {
 		chunk, err := stream.RecvRaw()
 		ended := errors.Is(err, io.EOF)
 		if err != nil {
@@ -158,7 +158,7 @@ func (r *run) exchangeStream(ctx context.Context, trip *roundTrip, api API, part
 		case complete && api == APIResponses: // nothing follows, and some servers keep the connection open
 			return nil
 		case complete:
-			trip.awaitUsage()
+			trip.awaitUsage(parts.size() > size)
 		case parts.overLimit(r.req.MaxTokens):
 			r.client.config.Logger.WarnContext(
 				ctx,
