@@ -1472,7 +1472,8 @@ begin
        and x.id = k.execution_id and x.status = 'cancelled' and x.claim = k.claim + 1
     returning k.id),
   used as (
-    select k.id from agent_workers k join agent_executions x on x.id = k.execution_id and x.claimed_by = k.id
+    select k.id from agent_workers k join agent_executions x on x.id = k.execution_id
+       and (x.claimed_by = k.id or x.status = 'cancelled' and x.claim = k.claim + 1)
      where k.lock_id = any (p_lock_ids) and (p_id is null or k.execution_id = p_id) and k.expires_at > clock_timestamp()
        and k.id <> all (locked))
   select a.id, k.execution_id, x.trace_id, coalesce(b.id, t.id, u.id) is not null,
