@@ -63,7 +63,7 @@ func TestPagesShowInvalidRows(t *testing.T) {
 	const unknown = "01a20055-1dbc-7d0e-8014-41a4f664fe0b"
 	insert(t, pool, `
 		insert into agent_threads (id, channel, next_seq, created_at, updated_at)
-		values ('odd', repeat('é<b>', 100000), 9, 'infinity', '-infinity') returning id`)
+		values ('odd', repeat('é<b>', 30000), 9, 'infinity', '-infinity') returning id`)
 	insert(t, pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, channel, status, execution_id, trace_id, created_at,
 		  sent_at)
