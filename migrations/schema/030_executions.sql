@@ -1380,7 +1380,7 @@ comment on function start_agent_execution is
 
 create or replace function lock_agent_execution(p_id uuid, p_owner text, p_ttl_seconds int default 30)
 returns table (lock_id text, expires_at timestamptz, claim bigint, status text, holder text, refused text)
-language plpgsql volatile security definer set search_path from current set lock_timeout = '1s' as $$
+language plpgsql volatile security definer set search_path from current as $$
 #variable_conflict use_column
 declare
   e agent_executions;
@@ -1445,7 +1445,7 @@ end $$;
 comment on function lock_agent_execution is
   'Lock an execution for a worker outside. No row: unknown id. refused gives the reason for a missing lock_id: held '
   '(by holder, until expires_at), waiting, ended, or inside (not a run for workers outside). The same live owner gets '
-  'the same lock again, renewed. LK003: the agent is paused. 55P03: another transaction has the run locked; try again.';
+  'the same lock again, renewed. LK003: the agent is paused.';
 
 create or replace function beat_agent_locks(p_lock_ids text[], p_id uuid default null)
 returns table (lock_id text, execution_id uuid, trace_id text, live boolean, expires_at timestamptz, status text,
