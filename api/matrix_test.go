@@ -9,8 +9,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
@@ -194,4 +196,31 @@ func TestOperateCancelsOwnTurnsOnly(t *testing.T) {
 		assert.Truef(t, w.Code == c.code, "%s: %d %s, want %d", c.path, w.Code, w.Body, c.code)
 		assert.Truef(t, c.code != 403 || strings.Contains(w.Body.String(), `"scope":"runs:write"`), "%s", w.Body)
 	}
+}
+
+// The rights of a worker are checked at each of its requests, so the check reads few executions.
+func TestRightsOfWorkerUseIndexes(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	recorded, recorder := pgtest.Recorded(t, pool)
+	a := newAgentWith(t, api.Options{Pool: recorded, Engine: engine(t, recorded)})
+	_, worker := a.key(principals.Service, principals.None, 0, "work:external:sum*")
+	for _, sql := range []string{
+		`insert into agent_executions (trace_id, surface, flow) select 'fl_' || n, 'flow', 'f' from generate_series(1, 3000) n`,
+		`analyze agent_executions`,
+	} {
+		pgtest.Exec(t, pool, sql)
+	}
+	a.raw("PUT", "/v1/locks", `{"lock_ids":["x"]}`, bearer(worker))
+	checked := 0
+	for _, q := range recorder.Queries() {
+		if !strings.Contains(q.SQL, "select distinct x.flow") {
+			continue
+		}
+		checked++
+		plan, err := postgres.Values[string](t.Context(), pool, "explain", "explain "+q.SQL, q.Args...)
+		require.NoError(t, err)
+		assert.Truef(t, !strings.Contains(strings.Join(plan, "\n"), "Seq Scan on agent_executions"), "the plan is %s", plan)
+	}
+	assert.Equal(t, 1, checked, "checks of rights")
 }

@@ -2,7 +2,6 @@ package engineroom
 
 import (
 	"cmp"
-	"context"
 	"math"
 	"net/http"
 	"net/http/httptest"
@@ -10,7 +9,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -22,23 +20,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
-
-// queryRecorder records every query of its connections.
-type queryRecorder struct {
-	mu      sync.Mutex
-	queries []pgx.TraceQueryStartData
-}
-
-func (a *queryRecorder) TraceQueryStart(ctx context.Context, _ *pgx.Conn,
-	data pgx.TraceQueryStartData,
-) context.Context {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.queries = append(a.queries, data)
-	return ctx
-}
-
-func (*queryRecorder) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
 // analyze updates the planner's statistics of tables.
 func analyze(t *testing.T, pool *pgxpool.Pool, tables ...string) {
@@ -61,12 +42,8 @@ var (
 func checkPlans(t *testing.T, pool *pgxpool.Pool, path string, tables []string, limit int) {
 	t.Helper()
 	scanned := regexp.MustCompile(`Seq Scan on (` + strings.Join(tables, "|") + `)\b`)
-	config, recorder := pool.Config(), &queryRecorder{}
-	config.ConnConfig.Tracer = recorder
-	tracingPool, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	defer tracingPool.Close()
-	room, err := New(Options{Pool: tracingPool})
+	recorded, recorder := pgtest.Recorded(t, pool)
+	room, err := New(Options{Pool: recorded})
 	require.NoError(t, err)
 	mux := muxOf(room)
 	w := httptest.NewRecorder()
@@ -74,7 +51,7 @@ func checkPlans(t *testing.T, pool *pgxpool.Pool, path string, tables []string, 
 	require.Truef(t, w.Code == http.StatusOK && !strings.Contains(w.Body.String(), "This could not be read"),
 		"%s: status %d\n%s", path, w.Code, w.Body)
 	checked := 0
-	for _, q := range recorder.queries {
+	for _, q := range recorder.Queries() {
 		if !regexp.MustCompile(`^\s*(select|with)\s`).MatchString(q.SQL) {
 			continue
 		}
