@@ -3,8 +3,6 @@ package executions_test
 import (
 	"context"
 	"errors"
-	"net"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -242,25 +240,6 @@ func TestReleaseSurvivesBrokenConnection(t *testing.T) {
 	}
 }
 
-// commitLink proxies one connection. With lose set, it drops the connection before the response to a commit.
-type commitLink struct {
-	client, server net.Conn
-	dropNext       *atomic.Bool
-	muted          atomic.Bool
-}
-
-func (l *commitLink) Upstream() {
-	pgproxy.Forward(l.client, l.server, func(r pgproxy.Request) bool {
-		if r.Simple && strings.HasPrefix(r.Bound[0], "commit") && l.dropNext.CompareAndSwap(true, false) {
-			l.muted.Store(true)
-		}
-		_, err := l.server.Write(r.Raw)
-		return err == nil
-	})
-}
-
-func (l *commitLink) Downstream() { pgproxy.Answers(l.server, l.client, l.muted.Load) }
-
 func newPool(t *testing.T, url string) *pgxpool.Pool {
 	t.Helper()
 	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 8})
@@ -295,9 +274,7 @@ func TestEndTxSurvivesLostCommitResponse(t *testing.T) {
 	pool := newPool(t, url)
 	pgtest.Exec(t, pool, `create table effects (n int)`)
 	var lose atomic.Bool
-	through := pgproxy.Listen(t, url, func(client, server net.Conn) pgproxy.Link {
-		return &commitLink{client: client, server: server, dropNext: &lose}
-	})
+	through := pgproxy.LoseCommit(t, url, &lose)
 	calls := 0
 	p := startEngine(t, newPool(t, through.URL("engine")), flowMap(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.EndTx(ctx, "end", func(ctx context.Context, tx pgx.Tx) (int, error) {

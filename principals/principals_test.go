@@ -3,7 +3,6 @@ package principals_test
 import (
 	"context"
 	"fmt"
-	"net"
 	"slices"
 	"strings"
 	"sync"
@@ -209,25 +208,6 @@ func TestALinkLogsInOnce(t *testing.T) {
 	assert.ErrorIs(t, err, principals.ErrInvalid, "a link of root")
 }
 
-// lossyLink loses the answer to the first commit of a proxy.
-type lossyLink struct {
-	client, server net.Conn
-	commits        *atomic.Int64
-	lost           atomic.Bool
-}
-
-func (l *lossyLink) Upstream() {
-	pgproxy.Forward(l.client, l.server, func(r pgproxy.Request) bool {
-		if r.Simple && r.Bound[0] == "commit" && l.commits.Add(1) == 1 {
-			l.lost.Store(true)
-		}
-		_, err := l.server.Write(r.Raw)
-		return err == nil
-	})
-}
-
-func (l *lossyLink) Downstream() { pgproxy.Answers(l.server, l.client, l.lost.Load) }
-
 func TestLoginByLinkSurvivesLostCommit(t *testing.T) {
 	t.Parallel()
 	address := pgtest.URL(t)
@@ -235,14 +215,13 @@ func TestLoginByLinkSurvivesLostCommit(t *testing.T) {
 	create(t, db, "anna", principals.User, principals.Viewer)
 	link, _, err := principals.CreateLink(t.Context(), db, "anna", "she asked")
 	require.NoError(t, err)
-	var commits atomic.Int64
-	proxy := pgproxy.Listen(t, address, func(client, server net.Conn) pgproxy.Link {
-		return &lossyLink{client: client, server: server, commits: &commits}
-	})
+	var lose atomic.Bool
+	lose.Store(true)
+	proxy := pgproxy.LoseCommit(t, address, &lose)
 	lossy := pgtest.Pool(t, proxy.URL(""), postgres.Options{})
 	cookie, err := principals.LogIn(t.Context(), lossy, principals.SessionParams{Link: link, Method: principals.WithLink})
 	require.NoError(t, err)
-	assert.Equal(t, 2, commits.Load())
+	assert.True(t, !lose.Load(), "no commit lost its response")
 	_, err = principals.AuthenticateSession(t.Context(), db, cookie, nil)
 	assert.NoError(t, err)
 	assert.Equal(t, 1, pgtest.Value[int](t, db, `select count(*)::int from agent_sessions`))
