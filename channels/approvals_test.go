@@ -224,6 +224,14 @@ func TestRequestsOfTheActingAgentAreShown(t *testing.T) {
 	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', 'approval requested')`)
 	assert.Contains(t, s.shown(1).Text, "of billing")
 	assert.Equal(t, 1, len(s.bot.Sent(900)))
+	// The agent of the execution sees both.
+	_, err := channels.Put(t.Context(), s.pool, channels.Definition{
+		Name: "support", Type: channels.Telegram, Agent: "shop", ReportTo: "901",
+		Secrets:  map[string]string{"token": "${TOKEN}", "webhook": "${WEBHOOK}"},
+		Settings: map[string]string{"base_url": s.bot.URL()},
+	})
+	require.NoError(t, err)
+	pgtest.Eventually(t, func() bool { return len(s.bot.Sent(901)) == 2 }, "both requests are shown to shop")
 }
 
 // A request whose message was not confirmed is shown again. The buttons of both messages work.
