@@ -49,8 +49,8 @@ func TestDevStartsItsOwnServer(t *testing.T) {
 	p.mustFail(exitUsage, "or remove "+second.find(t, `data in +(\S+)`)+" to start over", "dev")
 }
 
-// An invalid .env stops dev before it creates anything. So does one that would send the user's key elsewhere, or open a
-// port. Other commands find no database in a folder without a finished data directory.
+// An invalid .env stops dev before it creates anything. A .env that sends the user's key elsewhere, or opens a port,
+// stops it, too. Other commands find no database in a folder without a finished data directory.
 func TestDevReadsDotEnv(t *testing.T) {
 	t.Chdir(t.TempDir())
 	for text, says := range map[string]string{"AGENT_LANES=maybe\n": `AGENT_LANES: "maybe"`, "no assignment\n": ".env"} {

@@ -374,8 +374,8 @@
     tell(result ? "The turn continues …" : "The connection broke. Looking for the turn …");
     return follow(show, true);
   };
-  // seek looks for a turn of which the page has not heard that it began. Without an answer to the request, only a turn
-  // of the session is certainly the page's own.
+  // seek looks for the turn of a request whose answer was lost. If nothing of the answer came, seek needs a session,
+  // because another admin may have sent the same message.
   const seek = async (message, since, slack) => {
     tell("The connection broke. Looking for the turn …");
     for (let tries = 0; tries < 5 && !leaving; tries++) {
