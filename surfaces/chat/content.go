@@ -64,11 +64,13 @@ func decodeContent(raw json.RawMessage) (c messageContent, err error) {
 			}
 			c.images = append(c.images, image)
 		default:
-			c.problem = cmp.Or(c.problem, "Only text, images and files are supported, not audio.")
+			c.problem = cmp.Or(c.problem,
+				fmt.Sprintf("Only text, images and files are supported, not a part of type %.40q.", p.Type))
 		}
 	}
 	if len(c.images) > threads.MaxImages {
 		c.problem = cmp.Or(c.problem, fmt.Sprintf("A message has at most %d images.", threads.MaxImages))
+		c.images = c.images[:threads.MaxImages] // the history of a new thread takes a message despite its problem
 	}
 	c.words = strings.Join(texts, "\n")
 	return c, nil

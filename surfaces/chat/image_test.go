@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+	"github.com/lanekeeper/lanekeeper/threads"
 )
 
 // pixel returns a PNG as a data: URL. Each mark makes a different one.
@@ -161,4 +162,23 @@ func TestResumedTurnKeepsItsImages(t *testing.T) {
 	for i, r := range w.model.Requests() {
 		assert.Truef(t, strings.Contains(r.Body, pixel("one")), "request %d misses the image: %s", i, r.Body)
 	}
+}
+
+// A message of the history is stored with as many images as a new one may have.
+func TestImagesOfHistoryAreBounded(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(int, gopenai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("ok") })
+	many := strings.Repeat(`{"type":"image_url","image_url":{"url":"https://example.com/a.png"}},`, threads.MaxImages+1)
+	_, body := w.process(t).post(t, `{"model":"agent","messages":[{"role":"user","content":[`+many+
+		`{"type":"text","text":"a"}]},{"role":"assistant","content":"b"},{"role":"user","content":"c"}]}`, inThread("s")...)
+	require.True(t, strings.Contains(body, "ok"), body)
+	assert.Equal(t, threads.MaxImages, pgtest.Value[int](t, w.pool, `select count(*) from agent_message_images`))
+}
+
+func TestUnsupportedPartIsNamed(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	_, body := w.process(t).post(t, `{"model":"agent","messages":[{"role":"user","content":[{"type":"input_audio"}]}]}`)
+	assert.Contains(t, body, "not a part of type", "input_audio")
 }
