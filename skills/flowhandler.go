@@ -155,7 +155,7 @@ func flowAnswer(x executions.Execution) FlowAnswer {
 			got.Result = x.Result
 		}
 		if x.ErrorMessage != nil {
-			got.Error = *x.ErrorMessage
+			got.Error = textcut.Text(*x.ErrorMessage, maxFlowResult)
 		}
 	}
 	return got

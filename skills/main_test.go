@@ -90,8 +90,11 @@ func TestFlowSkill(t *testing.T) {
 		if err := json.Unmarshal(raw, &in); err != nil {
 			return executions.Result{}, err
 		}
-		if in.Name == "nobody" {
+		switch in.Name {
+		case "nobody":
 			return executions.Result{}, errors.New("there is nobody")
+		case "too much":
+			return executions.Result{}, errors.New(strings.Repeat("too much ", 40_000))
 		}
 		return executions.Result{Summary: "hello " + in.Name, Value: len(in.Name)},
 			executions.SetVariables(ctx, map[string]string{"greeted": in.Name})
@@ -123,10 +126,14 @@ func TestFlowSkill(t *testing.T) {
 		string(got.Variables) == `{"greeted":"Eva"}` && string(got.Result) == "3", "answer %+v", got)
 	assert.Equal(t, got.ExecutionID, call(greet, `{"name": "Eva"}`, "k1").ExecutionID)
 	got = call(greet, `{"name": "`+strings.Repeat("x", 300<<10)+`"}`, "")
-	assert.Truef(t, got.Status == executions.Completed && got.Variables == nil, "large variables: %.100s", got.Variables)
+	assert.Truef(t, got.Status == executions.Completed && got.Variables == nil && strings.HasPrefix(got.Summary, "hello x") &&
+		len(got.Summary) < 100<<10, "large variables: %.100s, a summary of %d bytes", got.Variables, len(got.Summary))
 	if got := call(greet, `{"name": "nobody"}`, ""); got.Status != executions.Failed || got.Error != "there is nobody" {
 		t.Errorf("the answer about a failed execution is %+v", got)
 	}
+	got = call(greet, `{"name": "too much"}`, "")
+	assert.Truef(t, got.Status == executions.Failed && got.ExecutionID != "" && strings.HasPrefix(got.Error, "too much"),
+		"a long error: %.200s", got.Error)
 	if got := call(start, `{}`, ""); got.Status != executions.Pending && got.Status != executions.Running ||
 		got.ExecutionID == "" {
 		t.Errorf("without wait: %+v", got)
