@@ -126,8 +126,9 @@ func TestFlowSkill(t *testing.T) {
 		string(got.Variables) == `{"greeted":"Eva"}` && string(got.Result) == "3", "answer %+v", got)
 	assert.Equal(t, got.ExecutionID, call(greet, `{"name": "Eva"}`, "k1").ExecutionID)
 	got = call(greet, `{"name": "`+strings.Repeat("x", 300<<10)+`"}`, "")
-	assert.Truef(t, got.Status == executions.Completed && got.Variables == nil && strings.HasPrefix(got.Summary, "hello x") &&
-		len(got.Summary) < 100<<10, "large variables: %.100s, a summary of %d bytes", got.Variables, len(got.Summary))
+	assert.Truef(t, got.Status == executions.Completed && got.Variables == nil &&
+		strings.HasPrefix(got.Summary, "hello x") && len(got.Summary) < 100<<10,
+		"large variables: %.100s, a summary of %d bytes", got.Variables, len(got.Summary))
 	if got := call(greet, `{"name": "nobody"}`, ""); got.Status != executions.Failed || got.Error != "there is nobody" {
 		t.Errorf("the answer about a failed execution is %+v", got)
 	}
