@@ -24,7 +24,7 @@ type Filter struct {
 	Limit                        int        // default 50, at most 1000
 }
 
-// listed are the conditions and the order of List, except the flow.
+// listed are the conditions and the order of List.
 const listed = `
 	     (@value = '' or id = any (array(
 	         select l.execution_id from agent_execution_labels l
@@ -34,6 +34,7 @@ const listed = `
 	 and (@status = '' or status = @status)
 	 and (@statuses::text[] is null or status = any (@statuses))
 	 and (@surface = '' or surface = @surface)
+	 and (@flow = '' or flow = @flow)
 	 and (@agent = '' or agent = @agent)
 	 and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
 	 and (@before = '' or id < nullif(@before, '')::uuid)
@@ -41,7 +42,7 @@ const listed = `
 	 and (@until::timestamptz is null or id < lanekeeper.agent_uuid7_floor(@until))
 	 order by id desc limit @limit`
 
-// List reads executions, newest first. Claimed executions are not in the flow's index, so they are read separately.
+// List reads executions, newest first. The branches of a flow or a surface have the conditions of their indexes.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 	if f.Limit <= 0 {
 		f.Limit = 50
@@ -50,11 +51,18 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_executions
 		 where id = any (array(
-		         (select id from agent_executions where @flow = '' and `+listed+`)
+		         (select id from agent_executions where @flow = '' and @surface = '' and `+listed+`)
 		         union all
-		         (select id from agent_executions where flow = nullif(@flow, '') and claimed_by is null and `+listed+`)
+		         (select id from agent_executions where @flow <> '' and claimed_by is null and `+listed+`)
 		         union all
-		         (select id from agent_executions where flow = nullif(@flow, '') and claimed_by is not null and `+listed+`)))
+		         (select id from agent_executions
+		           where @flow = '' and @surface <> '' and claimed_by is null and parent_id is null and `+listed+`)
+		         union all
+		         (select id from agent_executions
+		           where @flow = '' and @surface <> '' and claimed_by is null and parent_id is not null and `+listed+`)
+		         union all
+		         (select id from agent_executions
+		           where (@flow <> '' or @surface <> '') and claimed_by is not null and `+listed+`)))
 		 order by agent_executions.id desc limit @limit`, // an unqualified id would be the text column of the result
 		pgx.QueryExecModeCacheDescribe, // a custom plan: a generic plan would scan the table
 		postgres.Strict{

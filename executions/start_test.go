@@ -345,28 +345,33 @@ func TestStartBatchIDsAreOrdered(t *testing.T) {
 	}
 }
 
-// A list reads a few executions of one agent or flow among many without reading others.
-func TestListByAgentOrFlowUsesIndex(t *testing.T) {
+// A list reads a few executions of one agent, flow or surface among many without reading others.
+func TestListOfRareExecutionsUsesIndex(t *testing.T) {
 	t.Parallel()
 	tx := pgtest.Begin(t, pgtest.DB(t))
 	for _, sql := range []string{
 		`set local session_replication_role = replica`,
-		`insert into agent_executions (trace_id, surface, agent, flow, status)
-		 select 'hb_' || n, 'heartbeat', case n when 7 then 'rare' else 'common' end,
-		        case n when 8 then 'rare' else 'common' end, 'completed'
+		`insert into agent_executions (trace_id, surface, agent, flow, status, parent_id)
+		 select 'hb_' || n, case n when 9 then 'webhook' when 10 then 'chat' else 'heartbeat' end,
+		        case n when 7 then 'rare' else 'common' end, case n when 8 then 'rare' else 'common' end, 'completed',
+		        case when n = 10 or n > 1500 then lanekeeper.agent_uuid7() end
 		from generate_series(1, 3000) n`,
 		`analyze agent_executions`,
 	} {
 		pgtest.Exec(t, tx, sql)
 	}
 	for range 7 { // the sixth execution would use a generic plan
-		for _, f := range []executions.Filter{{Agent: "rare"}, {Flow: "rare"}} {
+		for _, f := range []executions.Filter{{Agent: "rare"}, {Flow: "rare"}, {Surface: "webhook"}, {Surface: "chat"}} {
 			found, err := executions.List(t.Context(), tx, f)
 			require.Truef(t, err == nil && len(found) == 1, "found %d, %v", len(found), err)
 		}
 	}
-	for _, index := range []string{"agent_executions_of_agent", "agent_executions_of_flow"} {
-		assert.Equal(t, 7, pgtest.Value[int](t, tx, `select pg_stat_get_xact_numscans($1::text::regclass)`, index), index)
+	for index, scans := range map[string]int{
+		"agent_executions_of_agent": 7, "agent_executions_of_flow": 7,
+		"agent_executions_of_surface": 14, "agent_executions_children_of_surface": 14,
+	} {
+		assert.Equal(t, scans, pgtest.Value[int](t, tx, `select pg_stat_get_xact_numscans($1::text::regclass)`, index),
+			index)
 	}
 }
 
