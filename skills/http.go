@@ -72,7 +72,11 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 		body = toUTF8(contentType, body)
 	}
 	if response.StatusCode >= 300 {
-		return nil, newCallError(ClassHTTPStatus, "%s answered %s: %s", requestTarget(request), response.Status,
+		class := ClassHTTPStatus
+		if response.StatusCode == http.StatusBadGateway || response.StatusCode == http.StatusGatewayTimeout {
+			class = ClassNoAnswer // a gateway answered; the service behind it may have acted
+		}
+		return nil, newCallError(class, "%s answered %s: %s", requestTarget(request), response.Status,
 			excerpt(redactText(string(body))))
 	}
 	if len(body) > maxResultBytes {

@@ -388,6 +388,9 @@ func TestAPostWithoutUsableAnswerMayHaveActed(t *testing.T) {
 		case "/short":
 			w.Header().Set("Content-Length", "9")
 			_, _ = w.Write([]byte{1})
+		case "/502", "/503", "/504":
+			code, _ := strconv.Atoi(r.URL.Path[1:])
+			w.WriteHeader(code)
 		default:
 			panic(http.ErrAbortHandler)
 		}
@@ -395,7 +398,7 @@ func TestAPostWithoutUsableAnswerMayHaveActed(t *testing.T) {
 	r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.1"}})
 	for url, want := range map[string]bool{
 		server.URL: true, server.URL + "/large": true, server.URL + "/image": true, server.URL + "/short": true,
-		"http://127.0.0.1:1": false,
+		server.URL + "/502": true, server.URL + "/504": true, server.URL + "/503": false, "http://127.0.0.1:1": false,
 	} {
 		for method, acts := range map[string]bool{"POST": want, "GET": false} {
 			s := row(t, skills.Definition{Name: "h", Handler: "http:" + method + " " + url})
