@@ -23,7 +23,8 @@ const (
 	Backlog = time.Hour
 	// passInterval is the pause between export passes.
 	passInterval = time.Second
-	// senderLease is the lease of the right to send. A sender that does not renew it loses the right after this time.
+	// senderLease is the lease of the right to send, beside the time that one request may take. A sender that does not
+	// renew it loses the right after this time. No pass takes longer.
 	senderLease = 10 * time.Second
 	// longestTransaction bounds the wait of a pass for a running transaction.
 	longestTransaction = 30 * time.Second
@@ -48,6 +49,7 @@ type Exporter struct {
 	senderID string
 	content  bool
 	rowLimit int
+	lease    time.Duration
 
 	mark       *mark     // the end of the next pass; nil before it is chosen
 	failures   int       // consecutive failed passes
@@ -70,7 +72,7 @@ func NewExporter(pool *pgxpool.Pool, s Settings, version string, m *Metrics, log
 	}
 	e := &Exporter{
 		pool: pool, log: log, metrics: m, sender: newSender(s, version), senderID: ulid.Make().String(), content: s.Content,
-		rowLimit: maxRows,
+		rowLimit: maxRows, lease: senderLease + s.Timeout,
 	}
 	if s.Content {
 		e.rowLimit = maxRowsWithContent
@@ -196,7 +198,7 @@ var positionSQL string
 // acquireLease acquires or renews the right to send; it returns nil if another process has it.
 func (e *Exporter) acquireLease(ctx context.Context) (*position, error) {
 	rows, err := e.pool.Query(ctx, positionSQL,
-		postgres.Strict{"me": e.senderID, "seconds": senderLease.Seconds(), "backlog": Backlog.Seconds()})
+		postgres.Strict{"me": e.senderID, "seconds": e.lease.Seconds(), "backlog": Backlog.Seconds()})
 	pos, err := postgres.CollectOne(rows, err, pgx.ErrNoRows, "take the right to send traces",
 		pgx.RowToAddrOfStructByName[position])
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -207,6 +209,8 @@ func (e *Exporter) acquireLease(ctx context.Context) (*position, error) {
 
 // pass sends the spans that ended since the last pass. more reports that further spans are ready.
 func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
+	ctx, cancel := context.WithTimeout(ctx, e.lease)
+	defer cancel()
 	pos, err := e.acquireLease(ctx)
 	if err != nil || pos == nil {
 		e.mark = nil
@@ -238,7 +242,7 @@ func (e *Exporter) pass(ctx context.Context) (more bool, err error) {
 		e.metrics.exported("sampled_out", len(spans)-sent)
 	}
 	idle := len(batch.ended)+len(batch.runs) == 0 && slices.Equal(batch.pending, pos.Pending)
-	if !idle || e.final || time.Since(e.advancedAt) > senderLease/2 {
+	if !idle || e.final || time.Since(e.advancedAt) > e.lease/2 {
 		if err := e.advance(ctx, pos, batch); err != nil {
 			return false, err
 		}

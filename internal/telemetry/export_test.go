@@ -293,6 +293,15 @@ func TestOneExporterSends(t *testing.T) {
 	assert.Truef(t, cmp.Equal(got, []string{"execute_tool one", "execute_tool two"}), "sent %q", got)
 }
 
+// TestSenderKeepsItsRightDuringARequest: another process would send the spans again, and both would lose it in turn.
+func TestSenderKeepsItsRightDuringARequest(t *testing.T) {
+	t.Parallel()
+	s := newExportTest(t)
+	s.export("OTEL_EXPORTER_OTLP_TIMEOUT=600000")
+	pgtest.Until(t, s.db, true,
+		`select sender_until > clock_timestamp() + interval '10 minutes' from agent_span_export`)
+}
+
 // TestLastPassSendsEndedSpans, also within the millisecond of the exporter's stop.
 func TestLastPassSendsEndedSpans(t *testing.T) {
 	t.Parallel()
