@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -22,10 +23,9 @@ const CheckEvery = 10 * time.Second
 func (m Monitor) Watch(ctx context.Context, db postgres.Beginner, log *slog.Logger) error {
 	tick := time.NewTicker(CheckEvery)
 	defer tick.Stop()
+	var failures logging.Failures
 	for {
-		if err := m.Check(ctx, db, CheckEvery); err != nil && ctx.Err() == nil {
-			log.WarnContext(ctx, "verdict not checked; the next pass retries", "error", err)
-		}
+		failures.Log(ctx, log, "verdict not checked; the next pass retries", m.Check(ctx, db, CheckEvery))
 		select {
 		case <-ctx.Done():
 			return nil

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -53,6 +54,7 @@ type State struct {
 	mu        sync.Mutex // held during a query, so concurrent scrapes share one result
 	queriedAt time.Time
 	last      *state // nil if the database did not answer
+	failures  logging.Failures
 }
 
 // NewState returns a collector. It runs no query before the first scrape.
@@ -115,9 +117,7 @@ func (s *State) read() *state {
 	if err == nil {
 		s.last, err = pgx.CollectExactlyOneRow(rows, pgx.RowToAddrOfStructByName[state])
 	}
-	if err != nil {
-		s.log.WarnContext(ctx, "gauges of the database not gathered", "error", err)
-	}
+	s.failures.Log(context.Background(), s.log, "gauges of the database not gathered", err)
 	s.queriedAt = time.Now()
 	return s.last
 }
