@@ -18,22 +18,12 @@ type keyedRequest struct {
 	attempt     [16]byte // stored in the row by the claiming attempt
 }
 
-// claim claims the key, or returns the first request's state. It also prunes up to 20 expired keys. A repeated call
-// after a broken connection finds its own claim.
+// claim claims the key, or returns the first request's state. A repeated call after a broken connection finds its own
+// claim.
 func (id *keyedRequest) claim(ctx context.Context, db postgres.DB) (*storedResponse, error) {
 	for {
 		var claimed bool
 		err := db.QueryRow(ctx, `
-			with pruned as (
-			  delete from agent_idempotency
-			   where (scope, key) in (
-			           select o.scope, o.key
-			             from agent_idempotency o
-			            where o.expires_at <= statement_timestamp()
-			              and (o.scope, o.key) <> (@scope, @key)
-			            order by o.expires_at
-			            limit 20
-			              for update skip locked))
 			insert into agent_idempotency as i (scope, key, fingerprint, attempt, lease_until, expires_at)
 			select @scope, @key, @fingerprint, @attempt,
 			       clock_timestamp() + make_interval(secs => @lease),
@@ -68,6 +58,18 @@ func (id *keyedRequest) claim(ctx context.Context, db postgres.DB) (*storedRespo
 			return prior, err
 		}
 	}
+}
+
+// DeleteExpiredKeys deletes the idempotency keys past their time, with the stored responses. Housekeeping calls it.
+func DeleteExpiredKeys(ctx context.Context, db postgres.DB) error {
+	_, err := db.Exec(ctx, `
+		delete from agent_idempotency
+		 where (scope, key) in (
+		         select scope, key from agent_idempotency where expires_at <= statement_timestamp() for update skip locked)`)
+	if err != nil {
+		return fmt.Errorf("delete expired idempotency keys: %w", err)
+	}
+	return nil
 }
 
 // storedResponse is the state of the first request with a key.

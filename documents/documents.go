@@ -100,9 +100,6 @@ func Add(ctx context.Context, tx pgx.Tx, u Upload) (Document, error) {
 	case size > u.MaxBytes:
 		return Document{}, TooLarge(u.MaxBytes)
 	}
-	if err := deleteExpired(ctx, tx); err != nil {
-		return Document{}, err
-	}
 	if err := checkQuota(ctx, tx, u); err != nil {
 		return Document{}, err
 	}

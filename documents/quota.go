@@ -82,12 +82,11 @@ func checkThreadQuota(ctx context.Context, tx pgx.Tx, thread string, addBytes in
 	return err
 }
 
-// deleteExpired deletes up to 20 expired uploads.
-func deleteExpired(ctx context.Context, tx pgx.Tx) error {
-	_, err := tx.Exec(ctx, `
+// DeleteExpired deletes the unused uploads past their time. Housekeeping calls it.
+func DeleteExpired(ctx context.Context, db postgres.DB) error {
+	_, err := db.Exec(ctx, `
 		with old as (
-		  select d.id from agent_documents d where d.expires_at < statement_timestamp() order by d.expires_at limit 20
-		     for update skip locked)
+		  select d.id from agent_documents d where d.expires_at < statement_timestamp() for update skip locked)
 		delete from agent_documents d using old o where d.id = o.id`)
 	if err != nil {
 		return fmt.Errorf("delete expired documents: %w", err)

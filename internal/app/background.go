@@ -2,10 +2,13 @@ package app
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -14,12 +17,6 @@ import (
 
 // linkRetention is twice the maximum of most waits of executions, 30 days.
 const linkRetention = 60 * 24 * time.Hour
-
-func (a *App) pruneLinks(ctx context.Context) {
-	if err := activity.PruneLinks(ctx, a.Pool, linkRetention); err != nil && ctx.Err() == nil {
-		a.Log.WarnContext(ctx, "old trace links not pruned", "error", err)
-	}
-}
 
 const (
 	housekeepEvery = time.Hour
@@ -31,16 +28,22 @@ func (a *App) runHousekeeping(ctx context.Context) error {
 	tick := time.NewTicker(housekeepEvery)
 	defer tick.Stop()
 	for {
-		if _, err := retention.Run(ctx, a.Pool, retention.Options{Logger: a.Log}); err != nil && ctx.Err() == nil {
+		if err := a.prune(ctx); err != nil && ctx.Err() == nil {
 			a.Log.WarnContext(ctx, "old rows not pruned; the next pass retries", "error", err)
 		}
-		a.pruneLinks(ctx)
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-tick.C:
 		}
 	}
+}
+
+// prune makes one pass: rows past their retention, and rows that are kept for a fixed time.
+func (a *App) prune(ctx context.Context) error {
+	_, err := retention.Run(ctx, a.Pool, retention.Options{Logger: a.Log})
+	return errors.Join(err, activity.PruneLinks(ctx, a.Pool, linkRetention), documents.DeleteExpired(ctx, a.Pool),
+		api.DeleteExpiredKeys(ctx, a.Pool))
 }
 
 // runActivityCounts updates the counters of the activity log until ctx ends. Several processes may run it.

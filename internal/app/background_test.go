@@ -12,11 +12,26 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/reason"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// TestPruneDeletesRowsOfAFixedTime also without any later request or upload.
+func TestPruneDeletesRowsOfAFixedTime(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `
+		insert into agent_documents (name, content_type, size, sha256, is_text, content, owner_kind, owner, expires_at)
+		values ('a', 'text/plain', 1, sha256('x'), true, 'x', 'key', 'app', now() - interval '1 s');
+		insert into agent_idempotency (scope, key, fingerprint, attempt, lease_until, expires_at)
+		values ('POST /v1/events', 'k', 'f', gen_random_uuid(), now(), now() - interval '1 s')`)
+	a := &App{Options: Options{Log: slog.New(slog.DiscardHandler), Database: Database{Pool: db}}}
+	require.NoError(t, a.prune(t.Context()))
+	pgtest.Equal(t, db, 0, `select (select count(*) from agent_documents) + (select count(*) from agent_idempotency)`)
+}
 
 func TestFreeAnswers(t *testing.T) {
 	t.Parallel()
