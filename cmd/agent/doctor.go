@@ -135,7 +135,7 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	}
 	var workers, stuck int
 	err = s.Pool.QueryRow(ctx, `
-		select (select count(*) from agent_workers where expires_at > clock_timestamp()),
+		select (select count(*) from agent_workers where kind = 'process' and expires_at > clock_timestamp()),
 		       (select count(*) from agent_executions_stuck)`).Scan(&workers, &stuck)
 	alive := fmt.Sprintf("%d alive", workers)
 	if workers == 0 {

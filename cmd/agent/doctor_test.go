@@ -19,7 +19,11 @@ func TestDoctor(t *testing.T) {
 			OK            bool
 		}
 	}
-	p := newProgram(t, pgtest.URL(t)+"&synchronous_commit=off")
+	url := pgtest.URL(t)
+	p := newProgram(t, url+"&synchronous_commit=off")
+	pgtest.Exec(t, connect(t, url), `
+		insert into agent_workers (name, kind, ttl_seconds, expires_at)
+		values ('a worker outside', 'outside', 60, now() + interval '1 minute')`)
 	assert.Contains(t, p.must("doctor"), "ok   configuration", "ok   database", "ok   schema", "ok   rights", "none alive",
 		"ok   model answers", "commits        do not wait for the disk: fsync is ")
 	var all findings
