@@ -254,6 +254,8 @@ func TestTheChartRefusesWhatCannotBe(t *testing.T) {
 		"a misspelt value": {map[string]any{"existingSecret": "s", "replica": 3}, "replica"},
 		"a misspelt setting": {map[string]any{"existingSecret": "s", "settings": map[string]any{"AGNET_MODEL": "m"}},
 			"AGNET_MODEL"},
+		"a setting that has a value of its own": {map[string]any{"existingSecret": "s",
+			"settings": map[string]any{"AGENT_SHUTDOWN_TIMEOUT": "2m"}}, "AGENT_SHUTDOWN_TIMEOUT"},
 		"no replica": {map[string]any{"existingSecret": "s", "replicas": 0}, "replicas"},
 		"an Ingress for none": {map[string]any{"existingSecret": "s", "ingress": map[string]any{"enabled": true}},
 			"ingress.host"},
