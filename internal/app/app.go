@@ -82,8 +82,9 @@ func New(o Options, model *models.Client) (*App, error) {
 	})
 	var err error
 	a.Engine, err = executions.New(pool, executions.Options{
-		Keeper: a.Keeper, Listener: a.listener, Logger: log, Workers: cfg.Workers, StopTimeout: cfg.ShutdownTimeout,
-		LeaseTTL: cfg.WorkerLease, SweepEvery: min(cfg.WorkerLease/6, 5*time.Second), Direct: a.Direct,
+		Keeper: a.Keeper, Listener: a.listener, Logger: log, Workers: cfg.Workers,
+		StopTimeout: max(cfg.ShutdownTimeout, 1), // 0 is the default
+		LeaseTTL:    cfg.WorkerLease, SweepEvery: min(cfg.WorkerLease/6, 5*time.Second), Direct: a.Direct,
 		Lease: a.reserved.system, Observer: a.metrics,
 	})
 	if err != nil {
@@ -202,7 +203,7 @@ func (a *App) initTelemetry() error {
 	if settings.Endpoint != "" { // SDK errors, such as a partially rejected batch
 		otel.SetErrorHandler(otel.ErrorHandlerFunc(func(err error) { a.Log.Warn("OpenTelemetry", "error", err) }))
 	}
-	a.metrics = telemetry.NewMetrics(a.Version, telemetry.NewState(a.Pool, a.Log))
+	a.metrics = telemetry.NewMetrics(a.Version, telemetry.NewState(a.admin(), a.Log))
 	a.exporter = telemetry.NewExporter(a.Pool, settings, a.Version, a.metrics, a.Log)
 	return nil
 }

@@ -29,7 +29,7 @@ func TestStopDuringStreamedAnswer(t *testing.T) {
 			s := newChatTestEnv(t)
 			limit, pause := "3s", 50*time.Millisecond
 			if cut {
-				limit, pause = "500ms", 2*time.Second
+				limit, pause = "0s", 2*time.Second
 			}
 			s.delayModel(pause)
 			m := message{"th", "weather", true}
