@@ -17,7 +17,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
-	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -100,75 +99,28 @@ func (s *server) raiseEvent(r request) (response, error) {
 	return response{body: eventResponse(delivered), status: http.StatusAccepted}, nil
 }
 
-// deliver raises an event. It stores a message for an existing thread in that thread, like a message of the visitor.
-func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delivered, error) {
+// deliver raises an event, and records its sender: four eyes count the sender as a requester of the resumed
+// executions. Root may decide every approval, so its events other than messages join a batch without that record.
+func (s *server) deliver(ctx context.Context, e eventRequest) (delivered executions.Delivered, err error) {
 	ctx = executions.WithLockTimeout(ctx, postgres.LockRetryTimeout)
-	data, content := messageContent(e)
-	if content == "" {
-		return s.deliverEvent(ctx, e)
-	}
-	if len(content) > maxMessage {
-		_, err := threads.Get(ctx, s.pool, e.Key)
-		switch {
-		case errors.Is(err, threads.ErrNotFound):
-			return s.deliverEvent(ctx, e)
-		case err == nil:
-			err = problem.BadBody("data: the message is longer than %d bytes", maxMessage)
-		}
-		return executions.Delivered{}, err
-	}
-	var arrived threads.ReceiveResult
-	what := fmt.Sprintf("thread %q, or the message id,", e.Key)
-	err := s.locks.Do(ctx, s.pool, what, func(tx pgx.Tx) (err error) {
-		arrived, err = threads.Receive(ctx, s.engine, tx, threads.Incoming{
-			ThreadID: e.Key, Content: content,
-			Data: data, ID: e.ID,
-		})
-		if err == nil {
-			err = activity.RecordRequester(ctx, tx, "event "+arrived.EventID)
-		}
-		return err
-	})
-	err = postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_threads", "agent_locks")
-	if errors.Is(err, threads.ErrNotFound) { // a wait may name a conversation elsewhere
-		return s.deliverEvent(ctx, e)
-	}
-	return executions.Delivered{EventID: arrived.EventID, Resumed: arrived.Resumed}, err
-}
-
-// deliverEvent delivers an event and records its sender. Four eyes count the sender as a requester of the resumed
-// executions. Root may decide every approval, so its events join a batch without that record.
-func (s *server) deliverEvent(ctx context.Context, e eventRequest) (delivered executions.Delivered, err error) {
-	if !activity.HasActor(ctx) || activity.ActorFrom(ctx).Name == principals.Root {
+	isRoot := !activity.HasActor(ctx) || activity.ActorFrom(ctx).Name == principals.Root
+	what := fmt.Sprintf("the wait for %s %.300q", e.Event, e.Key)
+	switch {
+	case e.Event == "MESSAGE_RECEIVED":
+		what = fmt.Sprintf("thread %q, or the message id,", e.Key)
+	case isRoot:
 		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)
 	}
-	what := fmt.Sprintf("the wait for %s %.300q", e.Event, e.Key)
 	err = s.locks.Do(ctx, s.pool, what, func(tx pgx.Tx) (err error) {
-		if delivered, err = s.engine.Deliver(ctx, tx, e.Event, e.Key, e.Data, e.ID); err == nil {
+		delivered, err = threads.Deliver(ctx, s.engine, tx, e.Event, e.Key, e.Data, e.ID)
+		if err == nil {
 			err = activity.RecordRequester(ctx, tx, "event "+delivered.EventID)
 		}
 		return err
 	})
-	return delivered, postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_executions", "agent_locks")
-}
-
-// messageContent returns the text and data of a message; "" for other events.
-func messageContent(e eventRequest) (data map[string]any, content string) {
-	var members map[string]json.RawMessage // keeps long numbers exact
-	if e.Event != "MESSAGE_RECEIVED" || json.Unmarshal(e.Data, &members) != nil {
-		return nil, ""
+	if errors.Is(err, threads.ErrTooLong) {
+		err = problem.BadBody("data: %s", threads.ErrTooLong)
 	}
-	vars, err := requests.Variables("response", executions.Outcome{Event: e.Event, Data: e.Data})
-	if err != nil {
-		return nil, ""
-	}
-	content, _ = vars["lastResponse"].(string)
-	if strings.TrimSpace(content) == "" {
-		return nil, ""
-	}
-	data = map[string]any{}
-	for name, value := range members {
-		data[name] = value
-	}
-	return data, content
+	return delivered, postgres.ExplainLock(ctx, s.pool, err, what,
+		"agent_events", "agent_executions", "agent_threads", "agent_locks")
 }

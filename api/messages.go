@@ -24,15 +24,12 @@ type messageRequest struct {
 	LockID      string `json:"lock_id,omitempty"`
 }
 
-// maxMessage bounds a message in bytes.
-const maxMessage = 64 << 10
-
 func (b messageRequest) check() error {
 	switch {
 	case strings.TrimSpace(b.Content) == "":
 		return problem.BadBody("content is missing")
-	case len(b.Content) > maxMessage:
-		return problem.BadBody("content is longer than %d bytes", maxMessage)
+	case len(b.Content) > threads.MaxContent:
+		return problem.BadBody("content is longer than %d bytes", threads.MaxContent)
 	case b.ExecutionID != "" && !uuidForm.MatchString(b.ExecutionID):
 		return problem.BadBody("execution_id is %.60q; use the id of an execution", b.ExecutionID)
 	case b.LockID != "" && b.ExecutionID == "":

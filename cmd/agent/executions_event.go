@@ -14,7 +14,6 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
-	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -27,8 +26,8 @@ func (c *cli) executionsEventCommand() *cobra.Command {
 		Args: positionalArgs(2, 2, "an event's name and its key"),
 		Long: `Raise an event and resume every execution that waits for it. Without a waiter it is stored for the first one.
 The key selects the wait: the thread for MESSAGE_RECEIVED; the request (agent requests ls) for DOCUMENT_UPLOADED,
-SIGNATURE_COMPLETED and TEST_COMPLETED; the flow's key for EVENT_COMPLETED. MESSAGE_RECEIVED needs content in its data,
-and stores it in the thread.`,
+SIGNATURE_COMPLETED and TEST_COMPLETED; the flow's key for EVENT_COMPLETED. The content of MESSAGE_RECEIVED is stored
+in the thread, if there is one.`,
 		Example: "  agent executions event EVENT_COMPLETED invoice-7 --data '{\"paid\": true}' --id bank-42\n" +
 			"  agent executions event MESSAGE_RECEIVED ana --data '{\"content\": \"yes\"}'\n" +
 			"  agent executions event DOCUMENT_UPLOADED 0198… --data '{\"document\": \"cv\", \"url\": \"https://…\"}'",
@@ -77,11 +76,7 @@ func (c *cli) raiseEvent(
 	raised := activity.Act{Name: "raise_event", Within: true, Input: map[string]any{"event": event, "key": key, "id": id}}
 	err = new(postgres.KeyedTx).Try(ctx, what, func(ctx context.Context) error {
 		_, err := activity.Record(ctx, s.Pool, raised, func(tx pgx.Tx, _ string) (_ any, err error) {
-			if event == "MESSAGE_RECEIVED" {
-				delivered, err = receiveMessage(ctx, a, tx, key, data, id)
-			} else {
-				delivered, err = a.Engine.Deliver(ctx, tx, event, key, data, id)
-			}
+			delivered, err = threads.Deliver(ctx, a.Engine, tx, event, key, data, id)
 			output["event_id"], output["resumed"] = delivered.EventID, delivered.Resumed
 			if err == nil && check != nil {
 				err = check(tx, delivered.EventID)
@@ -94,7 +89,7 @@ func (c *cli) raiseEvent(
 		return err
 	})
 	err = postgres.ExplainLock(ctx, s.Pool, err, what, "agent_events", "agent_executions", "agent_threads", "agent_locks")
-	if postgres.IsCode(err, "22023", "22P02") {
+	if postgres.IsCode(err, "22023", "22P02") || errors.Is(err, threads.ErrTooLong) {
 		return delivered, &exitError{exitUsage, err}
 	}
 	return delivered, err
@@ -109,25 +104,4 @@ func (c *cli) printDelivered(delivered executions.Delivered) error {
 		}
 		fmt.Fprintf(w, "event %s: resumed %s\n", delivered.EventID, strings.Join(resumed, ", "))
 	})
-}
-
-// receiveMessage stores a message in a thread. The database raises the event.
-func receiveMessage(
-	ctx context.Context, a *app.App, tx pgx.Tx, thread string, data json.RawMessage, id string,
-) (executions.Delivered, error) {
-	var object map[string]any
-	if err := json.Unmarshal(data, &object); err != nil {
-		return executions.Delivered{}, usageError(`--data: pass an object such as {"content": "yes"}`)
-	}
-	content, _ := object["content"].(string)
-	if content == "" {
-		return executions.Delivered{}, usageError(`--data: a message needs content, such as {"content": "yes"}`)
-	}
-	delete(object, "content")
-	arrived, err := threads.Receive(ctx, a.Engine, tx,
-		threads.Incoming{ThreadID: thread, Content: content, Data: object, ID: id})
-	if errors.Is(err, threads.ErrNotFound) {
-		err = hint(fmt.Errorf("thread %q: %w", thread, threads.ErrNotFound), "see agent threads ls")
-	}
-	return executions.Delivered{EventID: arrived.EventID, Resumed: arrived.Resumed}, err
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/threads"
 )
 
 const greeting = `kind: flow
@@ -276,6 +277,24 @@ actions:
 	assert.Contains(t, p.run("doctor").out, "WARN verdict        degraded: flow errs failing\n", "flow errs: ", "no route")
 }
 
+// A wait may name a conversation in another system. The message for a thread is stored there, as over HTTP.
+func TestMessageEventsWithAndWithoutThread(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p, db := newProgram(t, url), connect(t, url)
+	p.must("executions", "start", "external:import", "--thread", "ana")
+	for key, data := range map[string]string{
+		"ana": `{"text": "yes"}`, "crm-77": `{"content": "yes"}`, "crm-78": `{}`,
+	} {
+		assert.Contains(t, p.must("executions", "event", "MESSAGE_RECEIVED", key, "--data", data), "no waiter")
+	}
+	p.mustFail(2, "is longer than", "executions", "event", "MESSAGE_RECEIVED", "ana",
+		"--data", `{"content": "`+strings.Repeat("x", threads.MaxContent+1)+`"}`)
+	pgtest.Equal(t, db, 3, `select count(*) from agent_events`)
+	pgtest.Equal(t, db, "ana user received yes", `
+		select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
+}
+
 func TestInvalidExecutionCommands(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
@@ -292,8 +311,7 @@ func TestInvalidExecutionCommands(t *testing.T) {
 		{2, "1 (first)", []string{"start", "external", "--priority", "9"}},
 		{2, "printable", []string{"start", "external", "--thread", "a\nb"}},
 		{2, "is no external event", []string{"event", "AGENT_COMPLETED", "x"}},
-		{2, "a message needs content", []string{"event", "MESSAGE_RECEIVED", "x"}},
-		{1, `"x": no such thread; see`, []string{"event", "MESSAGE_RECEIVED", "x", "--data", `{"content": "hi"}`}},
+		{2, "is an object such as", []string{"event", "MESSAGE_RECEIVED", "x", "--data", `"hi"`}},
 		{1, "agent executions ls", []string{"fork", "0198c0de-0000-7000-8000-000000000000"}},
 		{1, "agent executions ls", []string{"retry", "0198c0de-0000-7000-8000-000000000000"}},
 		{1, "agent executions ls", []string{"replay", "0198c0de-0000-7000-8000-000000000000"}},

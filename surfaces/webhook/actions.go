@@ -58,8 +58,8 @@ type actionResult struct {
 	Text    string   `json:"text,omitempty"`
 }
 
-// raiseEvent delivers the event in the checkpoint's transaction. The event's id consists of the execution and the
-// action, so a repeated delivery counts once.
+// raiseEvent delivers the event in the checkpoint's transaction, and stores a message in its thread. The event's id
+// consists of the execution and the action, so a repeated delivery counts once.
 func (s *Surface) raiseEvent(ctx context.Context, c webhooks.Content, t task) (actionResult, error) {
 	payload, err := eventData(c, t.Action)
 	if err != nil {
@@ -78,7 +78,7 @@ func (s *Surface) raiseEvent(ctx context.Context, c webhooks.Content, t task) (a
 		if err != nil {
 			return actionResult{}, err
 		}
-		delivered, err := s.Engine.Deliver(ctx, tx, t.Action.EventName(), t.Key, payload,
+		delivered, err := threads.Deliver(ctx, s.Engine, tx, t.Action.EventName(), t.Key, payload,
 			fmt.Sprintf("webhook %s %d", x.ID, t.Number))
 		return actionResult{
 			Event: t.Action.EventName(), Key: t.Key, EventID: delivered.EventID, Resumed: delivered.Resumed,

@@ -29,6 +29,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
+	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
@@ -51,7 +52,7 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 		{When: map[string]any{"body.absent": "x"}, Event: "EVENT_COMPLETED", Key: "never"},
 		{When: map[string]any{"body.type": "invoice.paid"}, Automation: "bookkeeping"},
 	}})
-	waiting := w.startWaiter(t, "in_7")
+	waiting := w.startWaiter(t, executions.Document("in_7", time.Hour))
 	body := `{"type":"invoice.paid","live":true,"data":{"id":"in_7","lines":[{"amount":12.50}]}}`
 	h := signedHeaders(t, testSecret, "msg_1", time.Now(), []byte(body))
 	h.Set("X-Via", "test")
@@ -61,10 +62,7 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 	pgtest.Equal(t, w.pool, `{"via": "test", "amount": 12.50}`, `select data::text from agent_events
 		where event = 'EVENT_COMPLETED' and key = 'invoice-in_7'`)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_events where key = 'never'`)
-	pgtest.Eventually(t, func() bool {
-		x, err := executions.Get(t.Context(), w.pool, waiting)
-		return err == nil && x.Status == executions.Completed && strings.Contains(string(x.Result), "in_7")
-	}, "the wait for the document ends with the payload")
+	w.waitCompleted(t, waiting, "in_7")
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_automation_runs where trace_id = $1`, got.TraceID)
 	pgtest.Until(t, w.pool, 0, `select count(*) from agent_activity where trace_id = $1 and status = 'running'`,
 		got.TraceID)
@@ -73,12 +71,21 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 	assert.NoDiff(t, []string{"webhook_action success", "webhook_action success", "webhook_action success"}, story)
 }
 
-// startWaiter runs a process and starts an execution that waits for a document.
-func (w *testWebhooks) startWaiter(t *testing.T, key string) string {
+// waitCompleted waits for the end of a waiter, with part of the payload in its result.
+func (w *testWebhooks) waitCompleted(t *testing.T, id, part string) {
+	t.Helper()
+	pgtest.Eventually(t, func() bool {
+		x, err := executions.Get(t.Context(), w.pool, id)
+		return err == nil && x.Status == executions.Completed && strings.Contains(string(x.Result), part)
+	}, "the wait ends with the payload")
+}
+
+// startWaiter runs a process and starts an execution that waits.
+func (w *testWebhooks) startWaiter(t *testing.T, wait executions.WaitFor) string {
 	t.Helper()
 	e := w.runEngine(t, func(e *executions.Engine) {
 		err := e.Register("waiter", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			outcome, err := executions.Wait(ctx, "wait", executions.Document(key, time.Hour))
+			outcome, err := executions.Wait(ctx, "wait", wait)
 			return executions.Result{Value: outcome.Data}, err
 		})
 		require.NoError(t, err)
@@ -90,6 +97,28 @@ func (w *testWebhooks) startWaiter(t *testing.T, key string) string {
 		return err == nil && got.Status == executions.Waiting
 	}, "the execution waits")
 	return x.ID
+}
+
+// A message that a delivery carries is in the conversation that waits for it. A repeated delivery adds none.
+func TestDeliveredMessageIsInThread(t *testing.T) {
+	t.Parallel()
+	w := newTestWebhooks(t)
+	by := threads.Principal{Kind: threads.ByWebhook, Owner: "hire"}
+	thread, _, err := threads.Open(t.Context(), w.pool, by, threads.Thread{Name: "ana"})
+	require.NoError(t, err)
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "hire", Actions: []webhooks.Action{
+		{Resume: "response", Key: "{body.thread}"},
+	}})
+	waiting := w.startWaiter(t, executions.Response(thread.ID, time.Hour))
+	w.sendAccepted(t, "hire", "msg_1", `{"thread": "ana", "text": "yes"}`)
+	w.sendAccepted(t, "hire", "msg_2", `{"thread": "elsewhere", "text": "yes"}`)
+	for _, id := range []string{"msg_1", "msg_2"} {
+		w.waitStatus(t, id, webhooks.Done)
+	}
+	assert.Equal(t, http.StatusOK, w.send(t, "hire", "msg_1", `{"thread": "ana", "text": "yes"}`).status)
+	w.waitCompleted(t, waiting, `"thread": "ana"`)
+	pgtest.Equal(t, w.pool, thread.ID+" user received yes", `
+		select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
 }
 
 func TestUnmatchedDeliveryIsIgnored(t *testing.T) {
