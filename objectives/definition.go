@@ -114,7 +114,8 @@ func parseReview(text string) (time.Duration, error) {
 
 // Put stores the declaration d and reports whether it changed anything. The title identifies a step: new steps are
 // appended, and all others stay, also those outside the file. Round and results stay. The status stays, except that a
-// proposal, also a rejected one, becomes active. due_at stays, except that a change ends a delay ([BackOff]).
+// proposal, also a rejected one, and an objective that [Remove] paused become active. due_at stays, except that a
+// change ends a delay ([BackOff]).
 func Put(ctx context.Context, db postgres.Beginner, d Definition, source string) (changed bool, err error) {
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("put objective %q: %w", d.Name, err)
@@ -144,7 +145,7 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 	args := pgx.StrictNamedArgs{
 		"name": d.Name, "goal": strings.TrimSpace(d.Goal), "criteria": strings.TrimSpace(d.SuccessCriteria),
 		"priority": d.Priority,
-		"agent":    d.Agent, "review": review.Seconds(), "source": source,
+		"agent":    d.Agent, "review": review.Seconds(), "source": source, "pruned": SourcePruned,
 	}
 	// A declaration accepts a proposal of its name, also a rejected one.
 	err = tx.QueryRow(ctx, `
@@ -154,7 +155,8 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 		   set goal = excluded.goal, success_criteria = excluded.success_criteria, agent = excluded.agent,
 		       priority = excluded.priority, review_every = excluded.review_every, source = excluded.source,
 		       updated_at = clock_timestamp(),
-		       status = case when o.status in ('proposed', 'rejected') then 'active' else o.status end,
+		       status = case when o.status in ('proposed', 'rejected') or o.status = 'paused' and o.source = @pruned
+		                     then 'active' else o.status end,
 		       decided_by = case when o.status in ('proposed', 'rejected') then @source else o.decided_by end,
 		       decided_reason = case when o.status in ('proposed', 'rejected') then '' else o.decided_reason end,
 		       decided_at = case when o.status in ('proposed', 'rejected') then clock_timestamp() else o.decided_at end
@@ -171,7 +173,8 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 }
 
 // Remove retires the workspace's objectives except keep. It deletes objectives that were never advanced, and pauses the
-// other active objectives, because they hold results. It returns the names of both.
+// other active objectives, because they hold results. [Put] continues such an objective, unless its status changed
+// meanwhile. Remove returns the names of both.
 func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error) {
 	return postgres.Values[string](ctx, db, "remove objectives of the workspace", `
 		with gone as (
@@ -185,8 +188,10 @@ func Remove(ctx context.Context, db postgres.DB, keep []string) ([]string, error
 		deleted as (
 		  delete from agent_objectives o using gone where o.id = gone.id and gone.untouched returning o.name),
 		paused as (
-		  update agent_objectives o set status = 'paused', updated_at = clock_timestamp()
+		  update agent_objectives o set status = 'paused', source = @pruned, updated_at = clock_timestamp()
 		    from gone where o.id = gone.id and not gone.untouched and o.status = 'active' returning o.name)
 		select name from deleted union all select name from paused order by name`,
-		pgx.StrictNamedArgs{"source": SourceWorkspace, "keep": append([]string{}, keep...)})
+		pgx.StrictNamedArgs{
+			"source": SourceWorkspace, "pruned": SourcePruned, "keep": append([]string{}, keep...),
+		})
 }

@@ -84,6 +84,7 @@ const (
 	SourceWorkspace = "workspace"
 	SourceAgent     = "agent"
 	SourceAdmin     = "admin"
+	SourcePruned    = "pruned" // was SourceWorkspace; Remove paused it
 )
 
 // maxNote bounds a note, in bytes.
@@ -187,10 +188,13 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Objective, error
 func SetStatus(ctx context.Context, db postgres.DB, objectiveID, from, to string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_objectives
-		   set status = @to, updated_at = clock_timestamp()
+		   set status = @to, source = case source when @pruned then @workspace else source end,
+		       updated_at = clock_timestamp()
 		 where id = @id and status = @from
 		   and status not in ('proposed', 'rejected') and @to not in ('proposed', 'rejected')`,
-		pgx.StrictNamedArgs{"id": objectiveID, "from": from, "to": to})
+		pgx.StrictNamedArgs{
+			"id": objectiveID, "from": from, "to": to, "pruned": SourcePruned, "workspace": SourceWorkspace,
+		})
 	return postgres.Changed(tag, err, fmt.Sprintf("set objective to %s", to))
 }
 

@@ -251,6 +251,22 @@ func TestApplyKeepsRuntimeState(t *testing.T) {
 	assert.NoDiff(t, before, state())
 }
 
+func TestPruneShowsThatAnObjectiveIsPaused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "a.yaml", fullWorkspace))
+	pgtest.Exec(t, pool, `update agent_objectives set round = 2`)
+	show := func(text string) string {
+		var b strings.Builder
+		require.NoError(t, apply(t, pool, load(t, "a.yaml", text)).WriteText(&b))
+		return b.String()
+	}
+	assert.Contains(t, show(goodSkill), "- skill one\n", "- automation often\n", "- objective plan\n"+
+		"    source: \"workspace\" → \"pruned\"\n    status: \"active\" → \"paused\"\n")
+	assert.Contains(t, show(fullWorkspace), "~ objective plan\n"+
+		"    source: \"pruned\" → \"workspace\"\n    status: \"paused\" → \"active\"\n")
+}
+
 func TestApplyKeepsAdminRows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -33,7 +33,7 @@ type Diff struct {
 	Warnings []string `json:"warnings,omitempty"` // checks that the apply could not make, refusals of gates
 }
 
-// Item is one row. An update has Changes, with secrets redacted.
+// Item is one row. An update has Changes, with secrets redacted. So has a removal that leaves a paused objective.
 type Item struct {
 	Kind    string   `json:"kind"`
 	Name    string   `json:"name"`

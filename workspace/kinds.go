@@ -107,7 +107,9 @@ func kindTables(w Workspace, o Options) []kindApplier {
 				return objectives.Put(ctx, tx, d, Source)
 			},
 			notFound: objectives.ErrNotFound, remove: objectives.Remove,
-			declared: []string{"goal", "success_criteria", "agent", "priority", "review_every_seconds", "steps", "source"},
+			declared: []string{
+				"goal", "success_criteria", "agent", "priority", "review_every_seconds", "steps", "status", "source",
+			},
 		},
 		kindTable[automations.Definition, automations.Automation]{
 			kind: "automation", documents: w.Automations, name: func(d automations.Definition) string { return d.Name },

@@ -53,28 +53,40 @@ func (t kindTable[D, R]) apply(ctx context.Context, tx pgx.Tx, o Options) ([]Ite
 	return append(items, undeclared...), err
 }
 
-// prune removes undeclared rows, except kept ones.
+// prune removes undeclared rows, except kept ones. A row that it only changes, such as an objective with progress, has
+// Changes.
 func (t kindTable[D, R]) prune(ctx context.Context, tx pgx.Tx, declared []string, o Options) ([]Item, error) {
 	found, err := t.undeclared(ctx, tx, declared)
 	if err != nil {
 		return nil, err
 	}
 	items := make([]Item, len(found))
-	keep, removals := slices.Clone(declared), 0
+	keep, before := slices.Clone(declared), map[int]R{}
 	for i, name := range found {
 		items[i] = Item{Kind: t.kind, Name: name, Action: Remove}
 		if o.Prune == nil || !o.Prune(items[i]) {
 			items[i].Action = Keep
 			keep = append(keep, name)
-		} else {
-			removals++
+		} else if before[i], err = t.get(ctx, tx, name); err != nil {
+			return nil, err
 		}
 	}
-	if removals == 0 {
+	if len(before) == 0 {
 		return items, nil
 	}
-	_, err = t.remove(ctx, tx, keep)
-	return items, err
+	if _, err = t.remove(ctx, tx, keep); err != nil {
+		return nil, err
+	}
+	for i, row := range before {
+		after, err := t.get(ctx, tx, items[i].Name)
+		if err == nil {
+			items[i].Changes, err = t.changes(row, after)
+		}
+		if err != nil && !errors.Is(err, t.notFound) {
+			return nil, err
+		}
+	}
+	return items, nil
 }
 
 // undeclared lists undeclared workspace rows: it removes the rows in a savepoint and rolls back.

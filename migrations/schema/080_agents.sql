@@ -171,7 +171,8 @@ comment on column agent_objectives.decided_reason is 'The reason for the decisio
 comment on column agent_objectives.decided_at is 'When it was decided.';
 comment on column agent_objectives.last_trace_id is 'The trace that last worked on it.';
 comment on column agent_objectives.source is
-  'workspace: a file declared it. admin: an admin''s command. agent: the agent proposed it.';
+  'workspace: a file declared it. admin: an admin''s command. agent: the agent proposed it. pruned: a file declared it, '
+  'and apply --prune paused it.';
 comment on column agent_objectives.idle_runs is
   'Runs in a row that changed none of its steps. Each run delays due_at further. A change of the objective or of a '
   'step resets the count.';
