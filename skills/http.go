@@ -127,6 +127,9 @@ func (h httpHandler) request(ctx context.Context, args map[string]any) (*http.Re
 	return request, nil
 }
 
+// acts reports whether the method may change something.
+func (h httpHandler) acts() bool { return h.method != http.MethodGet && h.method != http.MethodHead }
+
 func carriesBody(method string) bool {
 	return method == http.MethodPost || method == http.MethodPut || method == http.MethodPatch
 }

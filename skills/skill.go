@@ -212,11 +212,13 @@ func resolve(d Definition) (resolved, error) {
 	if len(problems) > 0 {
 		return resolved{}, errors.Join(problems...)
 	}
-	if strings.HasPrefix(r.handler, "flow:") {
-		r.idempotent = true // repeated calls share one execution
-	}
-	if query, ok := parsed.(sqlHandler); ok && query.writes {
-		r.idempotent = true // agent_effects records the call in its own transaction
+	switch h := parsed.(type) {
+	case flowHandler: // repeated calls share one execution
+		r.idempotent = true
+	case sqlHandler: // a read, or agent_effects records the call in its own transaction
+		r.idempotent = true
+	case httpHandler:
+		r.idempotent = r.idempotent || !h.acts()
 	}
 	r.tool, err = json.Marshal(toolDefinition{Name: r.name, Description: r.description, Parameters: parameters})
 	return r, err

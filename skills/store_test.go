@@ -41,6 +41,19 @@ func TestPutRevision(t *testing.T) {
 	}
 }
 
+// A read can be made again, also if its declaration does not say so.
+func TestReadIsIdempotent(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for handler, want := range map[string]bool{
+		"sql:select 1": true, "http:GET https://h": true, "http:head https://h": true, "http:POST https://h": false,
+		"http:DELETE https://h": false, "builtin:a": false,
+	} {
+		s := put(t, pool, skills.Definition{Name: "a", Handler: handler})
+		assert.Equal(t, want, s.Idempotent, handler)
+	}
+}
+
 func TestPutRejectsInvalidDefinition(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

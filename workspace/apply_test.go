@@ -122,8 +122,8 @@ func TestApplyReportsChanges(t *testing.T) {
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	changed := strings.NewReplacer("the first", "the best", "order by 1", "order by n desc", "go on", "go further",
-		"*/5 *", "*/6 *", "n: 3", "n: 4", "24h", "12h", "second]", "second, third]", "integer", "number", "name: two",
-		"name: two\nidempotent: true").Replace(fullWorkspace)
+		"*/5 *", "*/6 *", "n: 3", "n: 4", "24h", "12h", "second]", "second, third]", "integer",
+		"number").Replace(fullWorkspace)
 	diff := apply(t, pool, load(t, "a.yaml", changed))
 	var text bytes.Buffer
 	require.NoError(t, diff.WriteText(&text))
@@ -133,7 +133,6 @@ func TestApplyReportsChanges(t *testing.T) {
     config.query:
       - order by 1
       + order by n desc
-    idempotent: false → true
     parameters.properties.n: {"type":"integer"} → {"type":"number"}
 ~ objective plan
     goal: "go on" → "go further"
