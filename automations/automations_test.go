@@ -548,30 +548,44 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 		runs[0].Attempt == 1, "ended %d times: %+v, %v", ended.Load(), runs, err)
 }
 
-// A heartbeat runs several automations under a trace of its own. A run is unsafe after its own unknown call of a skill
-// that is not idempotent.
-func TestUnknownCallOfRunIsNotRepeated(t *testing.T) {
+// A heartbeat runs several automations, and several runs of one, under a trace of its own. A run is dead after its own
+// call that took effect, or may have.
+func TestRunThatActedIsNotRepeated(t *testing.T) {
 	t.Parallel()
 	for call, want := range map[string]string{
-		"'automation a', 'call', 'unknown', 'post'":    automations.Dead,
-		"'automation a', 'call', 'success', 'post'":    automations.Error,
-		"'automation a', 'call', 'unknown', 'search'":  automations.Error,
-		"'automation a', 'call', 'unknown', 'nothing'": automations.Error, // a tool of the runtime
-		"'automation b', 'call', 'unknown', 'post'":    automations.Error,
-		"'automation a', 'model', 'unknown', 'post'":   automations.Error,
+		"'automation a', 'call', 'unknown', '', 'post'":        automations.Dead,
+		"'automation a', 'call', 'success', '', 'post'":        automations.Dead,
+		"'automation a', 'call', 'success', '', 'flow'":        automations.Dead,
+		"'automation a', 'call', 'success', '', 'insert'":      automations.Dead,
+		"'automation a', 'call', 'error', 'no_answer', 'post'": automations.Dead,
+		"'automation a', 'call', 'error', 'network', 'post'":   automations.Error,
+		"'automation a', 'call', 'error', 'timeout', 'insert'": automations.Error, // rolled back
+		"'automation a', 'call', 'error', 'timeout', 'search'": automations.Error,
+		"'automation a', 'call', 'success', '', 'search'":      automations.Error,
+		"'automation a', 'call', 'unknown', '', 'search'":      automations.Error,
+		"'automation a', 'call', 'unknown', '', 'nothing'":     automations.Error, // a tool of the runtime
+		"'automation b', 'call', 'unknown', '', 'post'":        automations.Error,
+		"'automation a', 'model', 'unknown', '', 'post'":       automations.Error,
 	} {
 		pool := pgtest.DB(t)
 		pgtest.Exec(t, pool, `
-			insert into agent_skills (name, tool_definition, handler, idempotent)
-			values ('post', '{}', 'builtin:x', false), ('search', '{}', 'builtin:x', true)`)
+			insert into agent_skills (name, tool_definition, handler, config, idempotent)
+			values ('post', '{}', 'builtin:x', '{}', false), ('search', '{}', 'builtin:x', '{}', true),
+			       ('flow', '{}', 'flow:x', '{}', true), ('insert', '{}', 'sql:', '{"writes": true}', true)`)
 		run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
 		pgtest.Exec(t, pool, `update agent_automation_runs set execution_id = $1`, execution(t, pool, "running"))
 		pgtest.Exec(t, pool, `
-			insert into agent_activity (execution_id, trace_id, purpose, kind, status, skill_name, skill_id)
-			select r.execution_id, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', c.purpose, c.kind, c.status, c.skill, s.id
-			  from agent_automation_runs r cross join (values (`+call+`)) c (purpose, kind, status, skill)
+			insert into agent_activity (execution_id, trace_id, purpose, kind, status, error_class, skill_name, skill_id)
+			select r.execution_id, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', c.purpose, c.kind, c.status, c.class, c.skill, s.id
+			  from agent_automation_runs r cross join (values (`+call+`)) c (purpose, kind, status, class, skill)
 			  left join agent_skills s on s.name = c.skill`)
-		run = finish(t, pool, run, automations.Result{Error: "cancelled"})
+		if want == automations.Dead { // an earlier run of the same heartbeat made the call
+			pgtest.Exec(t, pool, `update agent_automation_runs set claimed_at = clock_timestamp()`)
+			assert.Equal(t, automations.Error, finish(t, pool, run, automations.Result{Error: "cancelled"}).Status, call)
+			pgtest.Exec(t, pool, `
+				update agent_automation_runs set status = 'claimed', claimed_at = claimed_at - interval '1 minute'`)
+		}
+		run = finish(t, pool, run, automations.Result{Error: "cancelled", Released: true})
 		assert.Equal(t, want, run.Status, call)
 	}
 }

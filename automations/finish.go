@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // Result is the outcome of a run. A run with an Error is retried, or dead. A skipped run counts neither as a success
@@ -22,7 +23,6 @@ type Result struct {
 	Error    string // empty for a success
 	Skipped  bool   // there was no work, another run blocked it, or its call awaits an approval
 	Released bool   // with an Error: the run was interrupted, so it is retried even after its last attempt
-	Unsafe   bool   // with an Error: a call that is not safe to repeat may have taken effect, so the run is dead
 }
 
 const (
@@ -33,9 +33,10 @@ const (
 )
 
 // Finish ends a claimed run and returns its row. A failed run is retried after 1, 4, 16 and then 60 minutes, until its
-// attempts are used up. A released run is always retried, and an unsafe one not at all. A run is also unsafe after its
-// call of a skill that is not idempotent ended unknown. Finish returns false if the caller's attempt does not hold the
-// claim any more.
+// attempts are used up. A released run is always retried. A run is dead after its attempt made a call that took effect,
+// or may have: the next attempt would make the call again, under another key. Calls of idempotent skills do not count.
+// Those of flow: skills and of sql: skills that write do, because they are idempotent under one key; a failed query was
+// rolled back. Finish returns false if the caller's attempt does not hold the claim any more.
 func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, result Result) (Run, bool, error) {
 	output, err := result.encode()
 	if err != nil {
@@ -43,13 +44,15 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 	}
 	rows, err := db.Query(ctx, `
 		with last as (
-		  select not @unsafe::boolean and not exists (
+		  select not exists (
 		           select from agent_automation_runs r
 		             join agent_automations a on a.id = r.automation_id
 		             join agent_activity x on x.execution_id = r.execution_id and x.purpose = 'automation ' || a.name
 		             join agent_skills s on s.id = x.skill_id
-		            where r.id = @id and @error::text <> '' and x.kind = 'call' and x.status = 'unknown'
-		              and not s.idempotent) as safe)
+		            where r.id = @id and @error::text <> '' and x.kind = 'call' and x.created_at >= r.claimed_at
+		              and (x.status in ('unknown', 'success')
+		                   or x.error_class = any(@uncertain::text[]) and s.handler not like 'sql:%')
+		              and (not s.idempotent or s.handler like 'flow:%' or s.config @> '{"writes": true}')) as safe)
 		update agent_automation_runs r
 		   set status = case
 		                  when @skipped::boolean then 'skipped'
@@ -69,7 +72,7 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 		          r.execution_id, r.trace_id, r.error_message, r.output, r.created_at, r.finished_at`,
 		pgx.StrictNamedArgs{
 			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": failureText(result.Error), "output": output,
-			"retry": backoff(attempt).Seconds(), "released": result.Released, "unsafe": result.Unsafe,
+			"retry": backoff(attempt).Seconds(), "released": result.Released, "uncertain": skills.UncertainClasses(),
 		})
 	run, ok, err := collectRun(rows, err)
 	if err != nil {

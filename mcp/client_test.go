@@ -165,7 +165,7 @@ func TestCallWithoutAnswerMayHaveActed(t *testing.T) {
 	f.put(stdioServer(t, map[string]any{childVariable: "exits"}))
 	f.sync()
 	f.wantFailure("exit", `{}`, skills.ClassNoAnswer, "test/exit")
-	assert.True(t, f.registry.MayHaveActed(f.skill("exit"), skills.ClassNoAnswer), "the call is repeated")
+	assert.True(t, !f.skill("exit").Idempotent, "the call is repeated")
 }
 
 func TestStatusOfAGateway(t *testing.T) {

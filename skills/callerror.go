@@ -34,6 +34,11 @@ const (
 	ClassBusy = "lane_busy"
 )
 
+// UncertainClasses returns the classes of failed calls that may have taken effect.
+func UncertainClasses() []string {
+	return []string{ClassTimeout, ClassNoAnswer, ClassTooLarge, ClassPanic}
+}
+
 // CallError is a failed call.
 type CallError struct {
 	Class   string

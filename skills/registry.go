@@ -233,26 +233,6 @@ func (r *Registry) Invoke(ctx context.Context, c Call) (json.RawMessage, error) 
 	return result, nil
 }
 
-// MayHaveActed reports whether a call that failed with a class may have taken effect, and is not safe to repeat. It
-// timed out, or gave no answer or a too large one. It is neither idempotent, nor a query, nor a request with GET or
-// HEAD. The failure rolls a query back.
-func (r *Registry) MayHaveActed(s Skill, class string) bool {
-	if s.Idempotent || !slices.Contains([]string{ClassTimeout, ClassNoAnswer, ClassTooLarge}, class) {
-		return false
-	}
-	p, err := r.prepare(s)
-	if err != nil {
-		return true
-	}
-	switch h := p.handler.(type) {
-	case sqlHandler:
-		return false
-	case httpHandler:
-		return h.method != http.MethodGet && h.method != http.MethodHead
-	}
-	return true
-}
-
 // recoverPanic turns a panic into an error.
 func (r *Registry) recoverPanic(
 	ctx context.Context, h handler, c Call, args map[string]any,

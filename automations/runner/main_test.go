@@ -51,7 +51,9 @@ func newWorld(t *testing.T) *world {
 	d := skills.Definition{Name: "look", Handler: "builtin:look", Idempotent: true}
 	_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
 	require.NoError(t, err)
-	w.loop = looptest.New(t, w.pool, w.model, skills.Options{Builtins: map[string]skills.Builtin{"look": w.called}})
+	w.loop = looptest.New(t, w.pool, w.model, skills.Options{
+		Builtins: map[string]skills.Builtin{"look": w.called}, AllowPrivate: []string{"127.0.0.1"},
+	})
 	return w
 }
 

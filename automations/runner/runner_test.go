@@ -4,16 +4,21 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
+	"net/http/httptest"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
+
+	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -311,6 +316,38 @@ func TestARunWhoseUnsafeCallTimedOutIsNotRetried(t *testing.T) {
 			w.until(t, want)
 		})
 	}
+}
+
+// post declares a skill that posts to a server with the given status. It returns the number of requests.
+func (w *world) post(t *testing.T, status int) *atomic.Int32 {
+	t.Helper()
+	requests := &atomic.Int32{}
+	server := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) {
+		requests.Add(1)
+		rw.WriteHeader(status)
+	}))
+	t.Cleanup(server.Close)
+	d := skills.Definition{Name: "post", Handler: "http:POST " + server.URL}
+	_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
+	require.NoError(t, err)
+	return requests
+}
+
+func TestAPromptThatActedIsNotRetried(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	requests := w.post(t, http.StatusOK)
+	w.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
+		if n == 0 {
+			return modeltest.ToolCall("post", `{}`)
+		}
+		return modeltest.Status(http.StatusServiceUnavailable, 0)
+	})
+	w.put(t, automations.Definition{Name: "a", Event: "E", Prompt: "Mail it, then update the sheet.", MaxAttempts: 3})
+	w.process(t)
+	w.raise(t, "E", "k", `{}`)
+	w.until(t, "dead 1")
+	assert.Equal(t, 1, int(requests.Load()))
 }
 
 func TestARunWhoseExecutionWasCancelledIsTriedAgain(t *testing.T) {

@@ -228,20 +228,10 @@ func callSkill(ctx context.Context, loop *reason.Loop, a automations.Automation)
 		return output, &executions.StepError{Class: classPending, Message: "skill " + skill.Name +
 			" awaits approval " + asked.ID}
 	}
-	output, err := loop.Invoke(ctx, "skill "+skill.Name, skill, a.Arguments, executions.Call{
+	return loop.Invoke(ctx, "skill "+skill.Name, skill, a.Arguments, executions.Call{
 		Entry: activity.Entry{Purpose: "automation " + a.Name},
 	})
-	var step *executions.StepError
-	if errors.As(err, &step) && loop.Skills.MayHaveActed(skill, step.Class) {
-		err = unsafe{err}
-	}
-	return output, err
 }
-
-// unsafe is the failure of a call that may have taken effect, of a skill that is not safe to repeat.
-type unsafe struct{ error }
-
-func (e unsafe) Unwrap() error { return e.error }
 
 // Released is the failure of a preempted run. The run is retried, even after its last attempt.
 type Released struct{ Cause error }
@@ -258,7 +248,7 @@ func paused(run automations.Run, failure error) bool {
 
 // Finish records the outcome of a claimed run in a step and returns its status. failure is Work's error or [Released].
 // A run that awaits an approval ends as skipped, with that error. A later heartbeat makes the approved call and settles
-// the run. A run whose call may have taken effect, and is not safe to repeat, is dead: an admin decides.
+// the run. A run that made a call with an effect, or whose call may have taken effect, is dead: an admin decides.
 func Finish(
 	ctx context.Context, a automations.Automation, run automations.Run, output json.RawMessage, failure error,
 	effect *executions.Effect,
@@ -273,7 +263,6 @@ func Finish(
 	}
 	if failure != nil {
 		ended.Error, ended.Released = failure.Error(), errors.As(failure, &Released{}) || paused(run, failure)
-		ended.Unsafe = errors.As(failure, &unsafe{})
 	}
 	state, err := executions.StepTx(ctx, "finish", func(ctx context.Context, tx pgx.Tx) (string, error) {
 		run, _, err := automations.Finish(ctx, tx, run.ID, run.Attempt, ended)
