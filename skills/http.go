@@ -73,8 +73,8 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	}
 	if response.StatusCode >= 300 {
 		class := ClassHTTPStatus
-		if response.StatusCode == http.StatusBadGateway || response.StatusCode == http.StatusGatewayTimeout {
-			class = ClassNoAnswer // a gateway answered; the service behind it may have acted
+		if h.acts() && mayHaveActed(response.StatusCode) {
+			class = ClassNoAnswer
 		}
 		return nil, newCallError(class, "%s answered %s: %s", requestTarget(request), response.Status,
 			excerpt(redactText(string(body))))
@@ -129,6 +129,16 @@ func (h httpHandler) request(ctx context.Context, args map[string]any) (*http.Re
 
 // acts reports whether the method may change something.
 func (h httpHandler) acts() bool { return h.method != http.MethodGet && h.method != http.MethodHead }
+
+// mayHaveActed reports whether a request may have taken effect although it has this status: a gateway's timeout shows
+// nothing about the service behind the gateway.
+func mayHaveActed(status int) bool {
+	switch status {
+	case http.StatusRequestTimeout, http.StatusInternalServerError, http.StatusBadGateway, http.StatusGatewayTimeout:
+		return true
+	}
+	return false
+}
 
 func carriesBody(method string) bool {
 	return method == http.MethodPost || method == http.MethodPut || method == http.MethodPatch

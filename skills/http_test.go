@@ -381,6 +381,10 @@ func TestAPostWithoutUsableAnswerMayHaveActed(t *testing.T) {
 	t.Parallel()
 	server := startServer(t, func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
+		case "/400", "/408", "/429", "/500", "/502", "/503", "/504":
+			status, err := strconv.Atoi(r.URL.Path[1:])
+			assert.NoError(t, err)
+			w.WriteHeader(status)
 		case "/large":
 			_, _ = w.Write(make([]byte, 300<<10))
 		case "/image":
@@ -389,9 +393,6 @@ func TestAPostWithoutUsableAnswerMayHaveActed(t *testing.T) {
 		case "/short":
 			w.Header().Set("Content-Length", "9")
 			_, _ = w.Write([]byte{1})
-		case "/502", "/503", "/504":
-			code, _ := strconv.Atoi(r.URL.Path[1:])
-			w.WriteHeader(code)
 		default:
 			panic(http.ErrAbortHandler)
 		}
@@ -399,7 +400,8 @@ func TestAPostWithoutUsableAnswerMayHaveActed(t *testing.T) {
 	r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.1"}})
 	for url, want := range map[string]bool{
 		server.URL: true, server.URL + "/large": true, server.URL + "/image": true, server.URL + "/short": true,
-		server.URL + "/502": true, server.URL + "/504": true, server.URL + "/503": false, "http://127.0.0.1:1": false,
+		"http://127.0.0.1:1": false, server.URL + "/408": true, server.URL + "/500": true, server.URL + "/502": true,
+		server.URL + "/504": true, server.URL + "/400": false, server.URL + "/429": false, server.URL + "/503": false,
 	} {
 		s := row(t, skills.Definition{Name: "h", Handler: "http:POST " + url})
 		_, err := r.Invoke(t.Context(), skills.Call{Skill: s})

@@ -333,6 +333,18 @@ func (w *world) post(t *testing.T, status int) *atomic.Int32 {
 	return requests
 }
 
+// A gateway's timeout shows nothing about the service behind the gateway.
+func TestARunWhoseGatewayTimedOutIsNotRetried(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	requests := w.post(t, http.StatusGatewayTimeout)
+	w.put(t, automations.Definition{Name: "a", Event: "E", Skill: "post", MaxAttempts: 3})
+	w.process(t)
+	w.raise(t, "E", "k", `{}`)
+	w.until(t, "dead 1")
+	assert.Equal(t, 1, int(requests.Load()))
+}
+
 func TestAPromptThatActedIsNotRetried(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
