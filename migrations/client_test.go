@@ -69,6 +69,46 @@ func TestContractSufficesForExternalWorker(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "read under a void lock: %v", err)
 }
 
+// A run that waits for the end of another execution gets the values of its own child, and of no other execution.
+func TestExternalWorkerReadsOnlyChildsValues(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	conn := connectClient(t, db.Config().ConnConfig)
+	for _, other := range []struct{ what, end, parent, want string }{
+		{"a child", "before", "$1::uuid", "secret secret secret secret"},
+		{"a child", "after", "$1::uuid", "secret secret secret secret"},
+		{"another's execution", "before", "null", ""},
+		{"another's execution", "after", "null", ""},
+	} {
+		id := pgtest.Value[string](t, conn, `select start_agent_execution('external:sum')::text`)
+		lock := pgtest.Value[string](t, conn, `select lock_id from lock_agent_execution($1::text::uuid, 'w')`, id)
+		awaited := pgtest.Value[string](t, db, `
+			insert into agent_executions (trace_id, surface, flow, parent_id)
+			select trace_id, 'flow', 'f', `+other.parent+` from agent_executions where id = $1::uuid returning id::text`, id)
+		end := func() {
+			pgtest.Exec(t, db, `update agent_executions set status = 'running' where id = $1`, awaited)
+			pgtest.Exec(t, db, `
+				update agent_executions set status = 'completed', variables = '{"a": "secret"}', result = '"secret"',
+				       error_message = 'secret', result_summary = 'secret' where id = $1`, awaited)
+		}
+		if other.end == "before" {
+			end()
+		}
+		pgtest.Exec(t, conn, `select unlock_agent_execution($1::text::uuid, $2, 'waiting', p_kind => 'agent', p_key => $3)`,
+			id, lock, awaited)
+		if other.end == "after" {
+			end()
+			pgtest.Exec(t, db, `select lanekeeper.resume_agent_waiters('agent', $1)`, awaited)
+		}
+		lock = pgtest.Value[string](t, conn, `select lock_id from lock_agent_execution($1::text::uuid, 'w')`, id)
+		assert.Equal(t, "completed "+other.want, pgtest.Value[string](t, conn, `
+			select concat_ws(' ', d ->> 'status', coalesce(d #>> '{variables,a}', ''), d ->> 'result', d ->> 'error_message',
+			                 d ->> 'result_summary')
+			  from (select r.checkpoints -> 'wait agent 1' -> 'data' as d
+			          from read_agent_execution($1::text::uuid, $2) r) o`, id, lock), other.what, other.end)
+	}
+}
+
 // A worker cannot read a visitor's next message by a wait in the visitor's thread.
 func TestExternalWorkerCannotWaitInVisitorsThread(t *testing.T) {
 	t.Parallel()

@@ -1563,9 +1563,9 @@ begin
     select 'wait ' || p_kind || ' ' || (x.wait_number + 1) into step_ from agent_executions x where x.id = p_id;
     outcome := lanekeeper.wait_agent_execution(p_id, claim_, step_, p_kind, p_key, p_timeout, null);
     if outcome is not null and p_kind = 'agent' then
-      update agent_checkpoints c set output = jsonb_set(outcome, '{data}', outcome -> 'data' || (
-               select jsonb_build_object('variables', y.variables, 'result', y.result, 'error_message', y.error_message)
-                 from agent_executions y where y.id = lanekeeper.agent_uuid(p_key)))
+      update agent_checkpoints c
+         set output = outcome || jsonb_build_object('data',
+               lanekeeper.agent_end_for_worker(outcome -> 'data', p_id, lanekeeper.agent_uuid(p_key)))
        where c.execution_id = p_id and c.step = step_;
     end if;
     if outcome is not null then                              -- the event had come: the run is ready again

@@ -469,6 +469,18 @@ comment on function lanekeeper.answer_agent_request is
   'request. A signature or a test needs one event. Later events change nothing. 22023: the document belongs to '
   'somebody else, or it lacks its name or url.';
 
+create or replace function lanekeeper.agent_end_for_worker(p_data jsonb, p_id uuid, p_ended uuid) returns jsonb
+language sql stable as $$
+  select case when c.parent_id = p_id
+                then p_data || jsonb_build_object('variables', c.variables, 'result', c.result,
+                                                  'error_message', c.error_message)
+                else p_data - 'result_summary' end
+    from agent_executions c where c.id = p_ended
+$$;
+comment on function lanekeeper.agent_end_for_worker is
+  'The data of AGENT_COMPLETED for the run p_id of a worker outside, which cannot read p_ended. A child''s data has its '
+  'values. Data of another execution has no text of it.';
+
 create or replace function lanekeeper.resume_agent_waiters(p_kind text, p_key text, p_event_id uuid default null,
                                                            p_wait boolean default true)
 returns table (id uuid, queue text)
@@ -521,10 +533,8 @@ begin
     return query
     select w.execution_id, w.queue from lanekeeper.resume_agent_executions(ids, array(
       select case when not x.is_external or v.external_id is distinct from 'completed ' || p_key then outcome
-                  else outcome || jsonb_build_object('data', v.data || (    -- a worker outside cannot read the child
-                    select jsonb_build_object('variables', c.variables, 'result', c.result,
-                                              'error_message', c.error_message)
-                      from agent_executions c where c.id = p_key::uuid)) end
+                  else outcome || jsonb_build_object('data',
+                         lanekeeper.agent_end_for_worker(v.data, x.id, p_key::uuid)) end
         from agent_executions x where x.id = any (ids) order by x.id),
       '{}', null, case when p_kind = 'agent' then lanekeeper.agent_uuid(p_key) end) w;
     update agent_events e set consumed_by = ids[cardinality(ids)] where e.id = v.id;  -- one id, even if several resumed
