@@ -4,6 +4,9 @@ import (
 	"context"
 	"fmt"
 	"html/template"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
 	"strings"
 	"sync"
 	"testing"
@@ -280,4 +283,25 @@ func TestLoginLink(t *testing.T) {
 	p.Expect("405") // the test server has no route that logs in
 	p.Go(login + "#token=secret")
 	p.Until("the address does not contain the token", `!location.href.includes("secret")`)
+}
+
+// Chrome applies the policy for forms to the redirects of a form, too.
+func TestLoginOffersIssuerOfAnotherSite(t *testing.T) {
+	t.Parallel()
+	issuer := httptest.NewServer(http.NotFoundHandler())
+	t.Cleanup(issuer.Close)
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", OIDC: true})
+	require.NoError(t, err)
+	mux := muxOf(room)
+	mux.HandleFunc("GET /login/oidc", func(w http.ResponseWriter, r *http.Request) {
+		http.Redirect(w, r, issuer.URL+"/?"+r.URL.RawQuery, http.StatusSeeOther)
+	})
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/login?next=" + url.QueryEscape("/lanes?agent=a&lane=b"))
+	wantNoBrowserErrors(t, p)
+	p.Click(`[href^="/login/oidc"], [action="/login/oidc"] button`)
+	p.Until("the issuer is open", fmt.Sprintf(`location.origin === %q &&
+		new URLSearchParams(location.search).get("next") === "/lanes?agent=a&lane=b"`, issuer.URL))
 }
