@@ -19,6 +19,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
@@ -288,6 +289,55 @@ const endPatience = `(() => {
 	return 1;
 })()`
 
+// noPause lets the page try again at once.
+const noPause = `(() => {
+	const real = setTimeout;
+	window.setTimeout = (f, ms) => real(f, ms === maxSilence ? ms : 0);
+	return 1;
+})()`
+
+// A proxy cuts each stream after a piece of text, and refuses two attempts to attach.
+func TestThePageReadsAnAnswerThroughABadProxy(t *testing.T) {
+	t.Parallel()
+	const pieces = 12
+	g, reply := gated()
+	w := newWorld(t, reply)
+	var streams, refusals atomic.Int64
+	page := browser.Open(t, browser.Look{})
+	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+		if !strings.HasPrefix(r.Request.URL.Path, "/v1/chat/completions") {
+			return nil
+		}
+		if n := refusals.Load(); r.Request.Method == http.MethodGet && n < 2 {
+			refusals.Add(1)
+			err := r.Body.Close()
+			r.StatusCode = []int{http.StatusBadGateway, http.StatusTooManyRequests}[n]
+			r.Header, r.Body = http.Header{}, http.NoBody
+			return err
+		}
+		if n := streams.Add(1); n < pieces {
+			r.Body = &lostBody{ReadCloser: r.Body, after: fmt.Sprintf("(%d)", n)}
+		}
+		return nil
+	}) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	page.Eval(noPause, new(int))
+	for _, problem := range []string{"502", "429", "ERR_INCOMPLETE_CHUNKED_ENCODING"} {
+		page.Expect(problem)
+	}
+	submit(page, "First")
+	want := "You First | nora"
+	for n := range pieces {
+		send(t, g.pieces, fmt.Sprintf("(%d) ", n+1))
+		want += fmt.Sprintf(" (%d)", n+1)
+		page.Until("the piece is shown", shown+fmt.Sprintf(`.startsWith(%q)`, want))
+	}
+	close(g.pieces)
+	page.Until("the answer is complete", shown+fmt.Sprintf(` === %q && document.querySelector("#stop").hidden`, want))
+	assert.Equal(t, 1, len(w.model.Requests()))
+	noProblems(t, page)
+}
+
 func TestThePageLeavesASilentConnection(t *testing.T) {
 	t.Parallel()
 	release := make(chan struct{})
@@ -441,11 +491,7 @@ func TestThePageFindsAnAnswerAgainAfterALongOutage(t *testing.T) {
 		return nil
 	}) + "/chat#key=site")
 	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
-	page.Eval(`(() => { // it tries again at once
-		const real = setTimeout;
-		window.setTimeout = (f, ms) => real(f, ms === maxSilence ? ms : 0);
-		return 1;
-	})()`, new(int))
+	page.Eval(noPause, new(int))
 	page.Expect("ERR_")
 	submit(page, "First")
 	page.Until("the page gives up", `document.querySelector("#stop").hidden &&
@@ -655,6 +701,22 @@ func TestThePageShowsToolsAndApprovals(t *testing.T) {
 	page.Until("the answer is shown", shown+`.endsWith("nora It is sunny.")`)
 	submit(page, "Refund me")
 	page.Until("the approval is shown", shown+`.endsWith("Waiting for an approval …")`)
+}
+
+// The server ends a stream that waits too long for an approval.
+func TestThePageShowsAnAnswerAfterALateApproval(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.ToolCall("refund", `{}`), modeltest.Text("Refunded."))
+	p := w.process(t, func(c *chat.Chat) { c.ApprovalWait = 50 * time.Millisecond })
+	page := openPage(t, p, browser.Look{})
+	submit(page, "Refund me")
+	page.Shows("The answer will come into this conversation when that is done.")
+	asked, err := approvals.Pending(t.Context(), w.pool, 10)
+	require.Truef(t, err == nil && len(asked) == 1, "%v, %v", asked, err)
+	_, err = approvals.Decide(t.Context(), w.pool, asked[0].ID, true, "admin", "")
+	require.NoError(t, err)
+	page.Until("the answer is shown", shown+` === "You Refund me | nora Refunded." && document.querySelector("#stop").hidden`)
+	noProblems(t, page)
 }
 
 func TestASiteEmbedsThePage(t *testing.T) {

@@ -362,7 +362,7 @@ function heard(promise, close) {
   return Promise.race([promise, lost]).finally(() => clearTimeout(timer));
 }
 
-// read shows a stream. It returns whether the answer is complete.
+// read shows a stream. It returns how the stream ended: complete, approval (the turn still waits for one) or broken.
 async function read(response, turn, current) {
   if (response.headers.get("X-Visitor-Token")) store.setItem("visitor", response.headers.get("X-Visitor-Token"));
   if (!response.ok) {
@@ -376,20 +376,24 @@ async function read(response, turn, current) {
     if (!turn.stopped) setStatus("The agent is answering …");
   }
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "", text = "";
+  let rest = "", text = "", activity = "";
   for (;;) {
     const { value, done } = await heard(reader.read(), () => reader.cancel().catch(() => {}));
-    if (done) return false;
+    if (done) return "broken";
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
       if (!line.startsWith("data: ")) continue;
       const data = line.slice(6).trim();
-      if (data === "[DONE]") return true;
+      if (text.length > turn.box.text.length) turn.tries = 0;
+      if (data === "[DONE]") return activity === "approval" ? activity : "complete";
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Refusal(200, chunk.error.message, chunk.error.code);
       turn.id = chunk.id || turn.id;
-      if (chunk.activity) turn.box.activity(activityText(chunk.activity));
+      if (chunk.activity) {
+        activity = chunk.activity.type;
+        turn.box.activity(activityText(chunk.activity));
+      }
       for (const choice of chunk.choices) text += choice.delta.content || "";
       if (text && text !== turn.box.text) turn.box.show(text);
     }
@@ -406,16 +410,20 @@ function activityText({ type, name }) {
 
 // attach reads an answer until it is complete. It attaches again when the connection breaks: the answer continues.
 async function attach(request, turn, current) {
-  for (let tries = 0; ; tries++) {
+  for (turn.tries = 0; ; turn.tries++) {
+    let end = "broken";
     try {
-      if (await read(await request(turn), turn, current)) return;
+      end = await read(await request(turn), turn, current);
+      if (end === "complete") return;
     } catch (problem) {
-      const again = !(problem instanceof Refusal) || ["shutting_down", "answer_restarted", "still_running"].includes(problem.code) || problem.status === 503;
+      const again = !(problem instanceof Refusal) || problem.status === 429 || problem.status >= 500 ||
+        ["shutting_down", "answer_restarted", "still_running"].includes(problem.code);
       if (!again || !turn.id || current !== generation) throw problem;
     }
-    if (!turn.id || tries >= 8 || current !== generation) throw new Error("The connection broke.");
-    statusLine.textContent = "The connection broke; attaching again …";
-    await new Promise((done) => setTimeout(done, Math.min(500 * 2 ** tries, 8000)));
+    if (end === "approval") turn.tries = 0;
+    if (!turn.id || turn.tries >= 8 || current !== generation) throw new Error("The connection broke.");
+    if (end === "broken") statusLine.textContent = "The connection broke; attaching again …";
+    await new Promise((done) => setTimeout(done, Math.min(500 * 2 ** turn.tries, 8000)));
     request = () => attachRequest(turn.id);
   }
 }
