@@ -19,6 +19,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
@@ -152,6 +153,24 @@ func TestThePageSelectsAnAgent(t *testing.T) {
 	noProblems(t, page)
 }
 
+func TestThePageListsADefaultAgentWithTheNameOfTheAlias(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Yes."))
+	for _, name := range []string{agents.Alias, "sales", "support"} {
+		_, err := agents.Put(t.Context(), w.pool, agents.Definition{
+			Name: name, Default: name == agents.Alias, Keys: []string{"site"},
+		})
+		require.NoError(t, err)
+	}
+	page := openPage(t, w.process(t, func(c *chat.Chat) { c.Loop.Agents = c.Agents }), browser.Look{})
+	page.Until("all agents are listed, and the default is selected",
+		`[...document.querySelectorAll("#agents option")].map(o => o.value).join() === "agent,sales,support" &&
+			document.querySelector("#agents").value === "agent"`)
+	submit(page, "Are you there?")
+	page.Until("the default agent answers", shown+` === "You Are you there? | Agent Yes."`)
+	noProblems(t, page)
+}
+
 func TestThePageSendsFiles(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One order."))
@@ -258,6 +277,38 @@ func TestThePageShowsTheConversationAfterAReload(t *testing.T) {
 	page.Until("the answer is complete", shown+
 		` === "You First | nora One. | You Second | nora Two is done." && document.querySelector("#stop").hidden`)
 	noProblems(t, page)
+}
+
+// The link to the message box changes the hash of the address, as a new key does.
+func TestTheSkipLinkKeepsTheConversation(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."))
+	release := make(chan struct{})
+	page := browser.Open(t, browser.Look{})
+	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+		if r.Request.Method == http.MethodPost {
+			<-release // until then the page does not know its thread
+		}
+		return nil
+	}) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	submit(page, "First")
+	page.Eval(`new Promise((done) => {
+		addEventListener("hashchange", () => done(1), { once: true });
+		document.querySelector("a.skip").click();
+	})`, new(int))
+	close(release)
+	page.Until("the answer is shown", shown+` === "You First | nora One."`)
+	noProblems(t, page)
+}
+
+func TestThePageKeepsTheTextOfAnInputMethod(t *testing.T) {
+	t.Parallel()
+	page := openPage(t, newWorld(t).process(t), browser.Look{})
+	page.Type("#message", "ni")
+	page.Eval(`(document.querySelector("#message").dispatchEvent( // as Safari confirms a word
+		new KeyboardEvent("keydown", { key: "Enter", keyCode: 229, bubbles: true, cancelable: true })), 1)`, new(int))
+	page.Until("the text is not sent", shown+` === "" && document.querySelector("#message").value === "ni"`)
 }
 
 // lostBody is a response that ends early, with an error or silently.
@@ -559,10 +610,15 @@ func TestThePageLoadsEarlierMessages(t *testing.T) {
 	page.Reload()
 	page.Until("the latest messages are shown", `document.querySelectorAll(".message").length === 30 && `+shown+
 		`.endsWith("nora message 60")`)
+	page.Eval(`(window.first = document.querySelector(".message"), 1)`, new(int))
 	page.Click("#earlier")
 	page.Until("all messages are shown",
 		`document.querySelectorAll(".message").length === 60 && document.querySelector("#earlier").hidden && `+
 			shown+`.startsWith("You Hi | nora Hello. | You message 3")`)
+	page.Until("the message that was the first is in view", `(() => {
+		const at = first.getBoundingClientRect(), view = document.querySelector("#scroller").getBoundingClientRect();
+		return at.top > view.top - 2 && at.bottom < view.bottom;
+	})()`)
 	noProblems(t, page)
 }
 

@@ -141,26 +141,16 @@ async function loadAgents(current) {
     if (response.status === 401 && current === generation) return logout();
     if (!response.ok || current !== generation) return; // the first message reports the error
     const { data } = await response.json();
-    const own = data.filter((model) => model.id !== "agent");
-    known = own.length ? own : data;
+    known = data.filter((model, i) => model.id !== "agent" || i === 0); // the default is first; a later one is its alias
   } catch {
     return;
   }
   const wanted = store.getItem("agent") || options.get("agent");
-  const selected = known.find((model) => model.id === wanted) || (await preferred()) || known[0];
+  const selected = known.find((model) => model.id === wanted) || known[0];
   if (current !== generation) return;
   agents.replaceChildren(...known.map((model) => new Option(model.id, model.id, false, model.id === selected?.id)));
   agents.hidden = byId("agents-label").hidden = known.length < 2;
   nameAgent(selected);
-}
-
-// preferred returns the agent that the alias agent means.
-async function preferred() {
-  if (known.length < 2) return known[0];
-  const response = await call("/v1/models/agent", { headers: headers() }).catch(() => null);
-  if (!response?.ok) return undefined;
-  const { greeting, description } = await response.json();
-  return known.find((model) => model.greeting === greeting && model.description === description);
 }
 
 function nameAgent(model) {
@@ -206,7 +196,7 @@ function addMessage(role, where = "append") {
     else body.replaceChildren(renderMarkdown(text));
     follow();
   };
-  follow(role === "user");
+  follow(role === "user" && where === "append");
   return {
     box,
     get text() { return text; },
@@ -337,12 +327,13 @@ function showItems(list) {
 }
 
 byId("earlier").addEventListener("click", async () => {
-  const current = generation, height = scroller.scrollHeight;
+  const current = generation;
   try {
     const list = await items(oldest);
     if (current !== generation) return;
+    const top = scroller.scrollTop, height = scroller.scrollHeight;
     showItems(list);
-    scroller.scrollTop += scroller.scrollHeight - height;
+    scroller.scrollTop = top + scroller.scrollHeight - height;
   } catch (problem) {
     fail(problem.message);
   }
@@ -385,7 +376,6 @@ async function read(response, turn, current) {
     for (const line of lines) {
       if (!line.startsWith("data: ")) continue;
       const data = line.slice(6).trim();
-      if (text.length > turn.box.text.length) turn.tries = 0;
       if (data === "[DONE]") return activity === "approval" ? activity : "complete";
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Refusal(200, chunk.error.message, chunk.error.code);
@@ -395,6 +385,7 @@ async function read(response, turn, current) {
         turn.box.activity(activityText(chunk.activity));
       }
       for (const choice of chunk.choices) text += choice.delta.content || "";
+      if (text.length > turn.box.text.length) turn.tries = 0;
       if (text && text !== turn.box.text) turn.box.show(text);
     }
   }
@@ -621,10 +612,15 @@ function logout() {
   open();
 }
 
+// composes returns whether a key belongs to an input method. Safari ends the composition before the key that confirms
+// it, and gives that key the code 229.
+const composes = (event) => event.isComposing || event.keyCode === 229;
+
 byId("composer").addEventListener("submit", submit);
 message.addEventListener("input", grow);
 message.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
+  if (composes(event)) return;
+  if (event.key === "Enter" && !event.shiftKey) submit(event);
   if (event.key === "Escape" && !stop.hidden) stop.click();
 });
 message.addEventListener("paste", (event) => {
@@ -671,8 +667,11 @@ agents.addEventListener("change", () => {
 });
 byId("close").addEventListener("click", () => window.parent.postMessage({ chat: "close" }, "*"));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && options.get("embed") === "button" && stop.hidden) byId("close").click();
+  if (event.key === "Escape" && !composes(event) && options.get("embed") === "button" && stop.hidden) byId("close").click();
 });
-window.addEventListener("hashchange", open);
+window.addEventListener("hashchange", () => {
+  const given = new URLSearchParams(location.hash.slice(1)); // the link to the message box changes the hash, too
+  if (given.has("key") || given.has("join")) open();
+});
 applyTheme();
 open();
