@@ -775,6 +775,33 @@ func TestThePageShowsAnAnswerAfterALateApproval(t *testing.T) {
 	noProblems(t, page)
 }
 
+// The script runs before the site has sent the element.
+func TestASiteEmbedsThePageInAnElementThatComesLater(t *testing.T) {
+	t.Parallel()
+	embedded, ran := "", make(chan struct{})
+	hasRun := sync.OnceFunc(func() { close(ran) })
+	host := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/ran" {
+			hasRun()
+			return
+		}
+		rw.Header().Set("Content-Type", "text/html")
+		fmt.Fprintf(rw, `<!doctype html><html lang="en"><title>Shop</title><main><h1>Shop</h1>
+			<script src="%s/chat/embed.js" data-key="site" data-target="#help" async onload="fetch('/ran')"></script>`, embedded)
+		rw.(http.Flusher).Flush()
+		select {
+		case <-ran:
+		case <-r.Context().Done():
+		}
+		fmt.Fprint(rw, `<div id="help"></div></main>`)
+	}))
+	t.Cleanup(host.Close)
+	embedded = site(t, newWorld(t).process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host.URL} }))
+	page := browser.Open(t, browser.Look{})
+	page.Go(host.URL)
+	page.Until("the frame is in its place", `document.querySelector("#help > div")?.shadowRoot.querySelector(".inline iframe")`)
+}
+
 func TestASiteEmbedsThePage(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Hello, visitor."))

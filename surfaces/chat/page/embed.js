@@ -93,6 +93,6 @@
       box.style.setProperty("--height", Math.round(event.data.height) + "px");
     }
   });
-  if (document.body) start();
+  if (document.readyState !== "loading") start(); // before, the target may be missing
   else document.addEventListener("DOMContentLoaded", start);
 })();
