@@ -95,7 +95,7 @@ func (f *fakeAPI) operate(t *testing.T) http.HandlerFunc {
 			case <-r.Context().Done():
 			}
 		}
-		if strings.Contains(body, `"busy"`) && !strings.Contains(body, `"wait":true`) {
+		if strings.Contains(body, `busy"`) && !strings.Contains(body, `"wait":true`) {
 			w.Header().Set("Content-Type", "application/problem+json")
 			w.WriteHeader(http.StatusConflict)
 			send(`{"status":409,"detail":"lane operate is held by <b>ana</b>","holder":"ana"}`)
@@ -230,8 +230,41 @@ func TestConsoleWaitsForLane(t *testing.T) {
 		.find(b => b.textContent === "Wait for the lane").click(), 1`, new(int))
 	p.Shows("Done. Trace")
 	p.Until("the turn has ended", `!document.getElementById("send").disabled`)
+	p.Until("the composer has no copy", `document.getElementById("message").value === ""`)
 	api.wantRequest(t, "POST /v1/operate", "busy", `"wait":true`)
 	wantNoProblems(t, p, "/operate")
+}
+
+// A message with a slash is typed with two. With one it would be a command.
+func TestConsoleReturnsRefusedMessageAsTyped(t *testing.T) {
+	t.Parallel()
+	p, _, _, _ := openConsole(t)
+	p.Expect("409")
+	for _, message := range []string{"//busy", "busy"} {
+		p.Eval(`(document.getElementById("message").value = "", 1)`, new(int))
+		say(p, message)
+		p.Until("the composer has the message", fmt.Sprintf(`document.getElementById("message").value === %q`, message))
+	}
+}
+
+func TestConsoleKeepsTextOfInputMethod(t *testing.T) {
+	t.Parallel()
+	p, _, _, _ := openConsole(t)
+	p.Type("#message", "/he")
+	p.Until("the command is suggested", `!document.getElementById("commands").hidden`)
+	p.Eval(`document.getElementById("message").dispatchEvent(new KeyboardEvent("keydown",
+		{key: "Enter", keyCode: 229, bubbles: true, cancelable: true})), 1`, new(int))
+	p.Until("the command has not run", `document.getElementById("message").value === "/he"`)
+}
+
+func TestConsoleWorksAfterBack(t *testing.T) {
+	t.Parallel()
+	p, _, _, _ := openConsole(t)
+	p.Eval(`(["pagehide", "pageshow"].forEach((name) => // as a browser that keeps the page
+		dispatchEvent(new PageTransitionEvent(name, {persisted: true}))), 1)`, new(int))
+	say(p, "hello")
+	p.Shows("Done. Trace")
+	p.Until("the turn has ended", `!document.getElementById("send").disabled`)
 }
 
 // After its connection broke, the page finds the turn again, and can stop it.

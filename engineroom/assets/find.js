@@ -89,7 +89,7 @@
   });
   input.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(ask, 120); });
   input.addEventListener("keydown", (e) => {
-    if (e.isComposing) return;
+    if (e.isComposing || e.keyCode === 229) return; // as in operate.js
     const all = options();
     if (e.key === "ArrowDown") choose(chosen + 1);
     else if (e.key === "ArrowUp") choose(chosen < 0 ? all.length - 1 : chosen - 1);

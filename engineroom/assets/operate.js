@@ -338,6 +338,9 @@
     return null;
   };
 
+  // typed returns the text that sends a message: a message with a slash is typed with two.
+  const typed = (message) => message.startsWith("/") ? "/" + message : message;
+
   const say = async (message, wait) => {
     if (!wait) bubble("user", "You", message);
     setBusy(true);
@@ -368,7 +371,7 @@
     if (leaving) return;
     if (!turn) {
       note(sent ? "The connection broke before the first answer. If the turn began, it is among the latest turns." : "The server could not be reached.");
-      if (!sent) box.value = box.value ? message + "\n" + box.value : message;
+      if (!sent) box.value = box.value ? typed(message) + "\n" + box.value : typed(message);
       return ended("", show);
     }
     tell(result ? "The turn continues …" : "The connection broke. Looking for the turn …");
@@ -399,12 +402,17 @@
       const line = make("p", "actions");
       const wait = make("button", "", "Wait for the lane"), look = make("button", "", "Watch");
       wait.type = look.type = "button";
-      wait.addEventListener("click", () => { line.remove(); say(message, true); });
+      wait.addEventListener("click", () => {
+        line.remove();
+        if (box.value === typed(message)) box.value = "";
+        grow();
+        say(message, true);
+      });
       look.addEventListener("click", () => { if (!watching) watchOn(); });
       line.append(wait, look);
       item.append(line);
     }
-    box.value ||= message;
+    box.value ||= typed(message);
     box.focus();
   };
 
@@ -613,7 +621,7 @@
   box.addEventListener("input", () => { suggest(); grow(); });
   box.addEventListener("blur", () => { options.hidden = true; });
   box.addEventListener("keydown", (e) => {
-    if (e.isComposing) return;
+    if (e.isComposing || e.keyCode === 229) return; // Safari ends the composition before the key that confirms it
     if (!options.hidden && chosen >= 0) {
       const li = options.children[chosen];
       const does = {
@@ -634,6 +642,10 @@
   stop.addEventListener("click", stopTurn);
   watch.addEventListener("click", () => { if (watching) watching.abort(); else watchOn(); });
   addEventListener("pagehide", () => { leaving = true; });
+  addEventListener("pageshow", (e) => { // persisted: the page was left in the middle of a turn, and is shown again
+    leaving = false;
+    if (e.persisted && busy) location.reload();
+  });
   $("say-keys").hidden = false;
   watch.hidden = false;
   box.setAttribute("aria-autocomplete", "list");
