@@ -1,6 +1,7 @@
 package engineroom
 
 import (
+	"html"
 	"regexp"
 	"strconv"
 	"strings"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
@@ -84,4 +86,22 @@ func TestOverviewFiltersAreChecked(t *testing.T) {
 	}
 	wantError(t, server.URL+"/?surface=none", 400, "surface")
 	wantError(t, server.URL+"/activity?cursor=x", 400, "page")
+}
+
+// The list of activities shows only the newest rows. A link to an older row leads to its trace.
+func TestLinkToActivityOpensIt(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	insertActivities(t, pool, 60)
+	first := pgtest.Value[string](t, pool, `select id::text from agent_activity order by id limit 1`)
+	last := pgtest.Value[string](t, pool, `
+		update agent_activity set cause_id = $1::uuid, trace_id = 'hb_00000000000000000000000001'
+		 where id = (select max(id::text)::uuid from agent_activity) returning id::text`, first)
+	for page, from := range map[string]string{"/find?q=" + first: "", "/audit": `<tr id="row-` + last} {
+		_, body, _ := strings.Cut(wantTexts(t, server.URL+page), from)
+		link := regexp.MustCompile(`href="([^"]*` + first + `[^"]*)"`).FindStringSubmatch(body)
+		require.Truef(t, link != nil, "%s has no link to the activity:\n%s", page, body)
+		_, panel, _ := strings.Cut(wantTexts(t, server.URL+html.UnescapeString(link[1])), `<section id="panel"`)
+		assert.Contains(t, panel, "number 1.")
+	}
 }

@@ -84,15 +84,20 @@ func (room *Room) hitsOf(
 	}
 	list := make([]hit, len(rows))
 	for i, r := range rows {
-		list[i] = hit{
-			Href: href(r.ID), Title: cut(120, r.Title), About: cut(160, redact.Text(r.About, maxValue)),
-			State: r.State, At: r.At,
-		}
-		if uuidPattern.MatchString(r.ID) || len(r.ID) == traceIDLength { // a name is in the title
-			list[i].ID = r.ID
-		}
+		list[i] = r.hit(href(r.ID))
 	}
 	return list, nil
+}
+
+// hit returns the row as a hit with an address.
+func (r hitRow) hit(href string) hit {
+	h := hit{
+		Href: href, Title: cut(120, r.Title), About: cut(160, redact.Text(r.About, maxValue)), State: r.State, At: r.At,
+	}
+	if uuidPattern.MatchString(r.ID) || len(r.ID) == traceIDLength { // a name is in the title
+		h.ID = r.ID
+	}
+	return h
 }
 
 // runHits reads executions by a statement that selects their ids.
@@ -385,12 +390,19 @@ func (room *Room) findActions(ctx context.Context, q findQuery) ([]hit, error) {
 	if !q.isID || low == "" || len(hexDigits(q.id.begin)) < 8 {
 		return nil, nil
 	}
-	return room.hitsOf(ctx, `
-		select a.id::text, left(a.skill_name, 200) as title,
+	rows, err := postgres.Rows[struct {
+		hitRow
+		TraceID string
+	}](ctx, room.Read, "find", `
+		select a.id::text, left(a.skill_name, 200) as title, a.trace_id,
 		       left(coalesce(nullif(a.error_message, ''), a.purpose), 300) as about, a.status as state, a.created_at as at
 		  from agent_activity a where a.id between @low::text::uuid and @high::text::uuid order by a.id desc limit @limit`,
-		postgres.Strict{"low": low, "high": high, "limit": hitsShown + 1},
-		func(id string) string { return "/activity?row=" + id + "#row-" + id })
+		customPlan, postgres.Strict{"low": low, "high": high, "limit": hitsShown + 1})
+	list := make([]hit, len(rows))
+	for i, r := range rows {
+		list[i] = r.hit("/traces/" + r.TraceID + "?span=" + r.ID + "#panel")
+	}
+	return list, err
 }
 
 // findPages finds pages by their labels. Without a text it finds all pages.

@@ -86,7 +86,7 @@ func TestMemoryEntryShowsWriters(t *testing.T) {
 		  returning id::text`, key)
 	path := server.URL + "/memory/" + url.PathEscape(key)
 	body := wantTexts(t, path, "first vvv", "second", "/v1/memory/"+id+"/forget", "hb_00000000000000000000000009",
-		"hb_00000000000000000000000007", "in all")
+		`<a href="/traces/hb_00000000000000000000000007?span=`, "in all")
 	assert.Truef(t, len(body) <= 60_000, "the page has %d bytes", len(body))
 	body = wantTexts(t, path+"?category=lessons", "second")
 	assert.True(t, !strings.Contains(body, "first vvv"), "the page shows the entry of the other category")

@@ -44,7 +44,7 @@ func TestObjectiveShowsProgressAndEvidence(t *testing.T) {
 		wantTexts(t, server.URL+path, "/objectives/grow", "1 of 3", "1 failed", `width="33"`)
 	}
 	for _, path := range []string{"/objectives/grow", "/objectives/" + id} {
-		wantTexts(t, server.URL+path, "goal of grow", "collect", "all there", ">fetch</a>", "3 failed attempts",
+		wantTexts(t, server.URL+path, "goal of grow", "collect", "all there", "#panel\">fetch</a>", "3 failed attempts",
 			"gave evidence", "worked on a step",
 			"hb_00000000000000000000000001", "/v1/objectives/"+id+"/pause")
 	}
