@@ -26,41 +26,72 @@ const cancelTimeout = time.Second
 // terminal. CancelDetail names the open transactions.
 func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, error) {
 	notify := func() { e.stopIfCancelled(context.WithoutCancel(ctx), id) }
-	return cancelUntilEnded(ctx, e.pool, id, by, reason, notify, func() (Status, error) {
-		var status *string
-		var ended []endedExecution
-		b := &pgx.Batch{}
-		queueCancel(ctx, b, id, by, reason, &status)
-		queueEnded(b, &ended)
-		err := e.pool.SendBatch(ctx, b).Close()
-		current, err := cancelResult(id, status, err)
-		if err == nil && current.Ended() {
-			e.deliverCompletion(ctx, id)
-			e.logEnded(ctx, ended)
+	var requested bool
+	b := &pgx.Batch{}
+	activity.QueueActor(ctx, b)
+	b.Queue(`select lanekeeper.request_agent_cancel(@id, @by, @reason)`,
+		postgres.Strict{"id": id, "by": by, "reason": reasonText(reason)}).QueryRow(
+		func(row pgx.Row) error { return row.Scan(&requested) })
+	err := e.pool.SendBatch(ctx, b).Close()
+	if err != nil && !postgres.IsCode(err, "55P03") {
+		_, err = cancelResult(id, nil, err)
+		return "", err
+	}
+	deadline := time.Now().Add(cancelTimeout)
+	for pause := 5 * time.Millisecond; ; pause = min(2*pause, 50*time.Millisecond) {
+		if requested {
+			notify()
 		}
-		return current, err
-	})
+		status, err := e.tryCancel(ctx, id, by, reason)
+		if postgres.IsCode(err, "55P03") { // another transaction locks a row that the end changes
+			b := &pgx.Batch{}
+			activity.QueueActor(ctx, b)
+			b.Queue(`select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`,
+				postgres.Strict{"id": id, "by": by, "reason": reasonText(reason)})
+			err = e.pool.SendBatch(ctx, b).Close()
+			switch {
+			case err == nil:
+				requested = true
+				status, err = statusOf(ctx, e.pool, id)
+			case postgres.IsCode(err, "55P03") && time.Now().Before(deadline) && sleep.For(ctx, pause):
+				continue // another transaction completes an earlier request
+			default:
+				_, err = cancelResult(id, nil, err)
+			}
+		}
+		if err == nil {
+			notify()
+		}
+		if err != nil || status.Ended() || time.Now().After(deadline) || !sleep.For(ctx, pause) {
+			return status, err
+		}
+	}
 }
 
-// Cancel is Engine.Cancel for a process without an engine.
-func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status, error) {
-	return cancelUntilEnded(ctx, db, id, by, reason, func() {}, func() (Status, error) {
-		return cancelOnce(ctx, db, id, by, reason)
-	})
+// tryCancel makes one attempt to cancel, and logs the end.
+func (e *Engine) tryCancel(ctx context.Context, id, by, reason string) (Status, error) {
+	status, ended, err := cancelOnce(ctx, e.pool, id, by, reason)
+	if err == nil && status.Ended() {
+		e.deliverCompletion(ctx, id)
+		e.LogEnded(ctx, ended)
+	}
+	return status, err
 }
 
 // CancelTx cancels in the caller's transaction, in one attempt. If another transaction locks the execution, CancelTx
-// only requests the cancel.
-func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, error) {
+// only requests the cancel. ended are the executions that tx has ended so far: pass them to LogEnded after the commit.
+func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (_ Status, ended []Ended, err error) {
 	return cancelOnce(ctx, tx, id, by, reason)
 }
 
-func cancelOnce(ctx context.Context, db postgres.DB, id, by, reason string) (Status, error) {
+// cancelOnce cancels in one transaction: that of db, or its own.
+func cancelOnce(ctx context.Context, db postgres.DB, id, by, reason string) (_ Status, ended []Ended, err error) {
 	var status *string
 	b := &pgx.Batch{}
 	queueCancel(ctx, b, id, by, reason, &status)
-	err := db.SendBatch(ctx, b).Close()
-	return cancelResult(id, status, err)
+	queueEnded(b, &ended)
+	current, err := cancelResult(id, status, db.SendBatch(ctx, b).Close())
+	return current, ended, err
 }
 
 // queueCancel queues a cancel by the actor of ctx. The batch sets status to the result.
@@ -81,53 +112,6 @@ func reasonText(reason string) string {
 		return r
 	}, postgres.Text(reason)))
 	return string(runes[:min(len(runes), 1000)])
-}
-
-// cancelUntilEnded calls tryCancel until the execution ends, for about cancelTimeout. If another transaction locks the
-// execution, it requests the cancel and notifies the process that runs the execution.
-func cancelUntilEnded(
-	ctx context.Context, db postgres.DB, id, by, reason string, notify func(), tryCancel func() (Status, error),
-) (Status, error) {
-	var requested bool
-	b := &pgx.Batch{}
-	activity.QueueActor(ctx, b)
-	b.Queue(`select lanekeeper.request_agent_cancel(@id, @by, @reason)`,
-		postgres.Strict{"id": id, "by": by, "reason": reasonText(reason)}).QueryRow(
-		func(row pgx.Row) error { return row.Scan(&requested) })
-	err := db.SendBatch(ctx, b).Close()
-	if err != nil && !postgres.IsCode(err, "55P03") {
-		_, err = cancelResult(id, nil, err)
-		return "", err
-	}
-	deadline := time.Now().Add(cancelTimeout)
-	for pause := 5 * time.Millisecond; ; pause = min(2*pause, 50*time.Millisecond) {
-		if requested {
-			notify()
-		}
-		status, err := tryCancel()
-		if postgres.IsCode(err, "55P03") { // another transaction locks a row that the end changes
-			b := &pgx.Batch{}
-			activity.QueueActor(ctx, b)
-			b.Queue(`select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`,
-				postgres.Strict{"id": id, "by": by, "reason": reasonText(reason)})
-			err = db.SendBatch(ctx, b).Close()
-			switch {
-			case err == nil:
-				requested = true
-				status, err = statusOf(ctx, db, id)
-			case postgres.IsCode(err, "55P03") && time.Now().Before(deadline) && sleep.For(ctx, pause):
-				continue // another transaction completes an earlier request
-			default:
-				_, err = cancelResult(id, nil, err)
-			}
-		}
-		if err == nil {
-			notify()
-		}
-		if err != nil || status.Ended() || time.Now().After(deadline) || !sleep.For(ctx, pause) {
-			return status, err
-		}
-	}
 }
 
 // statusOf reads the status of an execution.
@@ -194,7 +178,7 @@ func (e *Engine) completeCancel(ctx context.Context, id string) {
 
 // tryCompleteCancel makes one attempt to complete a cancel. done is false when another attempt is needed.
 func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, err error) {
-	var ended []endedExecution
+	var ended []Ended
 	b := &pgx.Batch{}
 	b.Queue(`
 		select case when c.execution_id is null then true
@@ -209,7 +193,7 @@ func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, e
 	}
 	if len(ended) > 0 {
 		e.deliverCompletion(ctx, id)
-		e.logEnded(ctx, ended)
+		e.LogEnded(ctx, ended)
 	}
 	return done, nil
 }

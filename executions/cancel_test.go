@@ -31,7 +31,7 @@ func TestCancelMissingOrEndedExecution(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for _, id := range []string{"01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "nonsense", ""} {
-		_, err := executions.Cancel(t.Context(), pool, id, "ana", "")
+		_, err := cancelElsewhere(t.Context(), pool, id, "ana", "")
 		assert.ErrorIs(t, err, executions.ErrNotFound, "cancel", id)
 		_, err = executions.Get(t.Context(), pool, id)
 		assert.ErrorIs(t, err, executions.ErrNotFound, "get", id)
@@ -40,7 +40,7 @@ func TestCancelMissingOrEndedExecution(t *testing.T) {
 	n := mustClaim(t, pool, id, newWorker(t, pool))
 	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
 		postgres.Strict{"id": id, "claim": n})
-	status, err := executions.Cancel(t.Context(), pool, id, "ana", "")
+	status, err := cancelElsewhere(t.Context(), pool, id, "ana", "")
 	assert.Truef(t, err == nil && status == executions.Completed, "cancel of a completed execution: %s, %v", status, err)
 	assert.Equal(t, 1, countCompletions(t, pool, id))
 }
@@ -56,11 +56,11 @@ func TestCancelStopsRunningStep(t *testing.T) {
 				l := newListener(t, pool)
 				return func(o *executions.Options) { o.Listener, o.LeaseTTL = l, time.Hour }
 			},
-			func(ctx context.Context, p *testEngine, id string) error { return cancelFromAnotherProcess(ctx, p, id) },
+			cancelFromAnotherProcess,
 		},
 		"by the renewal": {
 			func(*testing.T, *pgxpool.Pool) func(*executions.Options) { return func(*executions.Options) {} },
-			func(ctx context.Context, p *testEngine, id string) error { return cancelFromAnotherProcess(ctx, p, id) },
+			cancelFromAnotherProcess,
 		},
 		"by the same process": {
 			func(*testing.T, *pgxpool.Pool) func(*executions.Options) {
@@ -116,10 +116,18 @@ func TestCancelStopsRunningStep(t *testing.T) {
 	}
 }
 
-// cancelFromAnotherProcess cancels an execution like another process.
 func cancelFromAnotherProcess(ctx context.Context, p *testEngine, id string) error {
-	_, err := executions.Cancel(ctx, p.pool, id, "ana", "")
+	_, err := cancelElsewhere(ctx, p.pool, id, "ana", "")
 	return err
+}
+
+// cancelElsewhere cancels an execution like another process.
+func cancelElsewhere(ctx context.Context, pool *pgxpool.Pool, id, by, reason string) (executions.Status, error) {
+	e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
+	if err != nil {
+		return "", err
+	}
+	return e.Cancel(ctx, id, by, reason)
 }
 
 func TestCompletionReleasesLanesAndClosesActivity(t *testing.T) {
@@ -292,7 +300,7 @@ func TestCancelStopsStepInTransaction(t *testing.T) {
 		within  time.Duration // or four times the duration of an unblocked cancel
 	}{
 		"by notification": {true, func(ctx context.Context, p *testEngine, id string) (executions.Status, error) {
-			return executions.Cancel(ctx, p.pool, id, "ana", "enough")
+			return cancelElsewhere(ctx, p.pool, id, "ana", "enough")
 		}, 100 * time.Millisecond},
 		"by itself": {false, func(ctx context.Context, p *testEngine, id string) (executions.Status, error) {
 			return p.Cancel(ctx, id, "ana", "enough")
@@ -302,7 +310,7 @@ func TestCancelStopsStepInTransaction(t *testing.T) {
 			return status, err
 		}, 0},
 		"by renewal": {false, func(ctx context.Context, p *testEngine, id string) (executions.Status, error) {
-			return executions.Cancel(ctx, p.pool, id, "ana", "enough")
+			return cancelElsewhere(ctx, p.pool, id, "ana", "enough")
 		}, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -394,7 +402,7 @@ func TestSweepCompletesCancelOfLockedExecution(t *testing.T) {
 			id := p.startFlow(t, "flow")
 			enginetest.Await(t, pool, id, executions.Waiting)
 			tx := openTx(t, pool, lock)
-			status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough")
+			status, err := cancelElsewhere(t.Context(), pool, id, "ana", "enough")
 			assert.Truef(t, err == nil && status == executions.Waiting, "cancel: %s, %v", status, err)
 			require.NoError(t, tx.Rollback(t.Context()))
 			enginetest.Await(t, pool, id, executions.Cancelled)
@@ -434,7 +442,7 @@ func TestCancelStopsChildInTransaction(t *testing.T) {
 	id := p.startFlow(t, "parent")
 	testkit.Receive(t, entered)
 	enginetest.Await(t, pool, id, executions.Waiting)
-	status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough")
+	status, err := cancelElsewhere(t.Context(), pool, id, "ana", "enough")
 	assert.Truef(t, err == nil && status == executions.Cancelled, "cancel: %s, %v", status, err)
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = @id`,
 		postgres.Strict{"id": id})
@@ -442,7 +450,7 @@ func TestCancelStopsChildInTransaction(t *testing.T) {
 		x.CancelReason) != "its parent was cancelled: enough" || countEffects(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, countEffects(t, pool))
 	}
-	_, err = executions.Cancel(t.Context(), pool, "01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "ana",
+	_, err = cancelElsewhere(t.Context(), pool, "01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "ana",
 		strings.Repeat("ñ\x1b", 2000))
 	assert.ErrorIs(t, err, executions.ErrNotFound, "cancel of nothing")
 }

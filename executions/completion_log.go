@@ -12,8 +12,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// endedExecution is an execution that a transaction ended.
-type endedExecution struct {
+// Ended is an execution that a transaction ended.
+type Ended struct {
 	ID, TraceID   string
 	Status        Status
 	ReleasedLanes int
@@ -24,7 +24,7 @@ type endedExecution struct {
 // those ends. A sweep ends executions in subtransactions, whose ids differ from the transaction's. A visible row of a
 // subtransaction in progress belongs to this transaction. xmin has the low 32 bits of an id, so the query adds the
 // epoch of the current id, and ignores rows with lower ids: they precede this transaction.
-func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
+func queueEnded(b *pgx.Batch, dest *[]Ended) {
 	b.Queue(`
 		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0),
 		       -- The end incremented the claim, and so did a loss of the claim just before it.
@@ -37,13 +37,13 @@ func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 		            then pg_xact_status((div(pg_current_xact_id_if_assigned()::text::numeric, 4294967296) * 4294967296
 		                                 + v.xmin::text::bigint)::text::xid8) = 'in progress' end
 		 order by v.id`).Query(func(rows pgx.Rows) (err error) {
-		*dest, err = pgx.CollectRows(rows, pgx.RowToStructByPos[endedExecution])
+		*dest, err = pgx.CollectRows(rows, pgx.RowToStructByPos[Ended])
 		return err
 	})
 }
 
-// logEnded logs the end of executions with the lines that a run logs.
-func (e *Engine) logEnded(ctx context.Context, ended []endedExecution) {
+// LogEnded logs the end of executions with the lines that a run logs.
+func (e *Engine) LogEnded(ctx context.Context, ended []Ended) {
 	for _, x := range ended {
 		attrs := executionAttrs(x.TraceID, x.ID)
 		e.log.InfoContext(ctx, "execution completed", append(attrs, "result_type", resultType(x.Status), "status",

@@ -78,7 +78,7 @@ type RunLock struct {
 func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duration) (RunLock, error) {
 	var lock RunLock
 	var refusal error
-	var ended []endedExecution
+	var ended []Ended
 	err := postgres.InTx(ctx, e.pool, func(tx pgx.Tx) (err error) {
 		lock, refusal, err = lockRun(ctx, tx, id, owner, ttl)
 		if err != nil || !errors.Is(refusal, ErrEnded) {
@@ -96,7 +96,7 @@ func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duratio
 		return RunLock{}, fmt.Errorf("lock execution %s: %w", id, invalidArgument(err))
 	case refusal != nil:
 		if errors.Is(refusal, ErrEnded) {
-			e.logEnded(ctx, ended)
+			e.LogEnded(ctx, ended)
 			e.deliverCompletion(ctx, id)
 		}
 		return RunLock{}, refusal

@@ -217,7 +217,7 @@ func TestForkOfUnfinishedLoop(t *testing.T) {
 	} {
 		got := p.fork(t, executions.ForkSpec{ID: id, From: from}, executions.Waiting)
 		assert.Truef(t, replay(t, p, got.ID).Equal, "the waiting fork from %q is not replayed", from)
-		_, err := executions.Cancel(t.Context(), pool, got.ID, "test", "enough")
+		_, err := cancelElsewhere(t.Context(), pool, got.ID, "test", "enough")
 		require.NoError(t, err)
 		if first, _, _ := strings.Cut(want, " n19"); d.steps(got.ID) != strings.TrimSuffix(first, "n19") {
 			t.Errorf("from %q: did %q", from, d.steps(got.ID))

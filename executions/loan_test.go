@@ -391,7 +391,7 @@ func TestCancelOfParentDuringChildSend(t *testing.T) {
 	pgtest.Exec(t, tx, `select fence_agent_execution($1::uuid, $2)`, c.id, c.claim) // a step of the child
 	var group errgroup.Group
 	group.Go(func() error {
-		_, err := executions.Cancel(t.Context(), pool, p.id, "x", "")
+		_, err := cancelElsewhere(t.Context(), pool, p.id, "x", "")
 		return err
 	})
 	pgtest.Until(t, pool, 2, `select count(*)

@@ -585,6 +585,14 @@ func TestEndOutsideRunIsLogged(t *testing.T) {
 			_, err := p.Cancel(t.Context(), id, "ana", "not wanted")
 			require.NoError(t, err)
 		}},
+		"a cancel in a transaction": {"cancelled", func(t *testing.T, p *testEngine, id string) {
+			var ended []executions.Ended
+			require.NoError(t, postgres.InTx(t.Context(), p.pool, func(tx pgx.Tx) (err error) {
+				_, ended, err = executions.CancelTx(t.Context(), tx, id, "ana", "not wanted")
+				return err
+			}))
+			p.LogEnded(t.Context(), ended)
+		}},
 		"a cancel after a lost claim": {"cancelled", func(t *testing.T, p *testEngine, id string) {
 			pgtest.Exec(t, p.pool, `update agent_executions set on_lost = 'hand_on' where id = $1`, id)
 			expireLease(t, p.pool, id)

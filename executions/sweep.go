@@ -127,7 +127,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 		return err
 	}
 	var ready []readyCount
-	var ended []endedExecution
+	var ended []Ended
 	b := &pgx.Batch{}
 	queueSweep(b)
 	queueEnded(b, &ended)
@@ -141,7 +141,7 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	err := e.sweepThreads(ctx)
 	expiredFor, dueErr := e.readDue(ctx)
 	err = errors.Join(err, dueErr)
-	e.logEnded(ctx, ended)
+	e.LogEnded(ctx, ended)
 	if err == nil && expiredFor > stuckThreshold {
 		err = e.warnStuck(ctx)
 	}

@@ -163,7 +163,7 @@ func TestEventTimerAndCancelEndWaitOnce(t *testing.T) {
 		acts := []func(ctx context.Context) error{
 			func(ctx context.Context) error { return deliver(ctx, pool, id, `{}`, "") },
 			func(ctx context.Context) error { return sweepOnce(ctx, pool) },
-			func(ctx context.Context) error { _, err := executions.Cancel(ctx, pool, id, "test", ""); return err },
+			func(ctx context.Context) error { _, err := cancelElsewhere(ctx, pool, id, "test", ""); return err },
 		}
 		group, ctx := errgroup.WithContext(t.Context())
 		for j := range acts {
@@ -476,7 +476,7 @@ func TestEventAndCancelDoNotDeadlock(t *testing.T) {
 			_, err := pool.Exec(ctx, `select deliver_agent_event('SIGNATURE_COMPLETED', @id, '{}')`, postgres.Strict{"id": id})
 			return err
 		})
-		group.Go(func() error { _, err := executions.Cancel(ctx, pool, w.id, "test", ""); return err })
+		group.Go(func() error { _, err := cancelElsewhere(ctx, pool, w.id, "test", ""); return err })
 		require.NoError(t, group.Wait())
 	}
 }

@@ -143,7 +143,7 @@ func TestQueueIsOrderedByPriorityAndAge(t *testing.T) {
 	urgent := insertQueued(t, pool, "b", "chat", 1)
 	late := insertQueued(t, pool, "c", "flow", 3)
 	young, cancelled := insertQueued(t, pool, "a", "flow", 2), insertQueued(t, pool, "a", "flow", 1)
-	_, err := executions.Cancel(t.Context(), pool, cancelled, "test", "not needed")
+	_, err := cancelElsewhere(t.Context(), pool, cancelled, "test", "not needed")
 	require.NoError(t, err)
 	if got, want := claimReady(t, pool, w, 2), []string{urgent, old}; !slices.Equal(got, want) {
 		t.Errorf("first %v, want %v", got, want)
@@ -171,7 +171,7 @@ func TestLimitDelaysNoOtherFlow(t *testing.T) {
 	}
 	const places = `select count(*) from lanekeeper.agent_ready_kinds k where (k.places > 0) is not false`
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, places))
-	_, err := executions.Cancel(t.Context(), pool, held, "test", "")
+	_, err := cancelElsewhere(t.Context(), pool, held, "test", "")
 	require.NoError(t, err)
 	assert.True(t, pgtest.Value[int](t, pool, places) != 0, "a place is free, and nothing is ready")
 	assert.Equal(t, 1, len(claimReady(t, pool, w, 10)), "claimed", "want 1")
@@ -195,7 +195,7 @@ func TestWaitingExecutionHoldsNoSlot(t *testing.T) {
 	pgtest.Exec(t, pool, `select deliver_agent_event('EVENT_COMPLETED', 'k')`)
 	got := claimReady(t, pool, w, 5)
 	assert.Truef(t, len(got) == 0, "%v went on beyond the limit", got)
-	_, err := executions.Cancel(t.Context(), pool, second, "test", "")
+	_, err := cancelElsewhere(t.Context(), pool, second, "test", "")
 	require.NoError(t, err)
 	got = claimReady(t, pool, w, 5)
 	assert.Truef(t, slices.Equal(got, []string{first}), "claimed %v, want %s", got, first)

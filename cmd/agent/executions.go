@@ -225,7 +225,11 @@ session that may hold the lock.`,
 }
 
 func (c *cli) cancel(ctx context.Context, s *session, id, reason string) error {
-	status, err := executions.Cancel(ctx, s.Pool, id, actor(ctx), reason)
+	a, err := c.app(s, nil)
+	if err != nil {
+		return err
+	}
+	status, err := a.Engine.Cancel(ctx, id, actor(ctx), reason)
 	if err != nil {
 		return notFoundHint(err)
 	}

@@ -119,7 +119,10 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	p.mustJSON(&shown, "executions", "show", started.ID)
 	assert.Truef(t, len(shown.Forks) == 1 && shown.Forks[0].ID == forked.ID && forked.ForkedFrom == started.ID,
 		"forks %+v, forked %+v", shown.Forks, forked)
-	assert.Equal(t, "cancelled "+forked.ID+"\n", p.must("executions", "cancel", forked.ID, "--reason", "enough"))
+	p.environ = append(p.environ, "AGENT_LOG_LEVEL=info")
+	cancelled := p.run("executions", "cancel", forked.ID, "--reason", "enough")
+	assert.Equal(t, "cancelled "+forked.ID+"\n", cancelled.out)
+	assert.Contains(t, cancelled.err, "execution completed", "event emitted", "locks released")
 	assert.Contains(t, p.must("executions", "show", forked.ID), "cancelled", "admin", "enough")
 	assert.Contains(t, p.must("executions", "retry", forked.ID), "after the last checkpoint")
 }

@@ -84,7 +84,7 @@ type startedTurn struct {
 // release when it no longer reads the feed. Errors for the visitor are *Refusal.
 func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, error) {
 	var inserted insertResult
-	var cancelled []string
+	var ended []executions.Ended
 	disconnected := false
 	if a.nameGenerated = a.Name == ""; a.nameGenerated {
 		a.Name = NewThreadID()
@@ -96,7 +96,7 @@ func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, err
 				if inserted, err = c.insert(ctx, tx, a); err != nil || !inserted.created {
 					return err
 				}
-				cancelled = inserted.cancelled
+				ended = inserted.ended
 				return activity.Link(ctx, tx, trace.ID(inserted.exec.TraceID))
 			})
 		}
@@ -110,9 +110,10 @@ func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, err
 	if disconnected && !created && a.ownsTrace && x.TraceID == string(a.TraceID) {
 		created = true // a try inserted it whose commit was not confirmed, and no other process runs it
 	}
-	for _, id := range cancelled { // the transaction cancelled them; this stops those that run in this process
-		if _, err := c.Engine.Cancel(ctx, id, byInterrupt, "a newer message came"); err != nil {
-			c.Logger.WarnContext(ctx, "interrupted turn not stopped", "execution", id, "error", err)
+	c.Engine.LogEnded(ctx, ended)
+	for _, e := range ended { // the transaction cancelled them; this stops those that run in this process
+		if _, err := c.Engine.Cancel(ctx, e.ID, byInterrupt, "a newer message came"); err != nil {
+			c.Logger.WarnContext(ctx, "interrupted turn not stopped", "execution", e.ID, "error", err)
 		}
 	}
 	switch {

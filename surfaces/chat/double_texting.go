@@ -49,10 +49,10 @@ func queueActiveTurns(b *pgx.Batch, thread string, before int64, list *[]activeT
 }
 
 // applyDoubleTexting enqueues or refuses the message, or interrupts the active turns. The text of an interrupted turn
-// is stored as a message, so the next turn reads it.
+// is stored as a message, so the next turn reads it. ended are the executions that it has ended.
 func (c *Chat) applyDoubleTexting(
 	ctx context.Context, tx pgx.Tx, a *UserMessage, x executions.Execution,
-) (cancelled []string, err error) {
+) (ended []executions.Ended, err error) {
 	if c.DoubleTexting == Enqueue {
 		return nil, nil
 	}
@@ -66,27 +66,24 @@ func (c *Chat) applyDoubleTexting(
 		return nil, r
 	}
 	for _, b := range active {
-		isCancelled, err := c.interruptTurn(ctx, tx, a.thread, x.TraceID, byInterrupt, "a newer message came", b)
+		ended, err = c.interruptTurn(ctx, tx, a.thread, x.TraceID, byInterrupt, "a newer message came", b)
 		if err != nil {
 			return nil, err
 		}
-		if isCancelled {
-			cancelled = append(cancelled, b.ExecutionID)
-		}
 	}
-	return cancelled, nil
+	return ended, nil
 }
 
-// interruptTurn cancels a turn and stores its text so far. It returns false when the turn has ended, or ends with its
-// current step.
+// interruptTurn cancels a turn and stores its text so far. A locked turn ends with its current step. ended are the
+// executions that tx has ended so far.
 func (c *Chat) interruptTurn(
 	ctx context.Context, tx pgx.Tx, thread, traceID, by, reason string, b activeTurn,
-) (bool, error) {
-	status, err := executions.CancelTx(ctx, tx, b.ExecutionID, by, reason)
+) (ended []executions.Ended, err error) {
+	status, ended, err := executions.CancelTx(ctx, tx, b.ExecutionID, by, reason)
 	if err != nil || status.Ended() && status != executions.Cancelled {
-		return false, err
+		return ended, err
 	}
-	return status == executions.Cancelled, c.storePartialAnswer(ctx, tx, thread, traceID, b)
+	return ended, c.storePartialAnswer(ctx, tx, thread, traceID, b)
 }
 
 // storePartialAnswer stores the text of a cancelled turn.

@@ -85,6 +85,10 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 			assert.Truef(t, len(messages) == 3 && strings.HasPrefix(messages[1], "assistant: "+kept) &&
 				strings.HasSuffix(messages[1], "\n[interrupted]") && messages[2] == "user: tea, rather",
 				"the model heard %q, want the partial answer %q", messages, kept)
+			for _, line := range []string{"execution completed", "event emitted", "lane released", "locks released"} {
+				id := pgtest.Value[string](t, w.pool, `select id::text from agent_executions where status = 'cancelled'`)
+				assert.Equal(t, 1, len(other.log.Lines(`msg="`+line+`"`, "execution_id="+id)), line)
+			}
 			pgtest.Equal(t, w.pool, "cancelled completed", `select string_agg(status, ' ' order by created_at) from agent_executions`)
 		})
 	}

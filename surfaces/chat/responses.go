@@ -199,14 +199,16 @@ func (c *Chat) cancelResponse(w http.ResponseWriter, r *http.Request, _ trace.ID
 	}
 	ctx, x := r.Context(), started.exec
 	if !x.Status.Ended() {
+		var ended []executions.Ended
 		err := c.keyedTx.Do(ctx, c.Front, in.Thread, func(tx pgx.Tx) error {
+			ended = nil // of an earlier try
 			if err := lockThread(ctx, tx, in.Thread); err != nil {
 				return err
 			}
 			busy, err := activeTurns(ctx, tx, in.Thread, 0)
 			for _, u := range busy {
 				if err == nil && u.ExecutionID == x.ID {
-					_, err = c.interruptTurn(ctx, tx, in.Thread, x.TraceID, byClient, "the client cancelled the response", u)
+					ended, err = c.interruptTurn(ctx, tx, in.Thread, x.TraceID, byClient, "the client cancelled the response", u)
 				}
 			}
 			return err
@@ -214,6 +216,7 @@ func (c *Chat) cancelResponse(w http.ResponseWriter, r *http.Request, _ trace.ID
 		if err != nil {
 			return threadError(err)
 		}
+		c.Engine.LogEnded(ctx, ended)
 		if _, err := c.Engine.Cancel(ctx, x.ID, byClient, "the client cancelled the response"); err != nil {
 			return fmt.Errorf("cancel response: %w", err)
 		}

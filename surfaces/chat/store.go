@@ -16,10 +16,10 @@ import (
 
 // insertResult is the result of storing a message.
 type insertResult struct {
-	exec      executions.Execution
-	created   bool            // false: the key was used before
-	cancelled []string        // executions of the cancelled turns
-	stored    *storedMessages // nil for a relay
+	exec    executions.Execution
+	created bool               // false: the key was used before
+	ended   []executions.Ended // the interrupted turns and their children
+	stored  *storedMessages    // nil for a relay
 }
 
 // storedMessages has what the turn need not read again if it starts in this process.
@@ -72,7 +72,7 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a *UserMessage) (inserted 
 	if inserted.exec, inserted.created, err = c.insertTurn(ctx, tx, a, a.spec()); err != nil || !inserted.created {
 		return inserted, err
 	}
-	inserted.cancelled, inserted.stored, err = c.storeMessage(ctx, tx, a, inserted.exec, docRequest)
+	inserted.ended, inserted.stored, err = c.storeMessage(ctx, tx, a, inserted.exec, docRequest)
 	return inserted, err
 }
 
@@ -124,13 +124,13 @@ func (c *Chat) ensureThread(ctx context.Context, tx pgx.Tx, a *UserMessage) erro
 	return c.checkAgent(ctx, tx, thread.Agent, a)
 }
 
-// storeMessage stores the message and applies double texting to the active turns. It returns the ids of the cancelled
-// turns.
+// storeMessage stores the message and applies double texting to the active turns. ended are the executions that
+// double texting has ended.
 func (c *Chat) storeMessage(
 	ctx context.Context, tx pgx.Tx, a *UserMessage, x executions.Execution, docRequest documentRequest,
-) (cancelled []string, stored *storedMessages, err error) {
+) (ended []executions.Ended, stored *storedMessages, err error) {
 	from := cmp.Or(a.Channel, channel)
-	if cancelled, err = c.applyDoubleTexting(ctx, tx, a, x); err != nil {
+	if ended, err = c.applyDoubleTexting(ctx, tx, a, x); err != nil {
 		return nil, nil, err
 	}
 	var earlier []activeTurn
@@ -181,7 +181,7 @@ func (c *Chat) storeMessage(
 	if stored.noEarlierTurn {
 		stored.available = a.available
 	}
-	return cancelled, stored, nil
+	return ended, stored, nil
 }
 
 // importHistory returns the greeting, or the history that the client sent, as the first messages of a new thread.

@@ -111,7 +111,7 @@ func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lan
 	logger := slog.New(slog.NewTextHandler(log, nil))
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
 	e := enginetest.New(t, w.pool, func(o *executions.Options) {
-		o.Keeper, o.StopTimeout, o.Workers = keeper, 2*time.Second, 2
+		o.Keeper, o.Logger, o.StopTimeout, o.Workers = keeper, logger, 2*time.Second, 2
 	})
 	p := &process{world: w, engine: e, log: log}
 	p.chat = &chat.Chat{

@@ -261,7 +261,7 @@ func TestReplayAfterCancel(t *testing.T) {
 	w.sendAccepted(t, "cancel", "msg_1", `{}`)
 	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
 	require.NoError(t, err)
-	_, err = executions.Cancel(t.Context(), w.pool, *d.ExecutionID, "admin", "not today")
+	_, err = w.surface.Engine.Cancel(t.Context(), *d.ExecutionID, "admin", "not today")
 	require.NoError(t, err)
 	d = w.waitStatus(t, "msg_1", webhooks.Dead)
 	assert.Equal(t, "not today", postgres.Deref(d.ErrorMessage), "error")
