@@ -31,14 +31,14 @@ func attentionKinds() []attentionKind {
 		{Kind: "approval", Title: "Approvals requested", List: "/approvals?status=pending", item: "/approvals/"},
 		{Kind: "request", Title: "Unanswered requests", List: "/executions?view=waiting", item: "/executions/"},
 		{Kind: "objective", Title: "Proposed objectives", List: "/objectives?status=proposed", item: "/objectives/"},
-		{Kind: "automation", Title: "Proposed automations", List: "/automations?state=disabled", item: "/automations/"},
+		{Kind: "automation", Title: "Proposed automations", List: "/automations#proposals", item: "/automations/"},
 		{Kind: "conflict", Title: "Open memory conflicts", List: "/memory#conflicts", item: "/memory#conflict-"},
-		{Kind: "skill", Title: "Disabled skills", List: "/skills", item: "/skills/"},
+		{Kind: "skill", Title: "Disabled skills", List: "/skills?state=disabled", item: "/skills/"},
 		{Kind: "stuck", Title: "Stuck executions", List: "/executions?view=stuck", item: "/executions/"},
 		{Kind: "run", Title: "Failed automation runs", List: "/automations#dead", item: "/automations/"},
 		{Kind: "delivery", Title: "Failed webhook deliveries", List: "/deliveries?status=dead", item: "/deliveries/"},
 		{Kind: "outgoing", Title: "Failed outgoing webhooks", List: "/outgoing?status=dead", item: "/outgoing/"},
-		{Kind: "message", Title: "Undelivered messages", List: "/threads", item: "/threads/"},
+		{Kind: "message", Title: "Undelivered messages", List: "/threads?view=undelivered", item: "/threads/"},
 		{Kind: "channel", Title: "Broken channels", List: "/channels", item: "/channels#channel-"},
 	}
 }

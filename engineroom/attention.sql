@@ -33,10 +33,10 @@ union all
   order by x.id desc limit @limit)
 union all
 (select 'skill', x.name, x.name,
-        case when x.trial_at is not null then 'on trial; ' else '' end || 'by ' || left(x.disabled_by, 100) || ': '
-          || left(x.disabled_reason, 200),
+        'by ' || left(x.disabled_by, 100) || ': ' || left(x.disabled_reason, 200),
         coalesce(x.disabled_at, x.updated_at), count(*) over ()
-   from (select s.* from agent_skills s where not s.enabled order by s.disabled_at desc nulls last limit @count_limit) x
+   from (select s.* from agent_skills s where not s.enabled and s.trial_at is null
+          order by s.disabled_at desc nulls last limit @count_limit) x
   order by x.disabled_at desc nulls last limit @limit)
 union all
 (select 'stuck', left(x.flow, 100), x.id::text, 'waits for ' || coalesce(x.waiting_for, 'nothing'), x.waiting_until,

@@ -203,6 +203,9 @@ func (f executionFilter) urlValues() url.Values {
 	return q
 }
 
+// url returns the listing's URL.
+func (f executionFilter) url() string { return "/executions?" + f.urlValues().Encode() }
+
 // urlWith returns the listing's URL with one more filter.
 func (f executionFilter) urlWith(name, value string) string {
 	q := f.urlValues()

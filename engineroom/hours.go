@@ -4,7 +4,6 @@ import (
 	"context"
 	_ "embed"
 	"fmt"
-	"net/url"
 	"slices"
 	"time"
 
@@ -32,14 +31,15 @@ type hourRuns struct {
 
 // URL is the address of the list of the hour's executions, or of its failed executions.
 func (h hourRuns) URL(failed bool) string {
-	q := url.Values{"since": {apiTime(h.At)}, "until": {apiTime(h.At.Add(time.Hour))}}
-	if failed {
-		q.Set("failed", "1")
-	}
-	if h.Agent != "" {
-		q.Set("agent", h.Agent)
-	}
-	return "/executions?" + q.Encode()
+	return executionFilter{
+		Agent: h.Agent, Failed: failed, timeRange: timeRange{Since: h.At, Until: h.At.Add(time.Hour)},
+	}.url()
+}
+
+// URL is the address of the list of the chart's executions, or of its failed executions.
+func (c hourChart) URL(failed bool) string {
+	first := c.Hours[0]
+	return executionFilter{Agent: first.Agent, Failed: failed, timeRange: timeRange{Since: first.At}}.url()
 }
 
 // hourWidth is the width of an hour in the chart, and hourHeight the height of the chart.

@@ -64,19 +64,25 @@ type currentWork struct {
 	Runs                      []running
 	More                      bool
 	Running, Pending, Waiting int64 // numbers of executions, counted up to countLimit
+	Agent                     string
 	Next                      *struct {
 		Name string
 		At   time.Time
 	}
 }
 
+// URL is the address of the list of the executions with a status.
+func (w currentWork) URL(status string) string {
+	return executionFilter{Status: status, Agent: w.Agent}.url()
+}
+
 // runningNow reads the running work: claimed executions with a live worker, then other actions.
 func (room *Room) runningNow(ctx context.Context, req *pageRequest) (any, error) {
-	var work currentWork
 	agent, err := room.selectedAgent(ctx, req)
 	if err != nil {
 		return nil, err
 	}
+	work := currentWork{Agent: agent}
 	work.Runs, err = postgres.Rows[running](ctx, room.Read, "list running work", `
 		with runs as (
 		 select e.id::text as execution_id, e.trace_id, e.surface, left(e.flow, 100) as flow,
@@ -94,11 +100,10 @@ func (room *Room) runningNow(ctx context.Context, req *pageRequest) (any, error)
 		loose as (
 		 select null::text, a.trace_id, left(a.surface, 100), '', coalesce(left(a.thread_id, 300), ''),
 		        array[left(a.skill_name, 100)], x.started_at
-		   from (select o.activity_id, o.started_at from agent_activity_open o
-		          where o.execution_id is null order by o.activity_id desc limit @limit::int + 1) x
+		   from agent_activity_open x
 		   join agent_activity a on a.id = x.activity_id
-		  where @agent::text = '' or a.agent = @agent
-		  order by a.id desc)
+		  where x.execution_id is null and (@agent::text = '' or a.agent = @agent)
+		  order by x.activity_id desc limit @limit::int + 1)
 		select * from runs union all select * from loose`, postgres.Strict{"limit": maxRunning, "agent": agent})
 	if err != nil {
 		return nil, err
@@ -110,22 +115,30 @@ func (room *Room) runningNow(ctx context.Context, req *pageRequest) (any, error)
 	return work, nil
 }
 
-// readQueueState adds the ready and waiting work, and the next schedule.
+// readQueueState adds the numbers of executions, and the next schedule. Those of an agent are counted among the newest
+// executions of the state.
 func (room *Room) readQueueState(ctx context.Context, work *currentWork) error {
 	var name *string
 	var at *time.Time
 	err := room.Read.QueryRow(ctx, `
 		select (select count(*)
-		          from (select from agent_executions e where e.status = 'running' order by e.id desc limit @count_limit) x),
+		          from (select from (select e.agent from agent_executions e where e.status = 'running'
+		                              order by e.id desc limit @searched) y
+		                 where @agent::text = '' or y.agent = @agent limit @count_limit) x),
 		       (select count(*)
-		          from (select from agent_executions e where e.status = 'pending' order by e.id desc limit @count_limit) x),
+		          from (select from (select e.agent from agent_executions e where e.status = 'pending'
+		                              order by e.id desc limit @searched) y
+		                 where @agent::text = '' or y.agent = @agent limit @count_limit) x),
 		       (select count(*)
-		          from (select from agent_executions e where e.status = 'waiting' order by e.id desc limit @count_limit) x),
+		          from (select from (select e.agent from agent_executions e where e.status = 'waiting'
+		                              order by e.id desc limit @searched) y
+		                 where @agent::text = '' or y.agent = @agent limit @count_limit) x),
 		       s.name, s.next_run_at
 		  from (select) one
 		  left join (select left(name, 100) as name, next_run_at from agent_schedules order by next_run_at limit 1) s
 		    on true`,
-		postgres.Strict{"count_limit": countLimit}).Scan(&work.Running, &work.Pending, &work.Waiting, &name, &at)
+		postgres.Strict{"count_limit": countLimit, "searched": maxSearched, "agent": work.Agent}).
+		Scan(&work.Running, &work.Pending, &work.Waiting, &name, &at)
 	if err != nil {
 		return fmt.Errorf("count executions: %w", err)
 	}

@@ -1,14 +1,17 @@
 package engineroom
 
 import (
+	"html"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -165,6 +168,56 @@ func TestAttentionItemsAreCountedAndLinked(t *testing.T) {
 		status, _ := testkit.Get(t, server.URL+strings.ReplaceAll(link[1], "&amp;", "&"))
 		assert.Truef(t, status == 200, "%s: status %d", link[1], status)
 	}
+}
+
+func TestNumbersOfOverviewOpenTheirRows(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	putAgent(t, pool, agents.Definition{Name: "sales", Default: true})
+	putAgent(t, pool, agents.Definition{Name: "billing"})
+	rows.Quiet(t, pool, `
+		insert into agent_executions (id, trace_id, surface, flow, agent, status, waiting_for, waiting_key, waiting_until,
+		  waiting_step, completed_at)
+		select lanekeeper.agent_uuid7(now() - days * interval '1 day'), lanekeeper.agent_trace_id('hb'), 'heartbeat', 'heartbeat',
+		       agent, status, w.kind, w.kind, case when w.kind <> '' then now() + interval '1 hour' end, w.kind,
+		       case when status in ('completed', 'failed') then now() end
+		  from unnest(array['completed', 'failed', 'pending', 'waiting']) status,
+		       (values ('sales', 0), ('billing', 0), ('billing', 0), ('sales', 20)) a (agent, days),
+		       lateral (select case when status = 'waiting' then 'event' end as kind) w`)
+	for name, by := range map[string]string{"on": "", "tired": "", "off": "admin", "tried": "self_heal"} {
+		rows.Skill(t, pool, name, "", by, "")
+	}
+	rows.Calls(t, pool, "tired", "error", "too slow", 3)
+	rows.Quiet(t, pool, `update agent_skills set trial_at = now() where name = 'tried'`)
+	rows.Quiet(t, pool, `insert into agent_threads (id, channel) select 't' || n, 'webhook' from generate_series(1, 5) n`)
+	rows.Quiet(t, pool, `
+		insert into agent_messages (thread_id, seq, turn, role, content, status)
+		select 't' || n, 1, 1, 'assistant', 'hello', 'failed' from generate_series(2, 5) n`)
+	number := regexp.MustCompile(`href="([^"]+)">(\d+)(?:<span class="aside-text">)? ` +
+		`(runs|failed|ready|waiting|successful ones|disabled|on trial|failing|healthy|Disabled skill|Undelivered messages)<`)
+	row := regexp.MustCompile(`<tr id="(execution|skill|thread)-`)
+	for path, want := range map[string]int{"/": 11, "/?agent=sales": 11, "/?agent=billing": 11} {
+		links := number.FindAllStringSubmatch(wantTexts(t, server.URL+path), -1)
+		assert.Equal(t, want, len(links), "numbers of", path)
+		for _, link := range links {
+			opened := wantTexts(t, server.URL+html.UnescapeString(link[1]))
+			assert.Equal(t, link[2], strconv.Itoa(len(row.FindAllString(opened, -1))), path, "leads for", link[3], "to", link[1])
+		}
+	}
+}
+
+func TestOverviewShowsWorkOfAnAgentBesideMuchOther(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	putAgent(t, pool, agents.Definition{Name: "sales", Default: true})
+	putAgent(t, pool, agents.Definition{Name: "billing"})
+	rows.Quiet(t, pool, `
+		with running as (
+		  insert into agent_activity (trace_id, agent, skill_name, status)
+		  select lanekeeper.agent_trace_id('op'), case n when 1 then 'sales' else 'billing' end, 'skill_' || n, 'running'
+		    from generate_series(1, 9) n returning id)
+		insert into agent_activity_open (activity_id, kind) select id, 'call' from running`)
+	wantTexts(t, server.URL+"/?agent=sales", "<strong>skill_1</strong>")
 }
 
 func TestAttentionCountIsBounded(t *testing.T) {

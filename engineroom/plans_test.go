@@ -343,7 +343,7 @@ var indexedPages = map[string]struct {
 		tables: "agent_threads agent_messages agent_locks agent_executions agent_lock_waiters",
 		paths: `
 			/threads /threads?channel=chat /threads?owner=key3 /find?q=thread7 /threads?owner=key3&channel=log
-			/threads?view=held /threads?view=queue /threads?before=2026-01-01T00%3A00%3A00Z+thread500
+			/threads?view=held /threads?view=queue /threads?view=undelivered /threads?before=2026-01-01T00%3A00%3A00Z+thread500
 			/threads/thread7 /threads/thread21 /threads/thread50?before=5-5`,
 	},
 	"traces": {

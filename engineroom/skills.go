@@ -182,8 +182,8 @@ func (room *Room) skillsList(ctx context.Context, req *pageRequest) (any, error)
 		return nil, err
 	}
 	all := worstFirst(sums.Lines)
-	if want.State == "failing" {
-		all = slices.DeleteFunc(all, func(h skillHealth) bool { return h.Look() != "failing" })
+	if want.State != "" {
+		all = slices.DeleteFunc(all, func(h skillHealth) bool { return h.Look() != want.State })
 	}
 	if want.Skill != "" {
 		part := strings.ToLower(want.Skill)

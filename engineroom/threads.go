@@ -34,7 +34,7 @@ func (room *Room) threadsPage() page {
 
 // threadFilter holds the filters of the listing.
 type threadFilter struct {
-	View           string // held or queue; empty for all
+	View           string // held, queue or undelivered; empty for all
 	Channel, Owner string
 	Agent          string
 	Name           string // a part of the id, participant or public name
@@ -61,7 +61,7 @@ func (room *Room) openThreads(ctx context.Context, req *pageRequest) (string, er
 	if err != nil {
 		return "", err
 	}
-	if err := checkOneOf("view", q["view"], []string{"held", "queue"}); err != nil {
+	if err := checkOneOf("view", q["view"], []string{"held", "queue", "undelivered"}); err != nil {
 		return "", err
 	}
 	if err := checkOneOf("channel", q["channel"], threadChannels()); err != nil {
@@ -241,10 +241,11 @@ func (room *Room) searchEnd(
 	return end, err == nil, err
 }
 
-// maxBusyThreads bounds the threads of the views held and queue.
+// maxBusyThreads bounds the threads of a view.
 const maxBusyThreads = 200
 
-// listBusyThreads reads the held threads, the longest held first, or the threads with queued messages.
+// listBusyThreads reads the held threads, the longest held first, the threads with queued messages, or the threads with
+// the newest undelivered messages.
 func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		with recursive waiting (id) as (
@@ -258,9 +259,16 @@ func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, err
 		  (select h.thread_id as id, h.execution_locked_at as at from agent_thread_locks h where @view = 'held'
 		    order by h.execution_locked_at limit @limit + 1)
 		  union all
-		  (select w.id, null from waiting w where w.id is not null limit @limit + 1)) p
+		  (select w.id, null from waiting w where w.id is not null limit @limit + 1)
+		  union all
+		  (select distinct g.thread_id, null::timestamptz from (
+		     select f.thread_id from agent_messages f where @view = 'undelivered' and f.status = 'failed'
+		      order by f.id desc limit @count_limit) g
+		    limit @limit + 1)) p
 		  join agent_threads t on t.id = p.id`+threadRowJoins+`
-		 order by p.at, t.id`, customPlan, postgres.Strict{"view": f.View, "limit": maxBusyThreads, "queued_most": maxQueued})
+		 order by p.at, t.id`, customPlan, postgres.Strict{
+		"view": f.View, "limit": maxBusyThreads, "queued_most": maxQueued, "count_limit": countLimit,
+	})
 	result := threadList{threadFilter: f, Most: maxBusyThreads}
 	if result.Rows, err = collectThreads(rows, err); err != nil {
 		return nil, err
