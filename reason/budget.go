@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"math"
-	"slices"
 	"strings"
 	"time"
 
@@ -32,15 +31,16 @@ const minAnswer = 64
 // account has the budget scopes of a turn.
 type account struct {
 	scopes       []budgets.Scope
+	phase        string        // the PhaseScope
 	maxWait      time.Duration // bound of the wait for others' reservations
 	answerTokens int           // tokens of one answer; 0 for the model's default
 }
 
-// newAccount returns the budget scopes of a turn: the day, the surface's day, the run, the delegating turns and the
-// agent's day.
+// newAccount returns the budget scopes of a turn: the day, the surface's day, the run, the delegating turns or the
+// phase, and the agent's day.
 func (l *Loop) newAccount(ctx context.Context, t *Turn, b Budget, a agents.Agent) *account {
 	span, _ := trace.From(ctx)
-	others := append(slices.Clone(t.parentScopes), t.scope(span.TraceID, b))
+	others := append([]budgets.Scope{t.scope(span.TraceID, b)}, t.parentScopes...) // of equal limits, the first refuses
 	if l.Sandbox != nil {
 		return &account{scopes: append(others, l.Sandbox.Budget), maxWait: l.Limits.MaxWait, answerTokens: b.Answer}
 	}
@@ -48,7 +48,7 @@ func (l *Loop) newAccount(ctx context.Context, t *Turn, b Budget, a agents.Agent
 		others = append(others, budgets.AgentScope(a.Name, budgets.Limit{USD: a.Limits.DayUSD}))
 	}
 	return &account{
-		scopes:  l.Limits.Scopes(span.Surface, others...),
+		scopes: l.Limits.Scopes(span.Surface, others...), phase: t.PhaseScope,
 		maxWait: l.Limits.MaxWait, answerTokens: b.Answer,
 	}
 }
@@ -88,13 +88,14 @@ func (a *account) newReservation(ctx context.Context, model *models.Client, req 
 			ExecutionID: current.ID, Claim: current.Claim, Scopes: a.scopes, MaxWait: a.maxWait, Need: need(),
 			Estimate: need,
 		},
-		quote: quote,
+		quote: quote, phase: a.phase,
 	}, nil
 }
 
 // reservation reserves a call and tracks its usage.
 type reservation struct {
 	budgets.Reservation
+	phase            string // the PhaseScope
 	quote            models.Quote
 	grantedTokens    int64         // tokens of the answer
 	lastSpend        budgets.Spend // of the last request
@@ -124,7 +125,7 @@ func (r *reservation) accept(granted int64, err error) (int, error) {
 	switch {
 	case errors.As(err, &refused):
 		return 0, &executions.StepError{
-			Class: classLimitPrefix + scopeLimit(refused), Message: refused.Error(),
+			Class: classLimitPrefix + r.limit(refused), Message: refused.Error(),
 			Until: refused.ResetsAt(),
 		}
 	case err != nil:
@@ -165,9 +166,12 @@ func (r *reservation) recordUsage(response models.Response) (activity.Usage, flo
 	return shown, all.USD
 }
 
-func scopeLimit(refused *budgets.Error) string {
+// limit returns the limit that refused a call.
+func (r *reservation) limit(refused *budgets.Error) string {
 	kind, rest, _ := strings.Cut(refused.Scope, ":")
 	switch {
+	case refused.Scope == r.phase:
+		return EndedPhase
 	case kind == "eval":
 		return EndedEval
 	case kind == "day" && strings.Contains(rest, ":"):

@@ -154,6 +154,9 @@ type Turn struct {
 	Budget *Budget
 	// BudgetScope is the name of the turn's budget; default: "run:" and the trace id.
 	BudgetScope string
+	// PhaseScope, if set, is the name of a budget that the turn shares with other turns. Its limits are those of the turn
+	// without the agent's.
+	PhaseScope string
 
 	// OnDelta, OnRestart, OnTool and OnApproval report the work of this process, and no replayed step. With OnTool or
 	// OnApproval, the turn records further steps, so a resumed turn must set the same of the two, even to functions that
@@ -198,6 +201,11 @@ type Outcome struct {
 	CostUSD    float64        `json:"cost_usd"`
 }
 
+// Starved reports a turn that a limit ended which other turns have used up, or reserved.
+func (o Outcome) Starved() bool {
+	return o.Ended == EndedDay || o.Ended == EndedSurface || o.Ended == EndedPhase
+}
+
 // Ends of a turn.
 const (
 	Answered     = "answered"
@@ -210,6 +218,7 @@ const (
 	EndedTime       = "time"
 	EndedTokens     = "tokens"  // of the run
 	EndedMoney      = "money"   // of the run
+	EndedPhase      = "phase"   // of the PhaseScope
 	EndedDay        = "day"     // of all runs
 	EndedSurface    = "surface" // of the surface's runs, or the agent's
 	EndedEval       = "eval"    // of the run of an eval

@@ -4,10 +4,12 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -55,6 +57,10 @@ func (l *Loop) newTurn(t *Turn, p *prepared) *turn {
 		seen: memory.Seen{}, measuredAt: time.Now(), agent: p.agent,
 		models:    append([]string{p.agent.Model}, p.agent.Fallback...),
 		delegates: p.Delegates, skills: p.Skills, offeredCount: len(p.Skills), searchableCount: p.More,
+	}
+	if t.PhaseScope != "" {
+		phase := budgets.Scope{Name: t.PhaseScope, Limit: t.budget(l.Budget).limit()}
+		w.parentScopes = append(slices.Clone(w.parentScopes), phase)
 	}
 	w.seen.Add(t.Seen...)
 	w.seen.Add(p.sights()...)

@@ -131,7 +131,8 @@ func (b *heartbeatRun) advanceObjective(ctx context.Context, o *dueObjective) (i
 	var notes []memoryNote
 	completed, initial := 0, len(o.Steps)
 	outcome, err := b.Loop.Run(ctx, reason.Turn{
-		Purpose: "advance_plan", Agent: o.Agent, Context: b.promptContext(), BudgetScope: budgetScope(ctx, "advance_plan"),
+		Purpose: "advance_plan", Agent: o.Agent, Context: b.promptContext(),
+		PhaseScope: budgetScope(ctx, "advance_plan"), BudgetScope: budgetScope(ctx, "advance_plan/"+o.ID),
 		System: systemPrompt("You pursue one objective. Use the tools to do its pending steps, one after the " +
 			"other, and report each with complete_step or fail_step before you begin the next. A step counts as " +
 			"done only when a call that you made for it succeeded; each call shows one step. Where it has no " +
@@ -148,8 +149,7 @@ func (b *heartbeatRun) advanceObjective(ctx context.Context, o *dueObjective) (i
 	}
 	_, err = executions.StepTx(ctx, "advanced", func(ctx context.Context, tx pgx.Tx) (bool, error) {
 		_, err := objectives.Advanced(ctx, tx, o.ID, string(trace.IDFrom(ctx)))
-		limited := outcome.Ended == reason.EndedDay || outcome.Ended == reason.EndedSurface
-		if err == nil && !o.changed && !limited { // a spent budget is not the objective's fault
+		if err == nil && !o.changed && !outcome.Starved() { // a spent budget is not the objective's fault
 			err = objectives.BackOff(ctx, tx, o.ID)
 		}
 		return err == nil, err

@@ -138,8 +138,8 @@ func (b *heartbeatRun) executeRun(
 ) (string, error) {
 	output, failure := runner.Work(ctx, b.Loop, t.Automation, run, reason.Turn{
 		System: systemPrompt("You carry out one scheduled task."), Context: b.promptContext(),
-		Tools:       []reason.Tool{rememberTool(notes)},
-		BudgetScope: budgetScope(ctx, "run_automations"),
+		Tools:      []reason.Tool{rememberTool(notes)},
+		PhaseScope: budgetScope(ctx, "run_automations"), BudgetScope: budgetScope(ctx, "run_automations/"+run.ID),
 	})
 	switch {
 	case isYield(failure):

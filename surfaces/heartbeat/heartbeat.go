@@ -264,7 +264,7 @@ func (b *heartbeatRun) summary() string {
 	return strings.Join(b.summaries, "; ")
 }
 
-// budgetScope names a phase's budget, which all its turns share.
+// budgetScope names a phase's budget.
 func budgetScope(ctx context.Context, phase string) string {
 	return "run:" + string(trace.IDFrom(ctx)) + ":" + phase
 }

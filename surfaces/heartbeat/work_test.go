@@ -350,6 +350,34 @@ func TestObjectiveBackoff(t *testing.T) {
 	assert.True(t, len(w.model.Requests()) != requests, "an edited objective was not worked on")
 }
 
+// The objectives of a heartbeat share a budget. The limits of an agent bound its own turns alone, and an objective for
+// which nothing is left is not delayed.
+func TestObjectivesShareBudget(t *testing.T) {
+	t.Parallel()
+	for used, want := range map[int]string{150_000: "done 0", 199_800: "pending 0"} {
+		t.Run(fmt.Sprint(used), func(t *testing.T) {
+			t.Parallel()
+			w := newTestHeartbeat(t)
+			w.declare(t, agents.Definition{Name: "house"},
+				agents.Definition{Name: "sales", Limits: agents.Limits{Tokens: 60_000}})
+			_, first := w.addObjective(t, objectives.Definition{
+				Name: "first", Goal: "a", Agent: "house", Priority: 1, Steps: []string{"look"},
+			})
+			_, second := w.addObjective(t, objectives.Definition{
+				Name: "second", Goal: "b", Agent: "sales", Priority: 2, Steps: []string{"look"},
+			})
+			w.setReplies(map[string][]modeltest.Reply{
+				"Objective first":  {lookAndComplete(first[0]).WithUsage(100, used, 0), modeltest.Text("ok")},
+				"Objective second": {lookAndComplete(second[0]), modeltest.Text("ok")},
+			})
+			w.runCompleted(t)
+			pgtest.Equal(t, w.pool, want, `
+				select s.status || ' ' || o.idle_runs from agent_objectives o
+				  join agent_objective_steps s on s.objective_id = o.id where o.name = 'second'`)
+		})
+	}
+}
+
 func TestHeldObjectiveIsSkipped(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
