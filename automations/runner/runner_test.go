@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
+	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -360,6 +361,17 @@ func TestAPromptThatActedIsNotRetried(t *testing.T) {
 	w.raise(t, "E", "k", `{}`)
 	w.until(t, "dead 1")
 	assert.Equal(t, 1, int(requests.Load()))
+}
+
+func TestARunWithoutBudgetOfTheDayWaitsInsteadOfDying(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 1}}
+	w.put(t, automations.Definition{Name: "a", Event: "E", Prompt: "Answer.", MaxAttempts: 1})
+	w.process(t)
+	w.raise(t, "E", "k", `{}`)
+	w.until(t, "error 1")
+	assert.Equal(t, 0, len(w.model.Requests()))
 }
 
 func TestARunWhoseExecutionWasCancelledIsTriedAgain(t *testing.T) {

@@ -146,10 +146,14 @@ func Work(
 	if err != nil {
 		return nil, fmt.Errorf("write outcome: %w", err)
 	}
-	if outcome.Ended != reason.Answered {
-		return output, &executions.StepError{Class: outcome.Ended, Message: outcome.Text}
+	failure := &executions.StepError{Class: outcome.Ended, Message: outcome.Text}
+	switch {
+	case outcome.Ended == reason.Answered:
+		return output, nil
+	case outcome.Starved():
+		return output, Released{failure}
 	}
-	return output, nil
+	return output, failure
 }
 
 // describe returns the cause of a run for the model, redacted; empty for a schedule.
@@ -233,7 +237,8 @@ func callSkill(ctx context.Context, loop *reason.Loop, a automations.Automation)
 	})
 }
 
-// Released is the failure of a preempted run. The run is retried, even after its last attempt.
+// Released is the failure of a run that was preempted, or that got no budget beside other runs. The run is retried,
+// even after its last attempt.
 type Released struct{ Cause error }
 
 func (e Released) Error() string { return e.Cause.Error() }
