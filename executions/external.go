@@ -67,6 +67,7 @@ type RunLock struct {
 	ExpiresAt   time.Time
 	Execution   Execution
 	Checkpoints []Checkpoint // oldest first
+	granted     bool         // the owner did not have it before
 }
 
 // LockRun locks an execution for an external worker, and reads its state in the same transaction. owner names one
@@ -101,14 +102,25 @@ func (e *Engine) LockRun(ctx context.Context, id, owner string, ttl time.Duratio
 		}
 		return RunLock{}, refusal
 	}
-	message := "execution resumed"
-	if lock.Execution.Claim == 1 {
-		message = "execution started"
-	}
-	attrs := append(executionAttrs(lock.Execution.TraceID, id), "flow", lock.Execution.Flow,
-		"claim", lock.Execution.Claim, "checkpoints", len(lock.Checkpoints), "owner", owner)
-	e.log.InfoContext(ctx, message, attrs...) //nolint:sloglint // one of two constants
+	e.logLocked(ctx, lock, owner)
 	return lock, nil
+}
+
+// logLocked logs the start or resumption of an execution by a new lock.
+func (e *Engine) logLocked(ctx context.Context, lock RunLock, owner string) {
+	if !lock.granted {
+		return
+	}
+	x := lock.Execution
+	attrs := executionAttrs(x.TraceID, x.ID)
+	detail := append(slices.Clip(attrs), "flow", x.Flow, "claim", x.Claim, "checkpoints", len(lock.Checkpoints),
+		"owner", owner)
+	if x.Claim == 1 {
+		e.log.InfoContext(ctx, "execution started", detail...)
+		return
+	}
+	e.log.InfoContext(ctx, "execution resumed", detail...)
+	e.log.InfoContext(ctx, "continuing from checkpoint", append(attrs, "checkpoints", len(lock.Checkpoints))...)
 }
 
 // maxLockTTL is above the limit of a day, so the function still rejects a larger ttl, and fits in its int.
@@ -118,9 +130,12 @@ const maxLockTTL = 1 << 20 * time.Second
 func lockRun(ctx context.Context, tx pgx.Tx, id, owner string, ttl time.Duration) (lock RunLock, refusal, err error) {
 	var lockID, holder, reason *string
 	var expiresAt *time.Time
-	err = tx.QueryRow(ctx, `select lock_id, expires_at, holder, refused from lock_agent_execution(@id, @owner, @ttl)`,
+	err = tx.QueryRow(ctx, `
+		select l.lock_id, l.expires_at, l.holder, l.refused,
+		       not exists (select from agent_workers w where w.lock_id = l.lock_id) -- before this statement
+		  from lock_agent_execution(@id, @owner, @ttl) l`,
 		postgres.Strict{"id": id, "owner": owner, "ttl": int(min(max(ttl, 0), maxLockTTL).Seconds())}).
-		Scan(&lockID, &expiresAt, &holder, &reason)
+		Scan(&lockID, &expiresAt, &holder, &reason, &lock.granted)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return RunLock{}, nil, ErrNotFound
 	}

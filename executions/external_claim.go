@@ -105,8 +105,7 @@ func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (locks []RunLo
 		return nil, fmt.Errorf("claim executions for %s: %w", p.Owner, invalidArgument(err))
 	}
 	for _, lock := range locks {
-		e.log.InfoContext(ctx, "execution claimed", append(executionAttrs(lock.Execution.TraceID, lock.Execution.ID),
-			"flow", lock.Execution.Flow, "claim", lock.Execution.Claim, "owner", p.Owner)...)
+		e.logLocked(ctx, lock, p.Owner)
 	}
 	return locks, nil
 }

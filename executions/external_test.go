@@ -727,3 +727,48 @@ func TestWorkersSweepsAndCancelsDoNotDeadlock(t *testing.T) {
 		assert.Truef(t, x.Status == executions.Cancelled, "the execution is %+v", x)
 	}
 }
+
+// The log has each grant of a lock once, also if the owner asks for the lock again.
+func TestGrantedLocksAreLoggedOnce(t *testing.T) {
+	t.Parallel()
+	for name, lock := range map[string]func(p *testEngine, id string) ([]executions.RunLock, error){
+		"by id": func(p *testEngine, id string) ([]executions.RunLock, error) {
+			lock, err := p.LockRun(t.Context(), id, "w", time.Minute)
+			return []executions.RunLock{lock}, err
+		},
+		"by flow": func(p *testEngine, _ string) ([]executions.RunLock, error) {
+			return p.ClaimRuns(t.Context(), executions.ClaimParams{
+				Flows: []string{"external:test"}, Owner: "w", TTL: time.Minute, Max: 1, Known: []string{},
+			})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := &logLines{}
+			p := newEngine(t, pgtest.DB(t), nil, l.capture)
+			id := p.startExternal(t)
+			mustLock := func() string {
+				locks, err := lock(p, id)
+				require.NoError(t, err)
+				require.Equal(t, 1, len(locks))
+				return locks[0].LockID
+			}
+			first := mustLock()
+			assert.Equal(t, first, mustLock())
+			p.checkpoint(t, id, first, "one", "1")
+			_, _, err := p.UnlockRun(t.Context(), id, first, executions.UnlockParams{
+				Status: executions.Waiting, For: "event", Key: "k",
+			})
+			require.NoError(t, err)
+			pgtest.Exec(t, p.pool, `select deliver_agent_event('EVENT_COMPLETED', 'k', '{}')`)
+			second := mustLock()
+			assert.Equal(t, second, mustLock())
+			var seen []string
+			for _, record := range l.Records(t, "execution started", "execution resumed", "continuing from checkpoint") {
+				assert.Equal(t, id, record["execution_id"].(string))
+				seen = append(seen, record["msg"].(string))
+			}
+			assert.NoDiff(t, []string{"execution started", "execution resumed", "continuing from checkpoint"}, seen)
+		})
+	}
+}
