@@ -21,6 +21,7 @@ import (
 
 const (
 	operateFlow         = "operate" // the flow of an admin's turn, and the name of its lane
+	operateChannel      = "operate" // the channel of a session
 	maxSessions         = 30        // sessions in the list
 	maxSearchedSessions = 1000      // threads of admins that the list searches
 	maxSessionMessages  = 60        // messages of the shown session

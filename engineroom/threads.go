@@ -49,7 +49,7 @@ type threadCursor struct {
 }
 
 func threadChannels() []string {
-	return append(channels.Types(), threads.ChannelChat, threads.ChannelWebhook, threads.ChannelLog)
+	return append(channels.Types(), threads.ChannelChat, threads.ChannelWebhook, threads.ChannelLog, operateChannel)
 }
 
 // Channels are the options of Channel.

@@ -18,25 +18,25 @@ func TestListThreads(t *testing.T) {
 	x := rows.Execution(t, pool, "running", "chat", "chat")
 	rows.Quiet(t, pool, `
 		insert into agent_threads (id, channel, owner, participant, next_seq) values ('a/b c', 'chat', 'key1', 'Ana', 3),
-		  ('other', 'log', 'key2', 'Ben', 1)`)
+		  ('other', 'log', 'key2', 'Ben', 1), ('session', 'operate', '', 'Cleo', 1)`)
 	rows.Quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status)
 		values ('a/b c', 1, 1, 'user', 'a question', 'received'),
 		('a/b c', 2, 1, 'assistant', 'an answer', 'sent'), ('a/b c', null, null, 'assistant', 'later', 'queued')`)
 	rows.Quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
 		values ('thread:a/b c', 'x', 1, now() + interval '1 hour', $1)`, x)
 	for query, want := range map[string]string{
-		"": "Ana Ben", "?channel=log": "Ben", "?owner=key1": "Ana", "?owner=key1&channel=log": "", "?view=held": "Ana",
-		"?view=queue": "Ana",
+		"": "Ana Ben Cleo", "?channel=log": "Ben", "?owner=key1": "Ana", "?owner=key1&channel=log": "", "?view=held": "Ana",
+		"?view=queue": "Ana", "?channel=operate": "Cleo",
 	} {
 		body := wantTexts(t, server.URL+"/threads"+query)
-		for _, name := range []string{"Ana", "Ben"} {
+		for _, name := range []string{"Ana", "Ben", "Cleo"} {
 			shown := strings.Contains(body, "with "+name+"<")
 			assert.Truef(t, shown == strings.Contains(want, name), "%q lists %s: %v", query, name, shown)
 		}
 	}
 	wantTexts(t, server.URL+"/threads", `href="/threads/a%2Fb%20c"`, "an answer", `aria-label="1 queued`,
 		`href="/executions/`+x)
-	wantError(t, server.URL+"/threads?channel=odd", 400, "chat, webhook, log")
+	wantError(t, server.URL+"/threads?channel=odd", 400, "chat, webhook, log, operate")
 	wantError(t, server.URL+"/threads?view=odd", 400, "held, queue")
 	wantError(t, server.URL+"/threads?view=held&owner=x", 400, "leave other filters out")
 	wantError(t, server.URL+"/threads?before=odd", 400, "not a cursor of this listing")
