@@ -5,6 +5,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -140,4 +141,23 @@ func TestScopesBoundOverviewAndSearch(t *testing.T) {
 		assert.Equal(t, false, strings.Contains(part, c.text), c.path, c.text)
 	}
 	assert.Contains(t, getAs(t, room, "/", principals.Admin, string(principals.RunsRead)), "Approval requested")
+}
+
+func TestExpiredTokenIsNamed(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	_, err := principals.Create(t.Context(), pool, principals.CreateParams{
+		Name: "ci", Kind: principals.Service, Role: principals.Viewer,
+	})
+	require.NoError(t, err)
+	for _, ttl := range []time.Duration{time.Hour, time.Nanosecond} {
+		_, _, err := principals.CreateToken(t.Context(), pool, principals.TokenParams{
+			Principal: "ci", Scopes: []string{"*"}, TTL: ttl,
+		})
+		require.NoError(t, err)
+	}
+	body := wantTexts(t, server.URL+"/principals/ci")
+	assert.Equal(t, 1, strings.Count(body, `<td data-label="State">expired</td>`), "expired tokens")
+	assert.Equal(t, 1, strings.Count(body, `/revoke"`), "tokens to revoke")
+	assert.True(t, !strings.Contains(body, ">due<"), "the page says that an expired token is due")
 }

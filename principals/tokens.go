@@ -50,6 +50,9 @@ type Token struct {
 	RevokedAt  *time.Time `json:"revoked_at"`
 }
 
+// Expired reports whether the token has expired.
+func (t Token) Expired() bool { return t.ExpiresAt != nil && !t.ExpiresAt.After(time.Now()) }
+
 // TokenParams are the parameters of [CreateToken].
 type TokenParams struct {
 	Principal string // name or id
