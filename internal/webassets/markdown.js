@@ -28,7 +28,7 @@ const renderMarkdown = (() => {
     copy.className = "quiet";
     copy.textContent = "Copy";
     copy.addEventListener("click", async () => {
-      copy.textContent = await copyText(pre.textContent) ? "Copied" : "Press Ctrl+C";
+      copy.textContent = await copyText(pre.textContent) ? "Copied" : "Not copied";
       setTimeout(() => { copy.textContent = "Copy"; }, 2000);
     });
     bar.append(language, copy);
@@ -37,7 +37,7 @@ const renderMarkdown = (() => {
     block.append(bar, pre);
   }
 
-  // copyText copies text. Without the clipboard, which needs HTTPS, it selects the text and returns false.
+  // copyText copies text and returns whether it did. The clipboard needs HTTPS; without it the browser copies a selection.
   async function copyText(text) {
     try {
       await navigator.clipboard.writeText(text);
