@@ -6,13 +6,14 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
-// Summarise merges messages into a summary of at most 6000 bytes, by a durable model call within the loop's budget.
-// The messages are data for the model, and long ones are cut. An empty answer is an error. Without messages, Summarise
-// returns the previous summary.
+// Summarise merges messages into a summary of at most 6000 bytes, by a durable call of the acting agent's model within
+// the loop's budget and the agent's daily one. The messages are data for the model, and long ones are cut. An empty
+// answer is an error. Without messages, Summarise returns the previous summary.
 func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages []models.Message) (string, error) {
 	if len(messages) == 0 {
 		return previous, nil
@@ -22,8 +23,14 @@ func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages
 	if err != nil {
 		return "", fmt.Errorf("summarise: %w", err)
 	}
-	w := l.newTurn(&Turn{Purpose: purpose, System: summaryInstruction, Prompt: prompt}, &prepared{})
-	got, err := w.callModel(ctx)
+	t := Turn{Purpose: purpose, System: summaryInstruction, Prompt: prompt}
+	p, err := l.prepare(ctx, &t)
+	if err != nil {
+		return "", fmt.Errorf("summarise: %w", err)
+	}
+	acting := prepared{agent: p.agent}
+	acting.agent.Limits = agents.Limits{DayUSD: p.agent.Limits.DayUSD} // the others bound a turn
+	got, err := l.newTurn(&t, &acting).callModel(ctx)
 	if err != nil {
 		return "", fmt.Errorf("summarise: %w", err)
 	}

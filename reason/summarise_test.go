@@ -6,9 +6,13 @@ import (
 	"strings"
 	"testing"
 
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -72,4 +76,29 @@ func TestSummaryOfNothingIsErrorAndOfNoMessagesOldOne(t *testing.T) {
 	w = newWorld(t)
 	x, text = w.summarise(t, "old", nil)
 	assert.Truef(t, x.Status == executions.Completed && text == "old", "execution is %s, summary %q", x.Status, text)
+}
+
+func TestSummaryIsMadeByAgent(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		if req.Model == "own-model" {
+			return modeltest.Status(503, 0)
+		}
+		return modeltest.Text("Ana asked for the sizes.")
+	})
+	w.declare(t, agents.Definition{
+		Name: "sales", Instructions: "You sell.", Model: "own-model", Fallback: []string{"spare-model"},
+		Limits: agents.Limits{Tokens: 1, DayUSD: 5},
+	})
+	x, text := w.summarise(t, "", []models.Message{user("hello")})
+	require.Truef(t, text == "Ana asked for the sizes.", "execution is %s (%s), summary %q", x.Status,
+		postgres.Deref(x.ErrorMessage), text)
+	requests := w.model.Requests()
+	last := requests[len(requests)-1]
+	assert.Equal(t, "own-model", requests[0].Model)
+	assert.Equal(t, "spare-model", last.Model)
+	assert.True(t, !strings.Contains(last.Messages[0].Content, "You sell"), "the summary follows the instructions")
+	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_budgets
+		where scope like 'day:%:agent:sales' and tokens > 0`))
 }
