@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -76,26 +77,37 @@ func (b *heartbeatRun) reflectionPrompt(record performance) string {
 }
 
 // readPerformance reads the performance. News counts the model's tool calls, the failed calls and the healed skills
-// since the last review. Successful automations without a model cause no review.
+// since the last review, at most 7 days. Successful automations without a model cause no review. Without news it reads
+// nothing else.
 func readPerformance(ctx context.Context, db postgres.DB) (performance, error) {
 	var p performance
+	since := time.Now().Add(-7 * 24 * time.Hour)
 	err := db.QueryRow(ctx, `
 		with last as (
-		  select coalesce(max(id::text)::uuid, lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days')) as id
+		  select coalesce(max(r.id::text)::uuid, lanekeeper.agent_uuid7_floor(@since)) as id
 		    from (select a.id from agent_activity a
 		           where a.skill_name = 'reflect' and a.kind = 'phase' and a.status = 'success'
+		             and a.id >= lanekeeper.agent_uuid7_floor(@since)
 		           order by a.id desc limit 1) r)
-		select (select count(*) from (select 1 from agent_activity a, last
-		         where a.id > last.id and (a.kind = 'note' and a.skill_name = 'heal_skill'
+		select count(*)
+		  from (select from agent_activity a
+		         where a.id > (select id from last)
+		           and (a.kind = 'note' and a.skill_name = 'heal_skill'
 		             or a.kind = 'call' and a.purpose <> 'reflect'
-		               and (a.cause_id is not null or a.status in ('error', 'unknown'))) limit 1000) n),
-		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0), coalesce(sum(a.cost_usd), 0)::float8
-		  from agent_activity a
-		 where a.skill_name = 'model_call'
-		   and a.id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days'))`,
-	).Scan(&p.News, &p.Tokens, &p.Cost)
+		               and (a.cause_id is not null or a.status in ('error', 'unknown'))) limit 1000) n`,
+		postgres.Strict{"since": since}).Scan(&p.News)
 	if err != nil {
 		return p, fmt.Errorf("measure performance: %w", err)
+	}
+	if p.News == 0 {
+		return p, nil
+	}
+	spend, err := activity.CountedSpend(ctx, db, activity.SpendFilter{By: activity.Together, Since: since})
+	if err != nil {
+		return p, fmt.Errorf("measure spend: %w", err)
+	}
+	for _, l := range spend.Lines {
+		p.Tokens, p.Cost = p.Tokens+l.Tokens, p.Cost+l.CostUSD
 	}
 	health, err := activity.CountedHealth(ctx, db, activity.HealthFilter{Limit: 100})
 	if err != nil {

@@ -7,10 +7,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"regexp"
+	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -280,4 +283,39 @@ func TestHeartbeatTools(t *testing.T) {
 				"%s is offered %q, want %q", word, names, tools)
 		}
 	}
+}
+
+// An idle heartbeat reads the log of 7 days at most, also if the last reflection is older, and sums no spend.
+func TestReflectionReadsSevenDays(t *testing.T) {
+	t.Parallel()
+	w := newTestHeartbeat(t)
+	pgtest.Exec(t, w.pool, `
+		insert into agent_activity (id, created_at, finished_at, trace_id, skill_name, kind, status)
+		select lanekeeper.agent_uuid7(r.at), r.at, r.at, 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', r.skill, r.kind, 'success'
+		  from (select now() - interval '20 days' as at, 'reflect' as skill, 'phase' as kind
+		        union all
+		        select now() - interval '8 days' - n * interval '1 minute', 'look', 'call' from generate_series(1, 5000) n
+		        union all
+		        select now() - n * interval '1 minute', 'model_call', 'model' from generate_series(1, 1500) n) r`)
+	pgtest.Exec(t, w.pool, `analyze agent_activity`)
+	recorded, recorder := pgtest.Recorded(t, w.pool)
+	w.surface.Pool = recorded
+	w.runCompleted(t)
+	checked := 0
+	for _, q := range recorder.Queries() {
+		if strings.Contains(q.SQL, "heal_skill") && strings.Contains(q.SQL, "'reflect'") {
+			rows, err := w.pool.Query(t.Context(), "explain (analyze, timing off, summary off) "+q.SQL, q.Args...)
+			require.NoError(t, err)
+			lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+			require.NoError(t, err)
+			plan := strings.Join(lines, "\n")
+			for _, n := range regexp.MustCompile(`(?:actual rows=|by Filter: )(\d+)`).FindAllStringSubmatch(plan, -1) {
+				read, err := strconv.Atoi(n[1])
+				assert.Truef(t, err == nil && read < 2000, "the reflection reads too much:\n%s", plan)
+			}
+			checked++
+		}
+		assert.Truef(t, !strings.Contains(q.SQL, "total_tokens"), "an idle heartbeat sums the spend:\n%s", q.SQL)
+	}
+	assert.Equal(t, 1, checked)
 }
