@@ -96,7 +96,7 @@ func (s *server) getExecution(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	recorded, err := executions.Checkpoints(r.Context(), s.pool, x.ID)
+	latest, err := executions.LatestCheckpoint(r.Context(), s.pool, x.ID)
 	if err != nil {
 		return response{trace: x.TraceID}, err
 	}
@@ -109,8 +109,8 @@ func (s *server) getExecution(r request) (response, error) {
 	detail := executionDetail{
 		Execution: x, ResultAltered: !equalJSON(stored, x.Result), Labels: labels[x.ID].Redacted(), Waits: []wait{},
 	}
-	if len(recorded) > 0 {
-		detail.Checkpoint = new(recorded[len(recorded)-1].Redacted(r.Context()))
+	if latest != nil {
+		detail.Checkpoint = new(latest.Redacted(r.Context()))
 	}
 	if x.Status == executions.Waiting {
 		w := wait{Number: x.WaitNumber, Until: x.WaitingUntil, Data: x.WaitingData}

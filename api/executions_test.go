@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -246,4 +247,31 @@ func TestMonitoringOverHTTP(t *testing.T) {
 	assert.Truef(t, len(got) == 0, "waiting for time: %v", got)
 	got = items("/v1/monitor/stuck")
 	assert.Truef(t, len(got) == 1 && got[0]["flow"] == "b", "stuck: %v", got)
+}
+
+// The outputs of long executions may be large, so the latest is the one that leaves the database.
+func TestExecutionDetailReadsOneCheckpoint(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	recorded, recorder := pgtest.Recorded(t, pool)
+	a := newAgentWith(t, api.Options{Pool: recorded, Engine: engine(t, recorded)})
+	x := a.start("ask", trace.New(trace.Flow))
+	a.claim(x)
+	pgtest.Exec(t, pool, `
+		insert into agent_checkpoints (execution_id, step, claim, output, created_at)
+		select @id, 'step ' || n, 1, to_jsonb(n), now() - n * interval '1 s' from generate_series(1, 100) n`,
+		postgres.Strict{"id": x.ID})
+	var got detail
+	a.get("/v1/executions/"+x.ID, &got)
+	assert.Truef(t, got.Checkpoint != nil && got.Checkpoint.Step == "step 1", "checkpoint %+v", got.Checkpoint)
+	checked := 0
+	for _, q := range recorder.Queries() {
+		if strings.Contains(q.SQL, "from agent_checkpoints") {
+			tag, err := pool.Exec(t.Context(), q.SQL, q.Args...)
+			require.NoError(t, err)
+			assert.Equal(t, int64(1), tag.RowsAffected(), q.SQL)
+			checked++
+		}
+	}
+	assert.Equal(t, 1, checked, "reads of checkpoints")
 }

@@ -209,6 +209,18 @@ func Checkpoints(ctx context.Context, db postgres.DB, id string) ([]Checkpoint, 
 	return postgres.Collect(rows, err, "read checkpoints", pgx.RowToStructByPos[Checkpoint])
 }
 
+// LatestCheckpoint reads the latest recorded step of an execution; nil for none.
+func LatestCheckpoint(ctx context.Context, db postgres.DB, id string) (*Checkpoint, error) {
+	rows, err := db.Query(ctx, `
+		select step, claim, fingerprint, failed, output, created_at from agent_checkpoints
+		 where execution_id = @id order by created_at desc, step desc limit 1`, postgres.Strict{"id": id})
+	found, err := postgres.Collect(rows, err, "read latest checkpoint", pgx.RowToAddrOfStructByPos[Checkpoint])
+	if err != nil || len(found) == 0 {
+		return nil, err
+	}
+	return found[0], nil
+}
+
 // IsControl reports whether an error interrupts a run (because it waits, was stopped or was released) and is not a
 // result of its work. A flow must return such an error unchanged.
 func IsControl(err error) bool {
