@@ -10,13 +10,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
-// minKept is the length, in bytes, up to which a part of a message is not cut.
-const minKept = 256
+// Sizes of a message's parts, in bytes.
+const (
+	minKept   = 256  // up to this length, a part is not cut
+	imageSize = 6000 // of an image, by models.EstimateTokens
+)
+
+// imageLeftOut replaces an image that does not fit into the context.
+const imageLeftOut = "[An image was left out here: the conversation is too long.]"
 
 // trimContext trims the next request to the turn's context, by estimated tokens, tools included. It drops the oldest
 // exchanges whole: first the history's, then the turn's. The leading system messages, the prompt and the turn's newest
-// exchange stay. Then it cuts the longest messages, the leading system messages last. A request stays longer if its
-// tools take more than three quarters of the context, or if no part above minKept is left.
+// exchange stay. Then it shortens the longest parts of messages, the leading system messages last, and only if the
+// others fit. It removes reasoning and images whole. A request stays longer if its tools take more than three quarters
+// of the context, or if no part above minKept is left.
 func (w *turn) trimContext() {
 	limit := max(w.budget.Context-w.toolTokens(), w.budget.Context/4)
 	for models.EstimateTokens(w.messages) > limit {
@@ -34,12 +41,12 @@ func (w *turn) trimContext() {
 		if excess <= 0 {
 			return
 		}
-		i := w.longestMessage()
-		if i < 0 {
+		i, second := w.longestMessage()
+		if i < 0 || i < w.prefixLen && models.EstimateTokens(w.messages[w.prefixLen:]) > limit {
 			return
 		}
 		w.messages = slices.Clone(w.messages)
-		w.messages[i] = w.shorten(w.messages[i], excess*4)
+		w.messages[i] = w.shorten(w.messages[i], excess*4, second/2)
 	}
 }
 
@@ -77,50 +84,83 @@ func exchangeOf(messages []models.Message, role string) int {
 	return len(messages)
 }
 
-// longestMessage returns the next message to cut; -1 for none.
-func (w *turn) longestMessage() int {
+// longestMessage returns the next message to shorten, -1 for none, and the size of the second longest part.
+func (w *turn) longestMessage() (best, second int) {
 	for _, start := range []int{w.prefixLen, 0} {
 		best, longest := -1, minKept
 		for i := start; i < len(w.messages); i++ {
-			if n := longestPart(w.messages[i]); n > longest {
-				best, longest = i, n
+			for _, n := range partSizes(w.messages[i]) {
+				if n > longest {
+					best, longest, second = i, n, longest
+				} else {
+					second = max(second, n)
+				}
 			}
 		}
 		if best >= 0 {
-			return best
+			return best, second
 		}
 	}
-	return -1
+	return -1, 0
 }
 
-// longestPart returns the length of a message's longest part, in bytes.
-func longestPart(m models.Message) int {
-	n := len(m.Content)
+// partSizes returns the sizes of a message's parts, in bytes.
+func partSizes(m models.Message) []int {
+	sizes := []int{len(m.Content), reasoningSize(m)}
 	for _, c := range m.ToolCalls {
-		n = max(n, len(c.Arguments))
+		sizes = append(sizes, len(c.Arguments))
 	}
-	return n
+	for _, p := range m.Parts {
+		if p.Image != nil {
+			sizes = append(sizes, imageSize)
+		}
+	}
+	return sizes
 }
 
-// shorten cuts about the given bytes from a message's longest part, with a marker. The model can read the rest of a
-// tool's result.
-func (w *turn) shorten(m models.Message, excess int) models.Message {
-	if longestPart(m) > len(m.Content) {
-		m.ToolCalls = slices.Clone(m.ToolCalls)
-		for i, c := range m.ToolCalls {
-			if n := len(c.Arguments); n == longestPart(m) {
-				m.ToolCalls[i].Arguments = fmt.Sprintf(`{"cut":"%d bytes of arguments"}`, n)
-				break
-			}
+// reasoningSize returns the size of a message's reasoning, as text and as fields that the provider gets back.
+func reasoningSize(m models.Message) int {
+	return 4 * (models.EstimateTokens([]models.Message{m}) - models.EstimateTokens([]models.Message{withoutReasoning(m)}))
+}
+
+func withoutReasoning(m models.Message) models.Message {
+	m.Reasoning, m.Opaque = "", nil
+	m.ToolCalls = slices.Clone(m.ToolCalls)
+	for i := range m.ToolCalls {
+		m.ToolCalls[i].Opaque = nil
+	}
+	return m
+}
+
+// shorten removes a message's longest part, or cuts about excess bytes from it and keeps at least kept bytes. It leaves
+// a marker. The model can read the rest of a tool's result.
+func (w *turn) shorten(m models.Message, excess, kept int) models.Message {
+	longest := slices.Max(partSizes(m))
+	switch {
+	case longest == reasoningSize(m):
+		return withoutReasoning(m)
+	case longest == len(m.Content):
+		keep := max(minKept/2, kept, longest-excess-minKept/2)
+		if m.Role == models.RoleTool {
+			m.Content = w.truncateResult(m.Content, keep)
+		} else {
+			m.Content = truncateMiddle(m.Content, keep)
 		}
 		return m
 	}
-	keep := max(minKept/2, len(m.Content)-excess-minKept/2)
-	if m.Role == models.RoleTool {
-		m.Content = w.truncateResult(m.Content, keep)
-		return m
+	m.ToolCalls, m.Parts = slices.Clone(m.ToolCalls), slices.Clone(m.Parts)
+	for i, c := range m.ToolCalls {
+		if n := len(c.Arguments); n == longest {
+			m.ToolCalls[i].Arguments = fmt.Sprintf(`{"cut":"%d bytes of arguments"}`, n)
+			return m
+		}
 	}
-	m.Content = truncateMiddle(m.Content, keep)
+	for i, p := range slices.Backward(m.Parts) {
+		if p.Image != nil {
+			m.Parts[i] = models.Part{Text: imageLeftOut}
+			return m
+		}
+	}
 	return m
 }
 

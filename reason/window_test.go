@@ -143,6 +143,34 @@ func TestOverlongMessageIsCutWithMarker(t *testing.T) {
 	}
 }
 
+// Images and reasoning go before the rules and the question.
+func TestImagesAndReasoningLeaveRulesAndQuestion(t *testing.T) {
+	t.Parallel()
+	thought := strings.Repeat("think ", 20_000)
+	w := newWorld(t, modeltest.ToolCall("probe", `{}`).WithReasoning(thought), modeltest.Text("ok"))
+	w.loop.Budget = reason.Budget{Context: 12_000}
+	w.turn.System = "RULES " + strings.Repeat("rule ", 400)
+	w.turn.Prompt = "QUESTION " + strings.Repeat("word ", 200)
+	for range 8 {
+		w.turn.Images = append(w.turn.Images, models.Part{Image: &models.Image{URL: "data:image/png;base64,aGVsbG8="}})
+	}
+	w.completed(t)
+	for n, r := range w.model.Requests() {
+		var body struct{ Messages []models.Message }
+		require.NoError(t, json.Unmarshal([]byte(r.Body), &body))
+		images := 0
+		for _, p := range body.Messages[1].Parts {
+			if p.Image != nil {
+				images++
+			}
+		}
+		assert.Equal(t, w.turn.System, body.Messages[0].Content, n)
+		assert.Contains(t, body.Messages[1].Text(), w.turn.Prompt)
+		assert.Truef(t, images >= 6 && promptTokens(t, r) <= 12_000, "request %d has %d images, %d tokens", n, images,
+			promptTokens(t, r))
+	}
+}
+
 func TestOverlongArgumentsAreCutAndStayJSON(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{"x":"`+strings.Repeat("y", 10_000)+`"}`), modeltest.Text("ok"))

@@ -242,6 +242,9 @@ func AzureClassic(tb testing.TB, replies ...Reply) *Server {
 	return s
 }
 
+// WithReasoning adds reasoning in the member reasoning.
+func (r Reply) WithReasoning(text string) Reply { return r.with(`"reasoning": `+jsonText(text), "") }
+
 // with adds members to the delta of a message, one chunk per piece, and to its first call.
 func (r Reply) with(piece, call string, more ...string) Reply {
 	if r.custom == nil {
