@@ -559,6 +559,7 @@ func TestRunThatActedIsNotRepeated(t *testing.T) {
 		"'automation a', 'call', 'success', '', 'insert'":      automations.Dead,
 		"'automation a', 'call', 'error', 'no_answer', 'post'": automations.Dead,
 		"'automation a', 'call', 'error', 'network', 'post'":   automations.Error,
+		"'automation a', 'call', 'error', 'handler', 'flow'":   automations.Error, // its execution failed
 		"'automation a', 'call', 'error', 'timeout', 'insert'": automations.Error, // rolled back
 		"'automation a', 'call', 'error', 'timeout', 'search'": automations.Error,
 		"'automation a', 'call', 'success', '', 'search'":      automations.Error,

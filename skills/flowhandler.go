@@ -70,7 +70,12 @@ func (h flowHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	if err != nil {
 		return nil, newCallError(ClassHandler, "the arguments cannot be passed on: %s", err)
 	}
-	return r.flow(ctx, FlowRequest{Flow: h.flow, Input: input, Wait: h.wait, Key: c.IdempotencyKey})
+	got, err := r.flow(ctx, FlowRequest{Flow: h.flow, Input: input, Wait: h.wait, Key: c.IdempotencyKey})
+	if err == nil && h.wait && got.Status.Ended() && got.Status != executions.Completed {
+		return nil, newCallError(ClassHandler, "execution %s of flow %s is %s: %s", got.ExecutionID, h.flow, got.Status,
+			got.Error)
+	}
+	return got, err
 }
 
 const maxFlowResult = 64 << 10

@@ -129,12 +129,12 @@ func TestFlowSkill(t *testing.T) {
 	assert.Truef(t, got.Status == executions.Completed && got.Variables == nil &&
 		strings.HasPrefix(got.Summary, "hello x") && len(got.Summary) < 100<<10,
 		"large variables: %.100s, a summary of %d bytes", got.Variables, len(got.Summary))
-	if got := call(greet, `{"name": "nobody"}`, ""); got.Status != executions.Failed || got.Error != "there is nobody" {
-		t.Errorf("the answer about a failed execution is %+v", got)
+	for name, want := range map[string]string{"nobody": "is failed: there is nobody", "too much": "is failed: too much "} {
+		_, err := r.Invoke(t.Context(), skills.Call{Skill: greet, Args: json.RawMessage(`{"name": "` + name + `"}`)})
+		failed, ok := errors.AsType[*skills.CallError](err)
+		assert.Truef(t, ok && failed.Class == skills.ClassHandler && strings.HasPrefix(failed.Message, "execution ") &&
+			strings.Contains(failed.Message, " of flow greet "+want), "the failed execution: %.200v", err)
 	}
-	got = call(greet, `{"name": "too much"}`, "")
-	assert.Truef(t, got.Status == executions.Failed && got.ExecutionID != "" && strings.HasPrefix(got.Error, "too much"),
-		"a long error: %.200s", got.Error)
 	if got := call(start, `{}`, ""); got.Status != executions.Pending && got.Status != executions.Running ||
 		got.ExecutionID == "" {
 		t.Errorf("without wait: %+v", got)

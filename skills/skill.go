@@ -26,7 +26,7 @@
 //
 // flow: starts an execution of a flow with the arguments as its input. Calls with one idempotency key share the
 // execution, so the skill is idempotent. With wait the skill returns the outcome, or before its timeout the present
-// status.
+// status. An execution that failed or was cancelled fails the call.
 package skills
 
 import (
