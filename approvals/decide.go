@@ -131,9 +131,10 @@ type Decision struct {
 	TimedOut bool   `json:"-"` // nobody decided in time
 }
 
-// Await waits durably for the decision on an approval. name is that of the wait's step.
-func Await(ctx context.Context, name, id string) (d Decision, err error) {
-	out, err := executions.Wait(ctx, name, executions.Approval(id, Lifetime))
+// Await waits durably for the decision on an approval, until the approval expires. name is that of the wait's step.
+func Await(ctx context.Context, name string, a Approval) (d Decision, err error) {
+	timeout := time.Second + max(0, time.Until(a.ExpiresAt)) // an approval may expire during an earlier wait
+	out, err := executions.Wait(ctx, name, executions.Approval(a.ID, min(timeout, Lifetime)))
 	switch {
 	case err != nil:
 		return d, err
@@ -141,7 +142,7 @@ func Await(ctx context.Context, name, id string) (d Decision, err error) {
 		d = Decision{Status: "expired", TimedOut: true}
 	default:
 		if err := json.Unmarshal(out.Data, &d); err != nil {
-			return d, fmt.Errorf("read the decision on approval %s: %w", id, err)
+			return d, fmt.Errorf("read the decision on approval %s: %w", a.ID, err)
 		}
 	}
 	reasons := map[string]string{"expired": "nobody decided in time", "rejected": "an admin rejected it"}

@@ -46,7 +46,7 @@ func (m *flowRun) skill(ctx context.Context, r preparedAction) (actionResult, er
 		if err != nil {
 			return actionResult{}, err
 		}
-		decision, err := approvals.Await(ctx, "approval", approval.ID)
+		decision, err := approvals.Await(ctx, "approval", approval)
 		if err != nil {
 			return actionResult{}, err
 		}

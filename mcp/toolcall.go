@@ -143,7 +143,7 @@ func requestApproval(ctx context.Context, skill skills.Skill, args json.RawMessa
 	if err != nil {
 		return "", err
 	}
-	decision, err := approvals.Await(ctx, "decision", approval.ID)
+	decision, err := approvals.Await(ctx, "decision", approval)
 	switch {
 	case err != nil:
 		return "", err

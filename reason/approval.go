@@ -126,7 +126,7 @@ func (w *turn) awaitDecision(ctx context.Context, c *call) error {
 	if w.OnWait != nil {
 		w.OnWait()
 	}
-	d, err := approvals.Await(ctx, "decision on "+id, id)
+	d, err := approvals.Await(ctx, "decision on "+id, c.approval.row)
 	switch {
 	case err != nil:
 		return err

@@ -112,6 +112,26 @@ func (w *world) approveAll(t *testing.T) func(approvals.Approval) {
 	return func(a approvals.Approval) { w.decide(t, a, true, "") }
 }
 
+// The turn waits for one decision after the other. An approval that expires meanwhile is not waited for.
+func TestApprovalThatExpiredDuringEarlierWaitIsDenied(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	d := w.parking(t)
+	pgtest.Exec(t, w.pool, `create function expire_soon() returns trigger language plpgsql as $$ begin
+		new.expires_at := clock_timestamp() + interval '2 seconds'; return new; end $$`)
+	pgtest.Exec(t, w.pool, `create trigger expire_soon before insert on agent_approvals for each row
+		when (new.arguments ->> 'table' = 'y') execute function expire_soon()`)
+	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("drop", `{"table":"y"}`), modeltest.Text("Gone."))
+	x := w.park(t)
+	pgtest.Eventually(t, func() bool { return len(w.pending(t)) == 1 }, "the second approval expires")
+	w.decide(t, w.pending(t)[0], true, "")
+	w.engine(t, true)
+	x = w.ended(t, x.ID, nil)
+	got := outcome(t, x)
+	assert.Truef(t, slices.Equal(got.Calls, []string{"drop", "drop (denied)"}), "outcome is %+v", got)
+	assert.Truef(t, slices.Equal(d.list(), []string{`{"table":"x"}`}), "calls are %q", d.list())
+}
+
 func TestApprovedCallIsMadeByTurnThatWaits(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
