@@ -93,7 +93,8 @@ func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Ex
 var forkStepsSQL string
 
 // fork inserts the execution with its checkpoints and wakes a worker. The row starts with claim 1, so its first claim
-// has number 2 and loads the checkpoints. The row lock prevents retention from deleting the original meanwhile.
+// has number 2 and loads the checkpoints. The row lock prevents retention from deleting the original meanwhile. The
+// waits of an external worker are numbered, so the fork counts those that it keeps.
 func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, error) {
 	var id string
 	var oldVersion, version *int
@@ -123,7 +124,11 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 		  select @fork, s.step, 1, s.fingerprint, s.failed,
 		         case when s.step = 'flow version' and @old_version::int is not null and not s.failed
 		              then to_jsonb(@version::int) else s.output end, s.created_at
-		    from steps s where s.step is not null)
+		    from steps s where s.step is not null),
+		numbered as (
+		  update agent_executions x
+		     set wait_number = (select count(*) from steps s where s.step ~ '^wait [a-z]+ [0-9]+$')
+		   where x.id = @fork and x.is_external)
 		select count(*) from steps`, postgres.Strict{
 		"id": s.ID, "from": null(s.From), "fork": id, "old_version": oldVersion, "version": version,
 	}).Scan(&stepCount)

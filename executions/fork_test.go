@@ -599,6 +599,36 @@ func TestForkOfExternalExecution(t *testing.T) {
 		postgres.Strict{"id": fork.ID}))
 }
 
+// The workers of external executions look for the outcome of their second wait as step "wait KIND 2".
+func TestForkOfExternalExecutionCountsKeptWaits(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := startEngine(t, pool, nil)
+	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "external", Surface: trace.Flow, OnLost: "hand_on"})
+	require.NoError(t, err)
+	lock := func(id string) string {
+		t.Helper()
+		return pgtest.Value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'worker')`,
+			postgres.Strict{"id": id})
+	}
+	wait := func(id, key string) {
+		t.Helper()
+		mustDeliver(t, pool, key, `{}`)
+		require.Equal(t, "running", pgtest.Value[string](t, pool, `
+			select unlock_agent_execution(@id, @lock, 'waiting', p_kind => 'event', p_key => @key)`,
+			postgres.Strict{"id": id, "lock": lock(id), "key": key}))
+	}
+	wait(x.ID, "paid")
+	pgtest.Exec(t, pool, `select unlock_agent_execution(@id, @lock, 'failed', p_error => 'no money')`,
+		postgres.Strict{"id": x.ID, "lock": lock(x.ID)})
+	fork, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID})
+	require.NoError(t, err)
+	wait(fork.ID, "shipped")
+	pgtest.Equal(t, pool, "wait event 1, wait event 2", `
+		select string_agg(step, ', ' order by step) from agent_checkpoints where execution_id = @id`,
+		postgres.Strict{"id": fork.ID})
+}
+
 // Code that queries the database between steps cannot be replayed to its end. The check still finds an earlier step
 // with a changed input.
 func TestForkChecksInputOfFlowWithQueries(t *testing.T) {
