@@ -92,9 +92,9 @@ func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Ex
 //go:embed fork_steps.sql
 var forkStepsSQL string
 
-// fork inserts the execution with its checkpoints and wakes a worker. The row starts with claim 1, so its first claim
-// has number 2 and loads the checkpoints. The row lock prevents retention from deleting the original meanwhile. The
-// waits of an external worker are numbered, so the fork counts those that it keeps.
+// fork inserts the execution with its checkpoints and labels, and wakes a worker. The row starts with claim 1, so its
+// first claim has number 2 and loads the checkpoints. The row lock prevents retention from deleting the original
+// meanwhile. The waits of an external worker are numbered, so the fork counts those that it keeps.
 func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, error) {
 	var id string
 	var oldVersion, version *int
@@ -128,7 +128,10 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 		numbered as (
 		  update agent_executions x
 		     set wait_number = (select count(*) from steps s where s.step ~ '^wait [a-z]+ [0-9]+$')
-		   where x.id = @fork and x.is_external)
+		   where x.id = @fork and x.is_external),
+		labelled as (
+		  insert into agent_execution_labels (execution_id, name, value)
+		  select @fork, l.name, l.value from agent_execution_labels l where l.execution_id = @id)
 		select count(*) from steps`, postgres.Strict{
 		"id": s.ID, "from": null(s.From), "fork": id, "old_version": oldVersion, "version": version,
 	}).Scan(&stepCount)

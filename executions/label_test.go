@@ -94,6 +94,25 @@ func TestDefaultLabelsFillUpThoseOfTheStart(t *testing.T) {
 		select string_agg(name || '=' || value, ' ' order by name) from agent_execution_labels`)
 }
 
+func TestForkKeepsLabels(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	e := enginetest.New(t, pool)
+	enginetest.Register(t, e, "order", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		return executions.Result{}, executions.SetLabels(ctx, "label", executions.Labels{"customer": "Ana"})
+	})
+	testkit.Run(t, e.Run)
+	labels := executions.Labels{"order": "A-1"}
+	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "order", Surface: trace.Flow, Labels: labels})
+	require.NoError(t, err)
+	enginetest.Await(t, pool, x.ID, executions.Completed)
+	fork, err := e.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID})
+	require.NoError(t, err)
+	of, err := executions.LabelsOf(t.Context(), pool, []string{fork.ID})
+	require.NoError(t, err)
+	assert.NoDiff(t, executions.Labels{"customer": "Ana", "order": "A-1"}, of[fork.ID])
+}
+
 func TestStartRejectsInvalidLabels(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
