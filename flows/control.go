@@ -8,6 +8,7 @@ import (
 	"reflect"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/memory"
 )
 
 // chooseBranch chooses the actions of a control action. The choice is recorded before runChosen runs these actions,
@@ -133,11 +134,12 @@ func (m *flowRun) while(ctx context.Context, r preparedAction) (*endResult, erro
 	})
 }
 
-// loopState is the state of a loop: the variables set by all iterations.
+// loopState is the state of a loop: the variables set and the memory read by all iterations.
 type loopState struct {
-	Next int        `json:"next"`
-	Set  exactMap   `json:"set"`
-	End  *endResult `json:"end,omitempty"`
+	Next int            `json:"next"`
+	Set  exactMap       `json:"set"`
+	Seen []memory.Sight `json:"seen,omitempty"`
+	End  *endResult     `json:"end,omitempty"`
 }
 
 // loop repeats body until body reports that the loop has finished. It then restores the scoped variables.
@@ -145,12 +147,13 @@ func (m *flowRun) loop(
 	ctx context.Context, scoped []string, body func(ctx context.Context, n int) (bool, *endResult, error),
 ) (*endResult, error) {
 	before := maps.Clone(m.vars)
-	set, done := m.collectVariables()
+	collected, done := m.collect()
 	defer done()
 	first := true
 	last, err := executions.Loop(ctx, "each", loopState{},
 		func(ctx context.Context, s loopState) (loopState, bool, error) {
-			if first { // set the variables of the iterations that a snapshot covers
+			if first { // restore what the iterations that a snapshot covers have set and read
+				m.addSights(s.Seen)
 				if err := m.setVariables(ctx, s.Set); err != nil {
 					return s, false, err
 				}
@@ -160,11 +163,14 @@ func (m *flowRun) loop(
 			if err != nil {
 				return s, false, err
 			}
-			return loopState{Next: s.Next + 1, Set: maps.Clone(set), End: ended}, finished || ended != nil, nil
+			return loopState{
+				Next: s.Next + 1, Set: maps.Clone(collected.set), Seen: collected.seen.Sights(), End: ended,
+			}, finished || ended != nil, nil
 		})
 	if err != nil {
 		return nil, err
 	}
+	m.addSights(last.Seen)
 	if err := m.setVariables(ctx, last.Set); err != nil {
 		return nil, err
 	}

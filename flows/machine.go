@@ -28,8 +28,14 @@ type flowRun struct {
 	exec       executions.Execution
 	thread     string
 	vars       map[string]any
-	seen       memory.Seen      // memory that the actions have read
-	collectors []map[string]any // for each open scope, the variables set in it
+	seen       memory.Seen // memory that the actions have read
+	collectors []collector // one for each open scope
+}
+
+// collector has the variables that were set in a scope, and the memory that was read in it.
+type collector struct {
+	set  map[string]any
+	seen memory.Seen
 }
 
 // newFlowRun validates the input of an execution, and sets its first variables and labels.
@@ -83,8 +89,8 @@ func (m *flowRun) setVariables(ctx context.Context, values map[string]any) error
 			return fmt.Errorf("set variable %s: %w", name, err)
 		}
 		m.vars[name] = normalized
-		for _, collected := range m.collectors {
-			collected[name] = normalized
+		for _, c := range m.collectors {
+			c.set[name] = normalized
 		}
 	}
 	if len(values) == 0 {
@@ -93,12 +99,20 @@ func (m *flowRun) setVariables(ctx context.Context, values map[string]any) error
 	return executions.SetVariables(ctx, m.vars)
 }
 
-// collectVariables collects the variables that are set until done is called.
-func (m *flowRun) collectVariables() (set map[string]any, done func()) {
-	set = map[string]any{}
+// addSights adds memory that was read.
+func (m *flowRun) addSights(sights []memory.Sight) {
+	m.seen.Add(sights...)
+	for _, c := range m.collectors {
+		c.seen.Add(sights...)
+	}
+}
+
+// collect collects the variables that are set and the memory that is read until done is called.
+func (m *flowRun) collect() (c collector, done func()) {
+	c = collector{map[string]any{}, memory.Seen{}}
 	depth := len(m.collectors)
-	m.collectors = append(m.collectors, set)
-	return set, func() { m.collectors = m.collectors[:depth] }
+	m.collectors = append(m.collectors, c)
+	return c, func() { m.collectors = m.collectors[:depth] }
 }
 
 // runActions runs actions in order until one ends the flow.
@@ -151,7 +165,7 @@ func (m *flowRun) runAction(ctx context.Context, a *action) (*endResult, error) 
 	if recorded && !m.sameResult(r, result) {
 		return nil, executions.Changed(ctx, a.key)
 	}
-	m.seen.Add(result.Seen...)
+	m.addSights(result.Seen)
 	if err := m.setVariables(ctx, result.Set); err != nil {
 		return nil, err
 	}
@@ -272,16 +286,17 @@ func (m *flowRun) perform(ctx context.Context, r preparedAction, effect *executi
 		effect.Status, effect.Output = activity.Skipped, map[string]any{"when": r.when.text, "is": false}
 		return actionResult{Skipped: true}, nil
 	}
-	set, done := m.collectVariables()
+	collected, done := m.collect()
 	defer done()
 	result, err := m.dispatch(ctx, r, effect)
 	if err != nil {
 		return actionResult{}, err
 	}
-	if len(set) > 0 { // timeoutActions have set variables
-		maps.Copy(set, result.Set)
-		result.Set = set
+	if len(collected.set) > 0 { // timeoutActions have set variables
+		maps.Copy(collected.set, result.Set)
+		result.Set = collected.set
 	}
+	result.Seen = append(collected.seen.Sights(), result.Seen...)
 	if effect.Output == nil {
 		effect.Output = result.Set
 	}

@@ -62,6 +62,16 @@ func TestMemoryWriteRequiresRead(t *testing.T) {
 			recallAction + waitAction + writeAction + strings.ReplaceAll(writeAction, "mine", "mine again"), false,
 			`"mine again" at 3`, "",
 		},
+		"read in a loop": {
+			"  - actionType: for_each\n    parameters:\n      items: [1]\n      actions:\n" +
+				strings.ReplaceAll(recallAction, "  -", "        -") + waitAction + writeAction,
+			false, `"mine" at 2`, "",
+		},
+		"read at a timeout": {
+			"  - actionType: wait_for_event\n    timeout: 10ms\n    onTimeout: continue\n    parameters: {key: other}\n" +
+				"    timeoutActions:\n" + strings.ReplaceAll(recallAction, "  -", "      -") + waitAction + writeAction,
+			false, `"mine" at 2`, "",
+		},
 		"read and overwritten":       {recallAction + waitAction + writeAction, true, `"theirs" at 2`, "write"},
 		"never read":                 {waitAction + writeAction, false, `"first" at 1`, "write"},
 		"read and forgotten":         {recallAction + waitAction + forgetAction, false, "nothing", ""},
@@ -75,7 +85,7 @@ func TestMemoryWriteRequiresRead(t *testing.T) {
 					"parameters: {name: memory_write, arguments: {key: contact, value: mine again}",
 				"id: again, actionType: skill, parameters: {name: memory_write, arguments: {key: contact, value: mine again}")))
 			id := w.startInThread(t, "keeps", nil)
-			awaitWaiting(t, w.pool, id, 1)
+			awaitWaiting(t, w.pool, id, strings.Count(test.actions, "wait_for_event"))
 			if test.overwritten {
 				saveContact(t, w.pool, "theirs")
 			}

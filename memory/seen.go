@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"encoding/json"
+	"slices"
 )
 
 // Seen maps the names that a run has read to their revisions. A key that the run has not read must be new for its
@@ -26,6 +27,18 @@ func (s Seen) Add(sights ...Sight) {
 	for _, x := range sights {
 		s[x.Name] = x.Revision
 	}
+}
+
+// Sights returns all sights, sorted.
+func (s Seen) Sights() []Sight {
+	var all []Sight
+	for name, revision := range s {
+		all = append(all, Sight{name, revision})
+	}
+	slices.SortFunc(all, func(a, b Sight) int {
+		return cmp.Or(cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Category, b.Category), cmp.Compare(a.Key, b.Key))
+	})
+	return all
 }
 
 // SightsIn returns the entries in the first upto bytes of an answer, the part that the model was shown. The answer is a
