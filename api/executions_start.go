@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"regexp"
 	"slices"
 	"strings"
 
@@ -93,8 +92,6 @@ func (b startRequest) check() error {
 	}
 	return nil
 }
-
-var externalForm = regexp.MustCompile(`^external(:[a-zA-Z0-9][a-zA-Z0-9._-]{0,99})?$`)
 
 // reservedFlows maps each flow that only a surface may start to the way to start it.
 var reservedFlows = map[string]string{
@@ -213,7 +210,7 @@ func (s *server) parent(ctx context.Context, id string) (executions.Execution, e
 
 // startable validates that this route may start the flow.
 func (s *server) startable(ctx context.Context, flow string, input json.RawMessage) error {
-	if externalForm.MatchString(flow) {
+	if executions.CanClaim(flow) {
 		return nil
 	}
 	if instead, reserved := reservedFlows[executions.ReservedName(flow)]; reserved {

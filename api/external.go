@@ -151,7 +151,7 @@ func (c claimRequest) check() error {
 		return problem.BadBody("lock_ids has %d locks; use at most %d", len(c.LockIDs), maxHeartbeats)
 	}
 	for _, flow := range c.Flows {
-		if !externalForm.MatchString(flow) {
+		if !executions.CanClaim(flow) {
 			return problem.BadBody("flows has %.100q; name external flows, such as external:sum", flow)
 		}
 	}

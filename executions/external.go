@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -23,6 +24,13 @@ const External = "external"
 
 // IsExternal reports whether external workers run a flow.
 func IsExternal(flow string) bool { return flow == External || strings.HasPrefix(flow, External+":") }
+
+// externalForm is the form of the flows that external workers claim.
+var externalForm = regexp.MustCompile(`^external(:[a-zA-Z0-9][a-zA-Z0-9._-]{0,99})?$`)
+
+// CanClaim reports whether external workers can claim the executions of a flow: whether its name is external or
+// external:NAME, with a NAME of 1 to 100 letters, digits and ._- that begins with a letter or digit.
+func CanClaim(flow string) bool { return externalForm.MatchString(flow) }
 
 // Errors of run locks. The functions return them wrapped in a *RunError.
 var (

@@ -218,7 +218,7 @@ func (m *flowRun) checkStartable(ctx context.Context, flow string, input map[str
 	}
 	_, err = executions.Step(ctx, "check", func(ctx context.Context) (bool, error) {
 		known, err := m.in.Engine.HasFlow(ctx, flow)
-		if err == nil && !known && !executions.IsExternal(flow) {
+		if err == nil && !known && !executions.CanClaim(flow) {
 			err = classErrorf("unknown_flow", "there is no flow %s", flow)
 		}
 		if err == nil {

@@ -114,7 +114,7 @@ func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
 
 // canStart reports whether a flow can start: it is registered or stored, or external workers run it.
 func canStart(ctx context.Context, e *executions.Engine, flow string) (bool, error) {
-	if executions.IsExternal(flow) {
+	if executions.CanClaim(flow) {
 		return true, nil
 	}
 	return e.HasFlow(ctx, flow)

@@ -162,7 +162,7 @@ func (b startOptions) openThread(ctx context.Context, s *session, id string) err
 
 // startable validates flow, input, thread and on_lost before the start.
 func startable(ctx context.Context, a *app.App, spec *executions.Spec) error {
-	if executions.IsExternal(spec.Flow) {
+	if executions.CanClaim(spec.Flow) {
 		if spec.OnLost == "resume" {
 			return usageError("--on-lost: external executions accept fail or hand_on, not resume")
 		}

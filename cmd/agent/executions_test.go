@@ -308,6 +308,8 @@ func TestInvalidExecutionCommands(t *testing.T) {
 	}{
 		{2, "agent heartbeat", []string{"start", "heartbeat"}},
 		{1, "agent flows ls", []string{"start", "greeet"}},
+		{1, "agent flows ls", []string{"start", "external:"}},
+		{1, "agent flows ls", []string{"start", "external:my job"}},
 		{2, "is not JSON", []string{"start", "external", "--input", "{"}},
 		{2, "cannot be found", []string{"start", "external", "--input", "@nothing.json"}},
 		{2, "external executions accept", []string{"start", "external", "--on-lost", "resume"}},

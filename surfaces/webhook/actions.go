@@ -204,7 +204,7 @@ func (s *Surface) threadKey(ctx context.Context, c webhooks.Content, key string)
 
 // flowExists reports whether a flow can be started, including external ones.
 func (s *Surface) flowExists(ctx context.Context, flow string) (bool, error) {
-	if executions.IsExternal(flow) {
+	if executions.CanClaim(flow) {
 		return true, nil
 	}
 	return executions.RetryTransient(ctx, func(ctx context.Context) (bool, error) { return s.Engine.HasFlow(ctx, flow) })

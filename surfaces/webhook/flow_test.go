@@ -372,8 +372,13 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 		Name: "lost", MaxAttempts: 1,
 		Actions: []webhooks.Action{{Flow: "nothing"}},
 	})
+	w.addEndpoint(t, webhooks.EndpointDefinition{
+		Name: "misnamed", MaxAttempts: 1,
+		Actions: []webhooks.Action{{Flow: "external:"}},
+	})
 	got := w.sendAccepted(t, "hire", "msg_1", `{"candidate": {"name": "Ana"}}`)
 	w.sendAccepted(t, "lost", "msg_2", `{}`)
+	w.sendAccepted(t, "misnamed", "msg_3", `{}`)
 	w.runEngine(t, func(e *executions.Engine) {
 		for _, flow := range []string{"onboarding", "archive"} {
 			assert.NoError(t, e.Register(flow, func(_ context.Context, in json.RawMessage) (executions.Result, error) {
@@ -399,9 +404,9 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 		 where x.flow = 'onboarding' and t.name = 'candidate Ana' and t.owner_kind = 'webhook' and t.owner = 'hire'
 		   and t.channel = 'chat'`)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_executions where flow = 'archive' and thread_id is not null`)
-	if d := w.waitStatus(t, "msg_2", webhooks.Dead); !strings.Contains(postgres.Deref(d.ErrorMessage),
-		`there is no flow "nothing"`) {
-		t.Errorf("error %q", postgres.Deref(d.ErrorMessage))
+	for id, flow := range map[string]string{"msg_2": "nothing", "msg_3": "external:"} {
+		d := w.waitStatus(t, id, webhooks.Dead)
+		assert.Contains(t, postgres.Deref(d.ErrorMessage), fmt.Sprintf("there is no flow %q", flow))
 	}
 	_, err := w.surface.Engine.Fork(t.Context(), w.pool, executions.ForkSpec{ID: *d.ExecutionID})
 	assert.Truef(t, err != nil && strings.Contains(err.Error(), "agent webhooks replay"),
