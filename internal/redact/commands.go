@@ -1,6 +1,9 @@
 package redact
 
-import "strings"
+import (
+	"slices"
+	"strings"
+)
 
 // command is a group of programs that accept a secret under the same flags.
 type command struct {
@@ -27,8 +30,8 @@ var passwordCommands = [...]command{
 		"mariadb", "mariadb-dump", "mariadb-admin", "mariadb-import", "mariadb-show", "mariadb-check", "7z", "7za", "7zz",
 	}},
 	{whole, "p", nil, []string{
-		"sshpass", "docker login", "podman login", "buildah login", "nerdctl login", "oras login", "crane auth login",
-		"helm registry login", "mongo", "mongosh", "mongodump", "mongorestore", "mongoexport", "mongoimport",
+		"login", // of docker, helm registry, oc, az and others
+		"sshpass", "mongo", "mongosh", "mongodump", "mongorestore", "mongoexport", "mongoimport",
 	}},
 	{whole, "a", nil, []string{"redis-cli", "valkey-cli"}},
 	{whole, "w", nil, []string{"ldapsearch", "ldapmodify", "ldapadd", "ldapdelete", "ldapwhoami", "ldappasswd"}},
@@ -141,7 +144,7 @@ func (c *command) flagValue(s string, i, end int) (value int, ok bool) {
 		return 0, false
 	}
 	if at+1 < len(word) {
-		return i + at + 1, true
+		return i + at + 1, c.secret != whole || !strings.HasPrefix(word, "-pass") // -password is another flag
 	}
 	return end + blanks(s[end:]), c.secret != glued
 }
@@ -170,7 +173,7 @@ const maxWrapperWords = 16
 // withoutPasswords redacts a command that is a list of words.
 func withoutPasswords(out []any) []any {
 	for at := range min(len(out)-1, maxWrapperWords) {
-		if c := commandOf(out[at:]); c != nil {
+		if c := commandOf(out[at]); c != nil {
 			c.withoutPasswords(out[at:])
 		}
 	}
@@ -196,19 +199,16 @@ func (c *command) withoutPasswords(out []any) {
 	}
 }
 
-// commandOf returns the command of the first of at least two words.
-func commandOf(items []any) *command {
-	first, _ := items[0].(string)
-	if len(first) > longestCommand {
+// commandOf returns the command that a word names.
+func commandOf(word any) *command {
+	path, _ := word.(string)
+	if len(path) > longestCommand {
 		return nil
 	}
-	program := strings.TrimSuffix(strings.ToLower(first[strings.LastIndexAny(first, `/\`)+1:]), ".exe")
-	second, _ := items[1].(string)
+	program := strings.TrimSuffix(strings.ToLower(path[strings.LastIndexAny(path, `/\`)+1:]), ".exe")
 	for i := range passwordCommands {
-		for _, known := range passwordCommands[i].programs {
-			if program == known || program+" "+second == known {
-				return &passwordCommands[i]
-			}
+		if slices.Contains(passwordCommands[i].programs, program) {
+			return &passwordCommands[i]
 		}
 	}
 	return nil

@@ -55,6 +55,7 @@ func TestJSONByName(t *testing.T) {
 		"env":             {`["env","A=1","timeout","5","curl","-u","a:b"]`, `["env","A=1","timeout","5","curl","-u","a:[redacted]"]`},
 		"sqlcmd":          {`["SQLCMD.EXE","-P","x"]`, `["SQLCMD.EXE","-P","[redacted]"]`},
 		"docker":          {`["docker","login","-p","x"]`, `["docker","login","-p","[redacted]"]`},
+		"helm":            {`["helm","registry","login","-p","x"]`, `["helm","registry","login","-p","[redacted]"]`},
 		"cut beside more": {`"key='…[cut 5 bytes] password=x"`, `"key='…[cut 5 bytes] password=[redacted]"`},
 		"list in prose":   {`["- password","x","-","--","y"]`, `["- password","x","-","--","y"]`},
 		"whole string":    {`"Bearer abcdef123"`, `"Bearer [redacted]"`},

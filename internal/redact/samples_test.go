@@ -89,6 +89,10 @@ var secrets = map[string]secretText{
 	"redis":           {"redis-cli -h cache -a hunter2 ping", "hunter2"},
 	"sshpass":         {"sshpass -p hunter2 ssh bob@example.com", "hunter2"},
 	"docker":          {"docker login -u bob -p hunter2 registry.example.com", "hunter2"},
+	"docker global":   {"docker --config /x login -u bob -phunter2", "hunter2"},
+	"oc":              {"oc login https://x -u bob -p hunter2", "hunter2"},
+	"oc token":        {"oc login --token hunter2 https://x", "hunter2"},
+	"login password":  {"tool login -u bob -password hunter2 https://x", "hunter2"},
 	"putty": {"PuTTY-User-Key-File-3: ssh-ed25519\nEncryption: none\nPublic-Lines: 2\nAAAA\nPrivate-Lines: " +
 		"1\nhunter2\nPrivate-MAC: 00ff", "hunter2"},
 	"putty end":        {"Private-Lines: 1\nhunter2\nPrivate-MAC: 00ff", "hunter2"},
