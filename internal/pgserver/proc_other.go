@@ -4,6 +4,7 @@ package pgserver
 
 import (
 	"context"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strconv"
@@ -12,8 +13,9 @@ import (
 	"time"
 )
 
-// servesFrom reports whether pid is a living postmaster; this system does not show its directory.
-func servesFrom(pid int, _ string) bool {
+// servesFrom reports whether pid is a living postmaster. A postmaster that lsof shows in another directory than data
+// got the pid later.
+func servesFrom(pid int, data string) bool {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	out, err := exec.CommandContext(ctx, "ps", "-o", "state=,comm=", "-p", strconv.Itoa(pid)).Output()
@@ -22,7 +24,15 @@ func servesFrom(pid int, _ string) bool {
 		return false
 	}
 	name := filepath.Base(strings.TrimSpace(command))
-	return name == "postgres" || name == "postmaster"
+	if name != "postgres" && name != "postmaster" {
+		return false
+	}
+	// The lines are p and the pid, fcwd, and n and the path.
+	out, _ = exec.CommandContext(ctx, "lsof", "-a", "-d", "cwd", "-F", "n", "-p", strconv.Itoa(pid)).Output()
+	_, dir, _ := strings.Cut(strings.TrimSpace(string(out)), "\nn")
+	its, unknown := os.Stat(dir)
+	own, err := os.Stat(data)
+	return unknown != nil || err != nil || os.SameFile(its, own)
 }
 
 func dieWithParent(*syscall.SysProcAttr) {}
