@@ -57,20 +57,6 @@ func Statuses() []string {
 	}
 }
 
-// Usage is what a model call consumed, in tokens. UnknownTokens and UnknownUSD are the parts of TotalTokens and of
-// the cost that the provider may bill but did not report: the worst case of requests without an answer, and the
-// estimate of answers without usage. CachedTokens and CacheWriteTokens are parts of PromptTokens.
-type Usage struct {
-	PromptTokens     int     `json:"prompt_tokens"`
-	CachedTokens     int     `json:"cached_tokens,omitempty"`
-	CacheWriteTokens int     `json:"cache_write_tokens,omitempty"`
-	CompletionTokens int     `json:"completion_tokens"`
-	TotalTokens      int     `json:"total_tokens"`
-	Estimated        bool    `json:"estimated,omitempty"`
-	UnknownTokens    int     `json:"unknown_tokens,omitempty"`
-	UnknownUSD       float64 `json:"unknown_usd,omitempty"`
-}
-
 // Entry describes an action before it happens. Skill is required. Empty fields for trace, execution, parent, cause,
 // surface and agent come from the context's trace.Span.
 type Entry struct {

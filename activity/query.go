@@ -45,7 +45,7 @@ type Row struct {
 	Model          string          `json:"model"`
 	TokenUsage     Usage           `json:"token_usage"` // zero except for model calls
 	CostUSD        float64         `json:"cost_usd"`
-	LedTo          map[string]int  `json:"led_to"`      // of a model call: calls of each skill in its answer
+	LedTo          Counts          `json:"led_to"`      // of a model call: calls of each skill in its answer
 	DurationMS     *int64          `json:"duration_ms"` // nil while it runs
 	IdempotencyKey string          `json:"idempotency_key"`
 	ThreadID       *string         `json:"thread_id"`

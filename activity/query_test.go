@@ -86,6 +86,28 @@ func TestTraceIsInStartOrder(t *testing.T) {
 	assert.Equal(t, time.UTC, rows[0].CreatedAt.Location())
 }
 
+// Other programs write rows too, with any JSON.
+func TestOddNumbersBreakNoListing(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	id := put(t, db, act{kind: "model"})
+	for usage, want := range map[string]activity.Usage{
+		`{"total_tokens": "12", "prompt_tokens": 3, "estimated": 1}`:      {PromptTokens: 3},
+		`{"total_tokens": 12.5, "prompt_tokens": -3, "unknown_usd": "x"}`: {TotalTokens: 13},
+		`{"total_tokens": 1e30, "estimated": true, "unknown_usd": 0.5}`:   {TotalTokens: 1e12, Estimated: true, UnknownUSD: 0.5},
+		`[7]`:                                   {},
+		`{"total_tokens": {"sum": 7}, "a": ""}`: {},
+	} {
+		pgtest.Exec(t, db, `update agent_activity set token_usage = $1, led_to = '{"a": "x", "b": 2}' where id = $2`, usage, id)
+		story, err := activity.TraceOf(t.Context(), db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
+		require.NoError(t, err, usage)
+		assert.NoDiff(t, want, story.Activities[0].TokenUsage)
+		assert.NoDiff(t, activity.Counts{"a": 0, "b": 2}, story.Activities[0].LedTo)
+		sums := pgtest.Value[int](t, db, `select lanekeeper.agent_tokens(token_usage, 'total_tokens') from agent_activity`)
+		assert.Equal(t, sums, story.Activities[0].TokenUsage.TotalTokens, usage)
+	}
+}
+
 func TestRowHasColumnsOfTable(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
