@@ -178,6 +178,9 @@ func (m *flowRun) runAction(ctx context.Context, a *action) (*endResult, error) 
 // sameResult recomputes a recorded action and reports whether the result is equal. The action's fingerprint does not
 // cover the variables that its expressions read, so a fork with other input may hold a stale record.
 func (m *flowRun) sameResult(r preparedAction, recorded actionResult) bool {
+	if recorded.Skipped != r.skipped && r.when.ordered() {
+		return false
+	}
 	if recorded.Skipped || !r.deterministic() {
 		return true
 	}
@@ -201,15 +204,22 @@ func (m *flowRun) sameResult(r preparedAction, recorded actionResult) bool {
 // unorderedCall matches calls whose result has no fixed order.
 var unorderedCall = regexp.MustCompile(`\b(keys|values)\s*\(`)
 
-// deterministic reports whether an action's result depends only on the variables. The order of keys and values is
-// random.
+// ordered reports whether an expression has no call of keys or values, whose order is random.
+func (e *expression) ordered() bool { return e == nil || !unorderedCall.MatchString(e.text) }
+
+// deterministic reports whether an action's result depends only on the variables.
 func (a *action) deterministic() bool {
 	for _, e := range a.exprs {
-		if e != nil && unorderedCall.MatchString(e.text) {
+		if !e.ordered() {
 			return false
 		}
 	}
-	return a.Type == "set" || a.Type == "if" || a.Type == "while"
+	for _, c := range a.cases {
+		if !c.condition.ordered() {
+			return false
+		}
+	}
+	return a.Type == "set" || a.Type == "if" || a.Type == "switch" || a.Type == "while"
 }
 
 // prepare decides whether an action runs, and fills in its templates. The action's phase reports errors.

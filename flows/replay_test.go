@@ -31,11 +31,14 @@ func TestForkRejectsInputThatContradictsRecords(t *testing.T) {
   - {id: each, actionType: for_each, parameters: {items: "{{input.items}}", actions: [{id: item, actionType: send_message, parameters: {message: "{{item}}"}}]}}
   - {id: decide, actionType: if, parameters: {condition: input.vip, then: [{id: vip, actionType: send_message, parameters: {message: "Bienvenida"}}]}}
   - {id: compose, actionType: set, parameters: {expressions: {greeting: "input.name2 + '!'"}}}
+  - {id: choose, actionType: switch, parameters: {cases: [{condition: input.amount > 100, actions: [{id: big, actionType: send_message, parameters: {message: "Gracias"}}]}]}}
+  - {id: note, when: input.noted, actionType: set, parameters: {expressions: {noted: "1"}}}
+  - {id: pass, when: input.passed, actionType: set, parameters: {expressions: {passed: "1"}}}
   - {id: bye, actionType: send_message, parameters: {message: "Adios {{input.farewell}}"}}`))
 	createThread(t, w.pool)
 	original := map[string]any{
 		"name": "Ana", "more": true, "items": []string{"a", "b"}, "vip": true,
-		"name2": "Ana", "farewell": "",
+		"name2": "Ana", "amount": 200, "noted": true, "passed": false, "farewell": "",
 	}
 	id := w.startInThread(t, "greets", original)
 	enginetest.Await(t, w.pool, id, executions.Completed)
@@ -50,6 +53,9 @@ func TestForkRejectsInputThatContradictsRecords(t *testing.T) {
 		"items":    {[]string{"a"}, "each"},
 		"vip":      {false, "decide"},
 		"name2":    {"Bea", "compose"},
+		"amount":   {5, "choose"},
+		"noted":    {false, "note"},
+		"passed":   {true, "pass"},
 		"farewell": {"!", ""},
 	} {
 		input := maps.Clone(original)
