@@ -3,7 +3,6 @@ package flows
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"strings"
@@ -223,9 +222,6 @@ func (m *flowRun) openThread(ctx context.Context, r preparedAction) (actionResul
 		_, err := executions.StepTx(ctx, "open", func(ctx context.Context, tx pgx.Tx) (string, error) {
 			return threads.Grant(ctx, tx, m.thread, threads.Key(key), name, "flow "+m.exec.Flow)
 		})
-		if errors.Is(err, threads.ErrTaken) || errors.Is(err, threads.ErrInvalid) {
-			err = classErrorf("thread", "the key %s cannot call the thread %s: %s", key, name, err)
-		}
 		return actionResult{}, err
 	}
 	lifetime := threads.DefaultTokenLife
