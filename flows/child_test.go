@@ -88,15 +88,13 @@ actions:
   - {actionType: if, parameters: {condition: not childExecutionSuccess, then: [{actionType: end, parameters: {summary: "child {{childExecutionStatus}}"}}]}}
   - {actionType: fail, parameters: {message: never}}
 `, flowYAML("strict", `
-  - {id: go, actionType: trigger_agent, parameters: {flow: broken, onFailure: fail}}`), flowYAML("lost", `
-  - {id: go, actionType: trigger_agent, parameters: {flow: nobody}}`), flowYAML("wrong", `
+  - {id: go, actionType: trigger_agent, parameters: {flow: broken, onFailure: fail}}`), flowYAML("wrong", `
   - {id: go, actionType: trigger_agent, parameters: {flow: picky}}`), flowYAML("loose", `
   - {actionType: trigger_agent, saveAs: it, parameters: {flow: broken, waitForCompletion: false}}`))
 	assert.Equal(t, "child failed", enginetest.Await(t, w.pool, w.startInThread(t, "handles", nil),
 		executions.Completed).ResultSummary)
 	for name, want := range map[string]string{
 		"strict": "action go (trigger_agent): flow broken ended as failed: action stop (fail): no",
-		"lost":   "action go (trigger_agent): there is no flow nobody",
 		"wrong":  "action go (trigger_agent): flow picky does not take this input: missing property 'x'",
 	} {
 		if x := enginetest.Await(t, w.pool, w.startInThread(t, name, nil), executions.Failed); postgres.Deref(
@@ -128,6 +126,22 @@ func TestGoFlowAsChild(t *testing.T) {
 	got := variables(t, enginetest.Await(t, pool, w.startInThread(t, "a", nil), executions.Completed))
 	sum, _ := got["sum"].(map[string]any)
 	assert.Truef(t, got["total"] == 3.0 && sum["result"] == 3.0, "variables %v", got)
+}
+
+// A program that restarts has no live worker for a moment. The child of its flow waits for the program.
+func TestChildWaitsForItsProgram(t *testing.T) {
+	t.Parallel()
+	w := newTestProcess(t, flowYAML("a", `
+  - {actionType: trigger_agent, saveAs: shipped, parameters: {flow: ship}}`))
+	id := w.startInThread(t, "a", nil)
+	awaitWaiting(t, w.pool, id, 1)
+	startProcess(t, w.pool, nil, func(e *executions.Engine) error {
+		return e.Register("ship", func(context.Context, json.RawMessage) (executions.Result, error) {
+			return executions.Result{Value: "shipped"}, nil
+		})
+	})
+	got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
+	assert.Equal(t, "shipped", got["shipped"].(map[string]any)["result"])
 }
 
 // A flow that starts itself fails at the nesting limit.

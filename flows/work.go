@@ -210,24 +210,18 @@ func (m *flowRun) trigger(ctx context.Context, r preparedAction, effect *executi
 	return m.join(ctx, r, child, effect)
 }
 
-// checkStartable checks that a child can run before it is started.
+// checkStartable checks the input of a child before it is started. The child of a program that is down waits for it.
 func (m *flowRun) checkStartable(ctx context.Context, flow string, input map[string]any) error {
 	raw, err := json.Marshal(input)
 	if err != nil {
 		return fmt.Errorf("write input: %w", err)
 	}
 	_, err = executions.Step(ctx, "check", func(ctx context.Context) (bool, error) {
-		known, err := m.in.Engine.HasFlow(ctx, flow)
-		if err == nil && !known && !executions.CanClaim(flow) {
-			err = classErrorf("unknown_flow", "there is no flow %s", flow)
-		}
-		if err == nil {
-			err = CheckStart(ctx, m.in.Pool, flow, raw)
-		}
+		err := CheckStart(ctx, m.in.Pool, flow, raw)
 		if errors.Is(err, ErrRemoved) {
 			err = classErrorf("removed", "%s", err)
 		}
-		return known, err
+		return err == nil, err
 	})
 	return err
 }
