@@ -157,19 +157,24 @@ func awaitChild(ctx context.Context, name, id string, c Child) (ChildResult, err
 		return ChildResult{}, err
 	}
 	return Step(ctx, name+" result", func(ctx context.Context) (ChildResult, error) {
-		x, err := Get(ctx, r.e.pool, id)
-		if err != nil {
-			return ChildResult{}, fmt.Errorf("read child: %w", err)
-		}
-		result := ChildResult{
-			ExecutionID: id, Status: x.Status, Success: x.Status == Completed, Summary: x.ResultSummary, Result: x.Result,
-			Variables: x.Variables, TimedOut: outcome.TimedOut && !x.Status.Ended(),
-		}
-		for _, message := range []*string{x.ErrorMessage, x.CancelReason} {
-			if message != nil && result.Error == "" {
-				result.Error = *message
-			}
-		}
-		return result, nil
+		return ReadChild(ctx, r.e.pool, id, outcome.TimedOut)
 	})
+}
+
+// ReadChild reads the present state of a child. timedOut says whether the wait for it timed out.
+func ReadChild(ctx context.Context, db postgres.DB, id string, timedOut bool) (ChildResult, error) {
+	x, err := Get(ctx, db, id)
+	if err != nil {
+		return ChildResult{}, fmt.Errorf("read child: %w", err)
+	}
+	result := ChildResult{
+		ExecutionID: id, Status: x.Status, Success: x.Status == Completed, Summary: x.ResultSummary, Result: x.Result,
+		Variables: x.Variables, TimedOut: timedOut && !x.Status.Ended(),
+	}
+	for _, message := range []*string{x.ErrorMessage, x.CancelReason} {
+		if message != nil && result.Error == "" {
+			result.Error = *message
+		}
+	}
+	return result, nil
 }

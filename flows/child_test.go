@@ -128,6 +128,21 @@ func TestGoFlowAsChild(t *testing.T) {
 	assert.Truef(t, got["total"] == 3.0 && sum["result"] == 3.0, "variables %v", got)
 }
 
+// The outcome has the reason of a cancelled child, also after a retry of the wait.
+func TestParentReadsCancelReasonAfterRetry(t *testing.T) {
+	t.Parallel()
+	w := newTestProcess(t, sleepingFlow, flowYAML("a", `
+  - {actionType: trigger_agent, saveAs: got, timeout: 1h, onTimeout: retry, parameters: {flow: sleeper}}`))
+	id := w.startInThread(t, "a", nil)
+	child := *awaitWaiting(t, w.pool, id, 1).WaitingKey
+	expireWait(t, w, id, 1)
+	awaitWaiting(t, w.pool, id, 2)
+	_, err := w.Cancel(t.Context(), child, "ana", "no stock")
+	require.NoError(t, err)
+	got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
+	assert.Contains(t, got["got"].(map[string]any)["error"].(string), "no stock")
+}
+
 // A program that restarts has no live worker for a moment. The child of its flow waits for the program.
 func TestChildWaitsForItsProgram(t *testing.T) {
 	t.Parallel()

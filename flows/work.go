@@ -278,18 +278,7 @@ func (m *flowRun) waitAgain(ctx context.Context, r preparedAction, id string) (e
 		return executions.ChildResult{}, err
 	}
 	return executions.Step(ctx, "result", func(ctx context.Context) (executions.ChildResult, error) {
-		x, err := executions.Get(ctx, m.in.Pool, id)
-		if err != nil {
-			return executions.ChildResult{}, fmt.Errorf("read child: %w", err)
-		}
-		child := executions.ChildResult{
-			ExecutionID: id, Status: x.Status, Success: x.Status == executions.Completed, Summary: x.ResultSummary,
-			Result: x.Result, Variables: x.Variables, TimedOut: out.TimedOut,
-		}
-		if x.ErrorMessage != nil {
-			child.Error = *x.ErrorMessage
-		}
-		return child, nil
+		return executions.ReadChild(ctx, m.in.Pool, id, out.TimedOut)
 	})
 }
 
