@@ -100,7 +100,7 @@ func (in *Interpreter) chooseVersion(ctx context.Context, name string, input jso
 			err = classErrorf("removed", "flow %s: %s", name, ErrRemoved)
 		}
 		if err == nil && in.Logger != nil {
-			in.Logger.InfoContext(ctx, "flow started", "flow", name, "version", version)
+			in.Logger.InfoContext(ctx, "loading configuration", "flow", name, "version", version)
 		}
 		return version, err
 	})

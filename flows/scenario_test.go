@@ -151,6 +151,7 @@ func TestScenarioIndependentAgents(t *testing.T) {
 	a := s.startFlow(t, "agente_a", nil)
 	awaitWaiting(t, s.pool, a, 1)
 	s.expectLane(t, "agente_a 0 min, Juan, parked, 0 queued")
+	s.waitForLog(t, 1, `msg="loading configuration"`, "flow=agente_a", "version=1", "execution_id="+a)
 	pgtest.Exec(t, s.pool, `update agent_locks set locked_at = locked_at - interval '190 seconds'
 		where lane = 'thread:juan'`)
 
