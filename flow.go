@@ -178,9 +178,9 @@ func (f Flow[In, Out]) handle(x executions.Execution) Handle[Out] {
 // name. A cancel of the parent cancels the child. For a child that did not complete, Call returns a *[FlowError]. After
 // a day, or longer while the child itself waits, it returns [ErrTimedOut], and the child continues.
 func (f Flow[In, Out]) Call(ctx context.Context, name string, in In) (out Out, err error) {
-	child, err := executions.Trigger(ctx, name, executions.Child{
-		Flow: f.name, Input: in, Wait: true, Timeout: executions.Patient,
-	})
+	c := f.child(in)
+	c.Timeout = executions.Patient
+	child, err := executions.Trigger(ctx, name, c)
 	if err != nil {
 		return out, err
 	}
@@ -191,8 +191,15 @@ func (f Flow[In, Out]) Call(ctx context.Context, name string, in In) (out Out, e
 // name. Children that are started before the first [Child.Wait] run at the same time. A cancel of the parent cancels a
 // child; the parent's end does not. Unlike the child of [Flow.Call], the child uses no lane of its parent.
 func (f Flow[In, Out]) StartChild(ctx context.Context, name string, in In) (Child[Out], error) {
-	id, step, err := executions.StartChild(ctx, name, executions.Child{Flow: f.name, Input: in, Wait: true})
+	id, step, err := executions.StartChild(ctx, name, f.child(in))
 	return Child[Out]{flow: f.name, step: step, id: id}, err
+}
+
+func (f Flow[In, Out]) child(in In) executions.Child {
+	return executions.Child{
+		Flow: f.name, Input: in, Wait: true,
+		Queue: f.spec.Queue, MaxAttempts: f.spec.MaxAttempts, ProgressSeconds: f.spec.ProgressSeconds,
+	}
 }
 
 // Child is a child that [Flow.StartChild] started.

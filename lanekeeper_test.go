@@ -55,9 +55,10 @@ func run(t *testing.T, rt *lanekeeper.Runtime) {
 // register registers a flow without options.
 func register[In, Out any](
 	t *testing.T, rt *lanekeeper.Runtime, name string, fn func(context.Context, In) (Out, error),
+	opts ...lanekeeper.FlowOption,
 ) lanekeeper.Flow[In, Out] {
 	t.Helper()
-	flow, err := lanekeeper.Register(rt, name, fn)
+	flow, err := lanekeeper.Register(rt, name, fn, opts...)
 	require.NoError(t, err)
 	return flow
 }
@@ -162,6 +163,30 @@ func TestFlowWaitsForEventsAndChildren(t *testing.T) {
 	require.Truef(t, ok, "got %v, want a FlowError", err)
 	assert.Equal(t, "failed", failed.Status)
 	assert.Contains(t, failed.Message, "it is negative")
+}
+
+func TestChildHasOptionsOfItsFlow(t *testing.T) {
+	rt, pool := open(t)
+	child := register(t, rt, "child", func(_ context.Context, text string) (string, error) { return text, nil },
+		lanekeeper.Interactive(), lanekeeper.MaxLostWorkers(2), lanekeeper.ProgressTimeout(time.Minute))
+	parent := register(t, rt, "parent", func(ctx context.Context, text string) (string, error) {
+		started, err := child.StartChild(ctx, "start", text)
+		if err != nil {
+			return "", err
+		}
+		if _, err := child.Call(ctx, "call", text); err != nil {
+			return "", err
+		}
+		return started.Wait(ctx)
+	})
+	run(t, rt)
+	h, err := parent.Start(t.Context(), "hello")
+	require.NoError(t, err)
+	_, err = h.Wait(t.Context())
+	require.NoError(t, err)
+	pgtest.Equal(t, pool, "interactive 2 60, interactive 2 60", `
+		select string_agg(queue || ' ' || max_attempts || ' ' || progress_seconds, ', ')
+		  from agent_executions where flow = 'child'`)
 }
 
 func TestStartedChildrenRunAtOnce(t *testing.T) {
@@ -337,6 +362,9 @@ func TestScheduleStartsFlow(t *testing.T) {
 	names := pgtest.Value[string](t, pool, `select string_agg(right(name, 1), '' order by name) from agent_schedules`)
 	assert.Truef(t, names == "abc" || names == "cd", "the schedules of neither: %s", names)
 	require.NoError(t, report.SetSchedules(t.Context(), daily))
+
+	limited := lanekeeper.Remote[string, string](rt, "report", lanekeeper.ProgressTimeout(time.Minute))
+	assert.ErrorContains(t, limited.SetSchedules(t.Context(), daily), "no MaxLostWorkers and ProgressTimeout")
 
 	heartbeat := lanekeeper.Remote[string, string](rt, "heartbeat")
 	assert.ErrorContains(t, heartbeat.SetSchedules(t.Context(), daily), "Lanekeeper's own")

@@ -26,9 +26,16 @@ type Schedule[In any] struct {
 // expression and time zone as before keeps its next time, so a program calls SetSchedules at each start. A new schedule
 // is effective within five seconds. At a change to daylight saving, a time that the clocks skip does not happen that
 // day, and a time that they repeat happens twice.
+//
+// Scheduled executions have the defaults of all [FlowOption] values. SetSchedules returns an error for a flow with
+// [MaxLostWorkers] or [ProgressTimeout]; a [Remote] of the same name without options has no such limits.
 func (f Flow[In, Out]) SetSchedules(ctx context.Context, schedules ...Schedule[In]) error {
 	if executions.IsReserved(f.name) {
 		return fmt.Errorf("set the schedules of flow %s: it is Lanekeeper's own, which schedules it itself", f.name)
+	}
+	if f.spec.MaxAttempts != 0 || f.spec.ProgressSeconds != 0 {
+		return fmt.Errorf("set the schedules of flow %s: scheduled executions have no MaxLostWorkers and ProgressTimeout; "+
+			"set the schedules with a Remote without these options", f.name)
 	}
 	err := postgres.InTx(ctx, f.r.pool, func(tx pgx.Tx) error {
 		// Concurrent calls with other schedules would deadlock, or each would miss the other's new rows.

@@ -1,6 +1,7 @@
 package executions
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -25,6 +26,9 @@ type Child struct {
 	Timeout time.Duration
 	// KeepLanes prevents an awaited child from borrowing its parent's lanes.
 	KeepLanes bool
+	// Queue is the queue of the child; empty means the parent's. MaxAttempts and ProgressSeconds are those of [Spec].
+	Queue                        string
+	MaxAttempts, ProgressSeconds int
 	// DedupeKey makes the start idempotent over all executions with the key.
 	DedupeKey string
 	// WaitData is an object for waiting_data, which the Engine Room shows.
@@ -134,8 +138,9 @@ func startChild(ctx context.Context, name string, c Child, inherits bool) (id, s
 		}
 		child, _, err := r.e.StartTx(ctx, tx, Spec{
 			Flow: c.Flow, Surface: trace.Surface(r.exec.Surface), TraceID: trace.ID(r.exec.TraceID), Agent: r.exec.Agent,
-			Input: c.Input, ThreadID: thread, ParentID: r.exec.ID, Queue: r.exec.Queue, Priority: r.exec.Priority,
-			Awaited: c.Wait, Inherits: inherits, DedupeKey: c.DedupeKey,
+			Input: c.Input, ThreadID: thread, ParentID: r.exec.ID, Queue: cmp.Or(c.Queue, r.exec.Queue),
+			Priority: r.exec.Priority, Awaited: c.Wait, Inherits: inherits, DedupeKey: c.DedupeKey,
+			MaxAttempts: c.MaxAttempts, ProgressSeconds: c.ProgressSeconds,
 		})
 		return child.ID, err
 	}, Input(identity), func(s *stepSpec) { spec = s })
