@@ -66,8 +66,12 @@ class Connection {
     if (!this.token) throw new TypeError("a token is missing: pass token, or set AGENT_TOKEN");
   }
 
-  /** @param {{body?: unknown, signal?: AbortSignal, headers?: Record<string, string>, seconds?: number}} [options] */
-  async call(method, path, { body, signal, headers, seconds = 15 } = {}) {
+  /**
+   * signal ends the request; until ends its repetition.
+   * @param {{body?: unknown, signal?: AbortSignal, until?: AbortSignal, headers?: Record<string, string>,
+   *   seconds?: number}} [options]
+   */
+  async call(method, path, { body, signal, until = signal, headers, seconds = 15 } = {}) {
     const data = body === undefined ? undefined : JSON.stringify(body);
     if (data && Buffer.byteLength(data) > maxBody) {
       throw new RequestError(413, `the body is larger than ${maxBody} bytes`);
@@ -76,7 +80,7 @@ class Connection {
       authorization: `Bearer ${this.token}`, "content-type": "application/json", ...headers,
     });
     for (let wait = 100; ; wait = Math.min(wait * 2, 5000)) {
-      signal?.throwIfAborted();
+      until?.throwIfAborted();
       let failure;
       const attempt = new AbortController();
       const abort = () => attempt.abort(signal?.reason);
@@ -101,14 +105,14 @@ class Connection {
         failure = `status ${answer.status}`;
       } catch (error) {
         if (error instanceof RequestError) throw error;
-        signal?.throwIfAborted(); // else the server did not answer: again
+        until?.throwIfAborted(); // else the server did not answer: again
         failure = error.cause?.message || error.cause?.code || error.message; // of several addresses: the code
       } finally {
         clearTimeout(timer);
         signal?.removeEventListener("abort", abort);
       }
       if (wait === 100) this.log(`the request to ${this.url} failed and is tried again: ${failure}`);
-      await pause(wait / 2 + (wait / 2) * Math.random(), undefined, { signal });
+      await pause(wait / 2 + (wait / 2) * Math.random(), undefined, { signal: until });
     }
   }
 }
@@ -374,16 +378,16 @@ export class Worker {
     }
   }
 
-  /** Claims up to max executions, or waits for one. */
+  /** Claims up to max executions, or waits for one. A claim is not aborted: the server may have locked executions. */
   async #claim(max, signal) {
     if (max <= 0) return [];
     try {
       const { locks } = await this.#connection.call("POST", "/v1/locks", {
         body: {
           flows: [...this.#flows.keys()], owner: this.#owner, ttl_seconds: this.#ttl, max: Math.min(max, 100),
-          wait_seconds: 20, lock_ids: [...this.#runs.keys()],
+          wait_seconds: 5, lock_ids: [...this.#runs.keys()],
         },
-        signal, seconds: 35,
+        until: signal, seconds: 20,
       });
       return locks;
     } catch (error) {

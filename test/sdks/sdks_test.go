@@ -432,6 +432,34 @@ func TestStoppedWorkerDoesNotWaitForServer(t *testing.T) {
 	})
 }
 
+// The worker is stopped after the server has locked the run, and before the answer arrives.
+func TestStoppedWorkerRunsWhatItClaimed(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		target, err := url.Parse(w.base)
+		require.NoError(w, err)
+		claimed := make(chan struct{}, 100)
+		proxy := httputil.NewSingleHostReverseProxy(target)
+		proxy.ModifyResponse = func(r *http.Response) error {
+			if r.Request.Method != http.MethodPost || r.Request.URL.Path != "/v1/locks" {
+				return nil
+			}
+			body, err := io.ReadAll(r.Body)
+			r.Body = io.NopCloser(bytes.NewReader(body))
+			if bytes.Contains(body, []byte(`"lock_id"`)) {
+				claimed <- struct{}{}
+				time.Sleep(time.Second)
+			}
+			return err
+		}
+		worker := w.worker("first", testkit.Serve(w, proxy), 5)
+		var x struct{ ID string }
+		w.call("POST", "/v1/executions", `{"flow":"external:scenario","on_lost":"fail","input":{"steps":0}}`, &x)
+		<-claimed
+		worker.Stop()
+		w.checkEnd(x.ID, "completed", "the sum is 0")
+	})
+}
+
 // Two copies of the SDK run workers in one process. The server is away.
 func TestProgramKeepsItsUnhandledRejections(t *testing.T) {
 	onlyTypeScript(t, func(w *testEnv) {
