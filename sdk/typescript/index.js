@@ -181,6 +181,7 @@ class Run {
   #lockId;
   #recorded;
   #counts = new Map();
+  #used = new Set(); // the keys of the steps so far
   #waits = 0;
   #waiting = Promise.resolve();
   #abort = new AbortController();
@@ -225,9 +226,10 @@ class Run {
 
   async step(name, work) {
     this.#checkOwn();
-    const count = (this.#counts.get(name) ?? 0) + 1;
+    let step, count = this.#counts.get(name) ?? 0;
+    do step = ++count === 1 ? name : `${name} #${count}`; while (this.#used.has(step));
     this.#counts.set(name, count);
-    const step = count === 1 ? name : `${name} #${count}`;
+    this.#used.add(step);
     if (Object.hasOwn(this.#recorded, step)) return this.#recorded[step];
     // Later runs get the record, so this one gets it too: for example, a Date becomes text.
     const output = JSON.parse(JSON.stringify(await work({ key: `${this.id} ${step}`, signal: this.signal })) ?? "null");

@@ -67,6 +67,13 @@ worker.flow("external:json", async (input, run) => {
   return `${first === await read()} ${first}`;
 });
 
+// A name that looks like the key of a repeated step.
+worker.flow("external:names", async (input, run) => {
+  const keys = [];
+  for (const name of ["item #2", "item", "item", "item"]) keys.push(await run.step(name, ({ key }) => key.slice(37)));
+  return keys.join(", ");
+});
+
 // Several waits at once.
 worker.flow("external:waits", async (input, run) => {
   const got = await Promise.all([run.waitForEvent(`${input.key} 1`), run.waitForEvent(`${input.key} 2`)]);

@@ -83,6 +83,12 @@ def odd(input, run):
             return worker.client.start("external:scenario", key="\u2713")
 
 
+# A name that looks like the key of a repeated step.
+@worker.flow("external:names")
+def names(input, run):
+    return ", ".join(run.step(name, lambda step: step.key[37:]) for name in ("item #2", "item", "item", "item"))
+
+
 @worker.flow("external:again")
 def again(input, run):
     worker.run()

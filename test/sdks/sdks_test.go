@@ -269,6 +269,13 @@ func TestRejectedEndFailsFlow(t *testing.T) {
 	})
 }
 
+func TestStepKeysAreUnique(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		w.worker("first", w.base, 30)
+		w.checkEnd(w.start("external:names", `{}`), "completed", "item #2, item, item #3, item #4")
+	})
+}
+
 func TestAlteredResultIsAnError(t *testing.T) {
 	eachSDK(t, func(w *testEnv) {
 		w.worker("first", w.base, 30)

@@ -63,6 +63,7 @@ class Run:
         self.trace_id: str = lock["execution"]["trace_id"]
         self.cancelled = Event()
         self._counts: Counter[str] = Counter()
+        self._used: set[str] = set()  # the keys of the steps so far
         self._waits = 0
         self._guard = Lock()
         self.stopped: BaseException | None = None
@@ -92,9 +93,12 @@ class Run:
     def step(self, name: str, work: Callable[[Step], Any]) -> Any:
         """Calls work once and records its result, which is JSON. Later runs of the flow get the record."""
         self._check_own()
-        self._counts[name] += 1
-        count = self._counts[name]
-        step = name if count == 1 else f"{name} #{count}"
+        step = None
+        while step is None or step in self._used:
+            self._counts[name] += 1
+            count = self._counts[name]
+            step = name if count == 1 else f"{name} #{count}"
+        self._used.add(step)
         if step not in self._recorded:
             output = json.loads(json.dumps(work(Step(f"{self.id} {step}", self.cancelled)), allow_nan=False))
             self._check_own()
