@@ -115,6 +115,7 @@ type listener struct {
 	lastWasApproval bool            // the last event was an approval
 	stopCause       error           // why the run must stop although the cancel was not stored
 	stopFuncs       []func(error)
+	endSummary      func() // set once the answer is posted
 }
 
 // send emits an event once: an approval, or a call that its approval denied, may come from both sources.
@@ -187,6 +188,25 @@ func (l *listener) stopRun(cause error) {
 	for _, stop := range l.stopFuncs {
 		stop(cause)
 	}
+}
+
+// onAnswered records that the answer is posted, and how to end the summary that follows.
+func (l *listener) onAnswered(endSummary func()) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.endSummary = endSummary
+}
+
+// completeAnswered ends the summary of a turn whose answer is posted, so that the turn completes. It returns false
+// before the answer.
+func (l *listener) completeAnswered() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.endSummary == nil {
+		return false
+	}
+	l.endSummary()
+	return true
 }
 
 // onStop calls stop when the turn is stopped, also if it was stopped before.

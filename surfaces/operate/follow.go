@@ -432,13 +432,17 @@ func (o *Operate) sleep(ctx context.Context, d time.Duration, wake <-chan struct
 
 func (o *Operate) isDraining() bool { return errors.Is(o.Engine.Live(), executions.ErrDraining) }
 
-// interruptTurn cancels a turn whose admin has left, or returns why it continues.
+// interruptTurn cancels a turn whose admin has left, or returns why it continues. A turn that has posted its answer
+// completes without a summary.
 func (o *Operate) interruptTurn(ctx context.Context, id string, l *listener) (detachReason string) {
 	cause := context.Cause(ctx)
 	cancelCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
 	defer cancel()
 	if o.isDraining() || errors.Is(cause, executions.ErrDraining) {
 		return HandedOn
+	}
+	if l.completeAnswered() {
+		return ""
 	}
 	if !errors.Is(cause, ErrInterrupt) && o.isWaitingForApproval(cancelCtx, id, l) {
 		return WaitingApproval

@@ -15,7 +15,7 @@
 //     holds the lane, and waits durably while the lane is busy. It releases the lane while it waits for an approval or
 //     a delegated task. The answer goes to the thread.
 //   - An admin who disconnects during a turn cancels it and its running step. During an approval the turn keeps
-//     waiting.
+//     waiting. After the answer, the turn completes.
 //   - A session has one agent: the default agent, or the agent that the session named first (package agents).
 //   - A second admin gets the holder's name, and can queue for the lane or watch (Watch).
 //   - Events redact arguments and results of tool calls (package redact), and show at most 16 KiB of each. Events show

@@ -44,7 +44,12 @@ func (o *Operate) runTurn(ctx context.Context, raw json.RawMessage) (executions.
 	if err := o.postAnswer(ctx, current, in, history.Turn, outcome.Text); err != nil {
 		return executions.Result{}, err
 	}
-	o.summarise(ctx, in.SessionID)
+	summaryCtx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	if listener != nil {
+		listener.onAnswered(cancel)
+	}
+	o.summarise(summaryCtx, in.SessionID)
 	return executions.Result{Summary: outcome.Text, Value: outcome}, nil
 }
 

@@ -24,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
@@ -385,6 +386,41 @@ func TestLongSessionIsSummarized(t *testing.T) {
 	assert.Truef(t, longest <= 6000, "the longest request has %d bytes", longest)
 	through := pgtest.Value[int](t, w.pool, `select summary_through from agent_threads where id = $1`, s.ID())
 	assert.Truef(t, through >= 20, "the summary reaches to %d", through)
+}
+
+// The answer is in the thread, so a repeated request must not get a second one.
+func TestInterruptDuringSummaryKeepsAnsweredTurn(t *testing.T) {
+	t.Parallel()
+	w := newTestDatabase(t)
+	p := w.process(t, false, func(o *operate.Options) { o.History = 100 })
+	var summaries atomic.Int32
+	w.model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
+		if strings.Contains(r.Messages[0].Content, "summary of a conversation") {
+			summaries.Add(1)
+			return modeltest.Hang()
+		}
+		return modeltest.Text(strings.Repeat("word ", 60))
+	})
+	s := p.open(t, "")
+	for n := 0; summaries.Load() == 0; n++ {
+		b := p.send(t, s, fmt.Sprintf("Turn %d.", n), false)
+		pgtest.Eventually(t, func() bool {
+			select {
+			case <-b.over:
+				return true
+			default:
+				return summaries.Load() > 0
+			}
+		}, "the turn ends, or makes a summary")
+		if summaries.Load() > 0 {
+			b.leave(operate.ErrInterrupt)
+		}
+		done, err := b.wait(t)
+		require.NoError(t, err)
+		assert.Equal(t, reason.Answered, done.Ended, n)
+		start := waitEvent[operate.Start](t, b, "start")
+		assert.Equal(t, executions.Completed, w.execution(t, start.ExecutionID).Status, n)
+	}
 }
 
 func TestSessionHasOneAgent(t *testing.T) {
