@@ -11,7 +11,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -40,12 +39,6 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 		}
 		if err != nil {
 			return err
-		}
-		if !approve {
-			if err := automations.RecordDenial(ctx, tx, id,
-				fmt.Sprintf("rejected by %s: %s (approval %s)", by, reason, id)); err != nil {
-				return err
-			}
 		}
 		return recordDecision(ctx, tx, decided, approve)
 	}

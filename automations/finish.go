@@ -130,18 +130,6 @@ func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) err
 	return nil
 }
 
-// RecordDenial stores why the call of a run that awaited an approval was not made. The run stays skipped.
-func RecordDenial(ctx context.Context, db postgres.DB, approvalID, why string) error {
-	_, err := db.Exec(ctx, `
-		update agent_automation_runs set error_message = @why
-		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
-		pgx.StrictNamedArgs{"approval": approvalID, "why": failureText(why)})
-	if err != nil {
-		return fmt.Errorf("record the denied approval %s: %w", approvalID, err)
-	}
-	return nil
-}
-
 // Redrive gives a dead run one more attempt, due now. If its condition failed before it started, the condition is
 // evaluated again. Redrive returns false if the run is not dead.
 func Redrive(ctx context.Context, db postgres.DB, runID string) (bool, error) {

@@ -171,6 +171,25 @@ func TestAutomationNeedsApproval(t *testing.T) {
 		"follow_through success, drop success") && w.calls.of("drop") == 1, "the trace is %s", lines)
 }
 
+func TestRunSaysWhyItsApprovalClosed(t *testing.T) {
+	t.Parallel()
+	for change, want := range map[string]string{
+		`select decide_agent_approval(id, false, 'ana', 'too dear') from agent_approvals`: "rejected by ana: too dear",
+		`update agent_skills set revision = 2 where name = 'drop'`:                        "not called: the skill drop was changed",
+	} {
+		w := newTestHeartbeat(t)
+		w.replyNothing()
+		w.addSkill(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
+		w.addAutomation(t, automations.Definition{Name: "a", Skill: "drop"})
+		w.runCompleted(t)
+		awaits := pgtest.Value[string](t, w.pool, `select error_message from agent_automation_runs`)
+		require.True(t, strings.HasPrefix(awaits, "skill drop awaits approval "), awaits)
+		pgtest.Exec(t, w.pool, change)
+		got := pgtest.Value[string](t, w.pool, `select status || ' ' || error_message from agent_automation_runs`)
+		assert.Contains(t, got, "skipped "+want, awaits[len("skill drop awaits "):])
+	}
+}
+
 // The heartbeat of the default agent makes the approved calls of all agents.
 func TestApprovedCallRunsAsItsAgent(t *testing.T) {
 	t.Parallel()
