@@ -13,6 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
@@ -26,10 +27,7 @@ const (
 	maxAttempts     = 20
 )
 
-var (
-	skillName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
-	flowName  = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
-)
+var skillName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 
 // Definition declares an automation in a workspace file. It has a skill with arguments, a flow, or a prompt; and a
 // cron expression, an event, or a signal. Conditions are expressions (expr-lang.org) over [ConditionEnv] and
@@ -179,8 +177,8 @@ func (r *resolved) checkAction() fielderr.List {
 		problems.Add("skill", "name a skill or a flow, or write a prompt")
 	case r.Flow != "" && (r.Skill != "" || r.Prompt != ""):
 		problems.Add("flow", "there is a skill or a prompt too; keep one")
-	case r.Flow != "" && !flowName.MatchString(r.Flow):
-		problems.Add("flow", "%q must be a letter, then letters, digits and _ . : -", r.Flow)
+	case r.Flow != "" && executions.CheckName(r.Flow) != nil:
+		problems.Add("flow", "%w", executions.CheckName(r.Flow))
 	case r.Skill != "" && r.Prompt != "":
 		problems.Add("prompt", "there is a skill too; keep one")
 	case r.Skill != "" && !skillName.MatchString(r.Skill):

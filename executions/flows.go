@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 	"unicode/utf8"
@@ -82,6 +83,17 @@ func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
 		return fn, nil
 	}
 	return e.fallback(ctx, name)
+}
+
+var flowName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
+
+// CheckName returns an error if name cannot be that of a flow in a definition: a workspace flow, a Go flow or
+// external:NAME.
+func CheckName(name string) error {
+	if !flowName.MatchString(name) {
+		return fmt.Errorf("%.120q must be a letter, then at most 99 letters, digits and _ . : -", name)
+	}
+	return nil
 }
 
 // reservedFlows are the flows that only the agent itself starts, sorted.

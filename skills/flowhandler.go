@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"regexp"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -14,6 +13,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
+
+// A skill with the handler flow:NAME starts an execution of a flow, with the arguments of the call as its input. The
+// result names the execution. With the option wait, the call also waits for its end, for as long as the skill's timeout
+// allows. A repeated call with the same idempotency key gets the execution of the first one.
 
 // FlowRequest requests an execution of a flow. Input holds the validated arguments.
 type FlowRequest struct {
@@ -42,8 +45,6 @@ type flowHandler struct {
 	wait bool
 }
 
-var flowPattern = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
-
 // parseFlow reads flow:NAME and the option to wait.
 func parseFlow(name string, config json.RawMessage) (handler, fielderr.List) {
 	var c struct {
@@ -52,8 +53,8 @@ func parseFlow(name string, config json.RawMessage) (handler, fielderr.List) {
 	if err := decodeConfig(config, &c); err != nil {
 		return nil, []error{err}
 	}
-	if !flowPattern.MatchString(name) {
-		return nil, []error{fmt.Errorf("handler: flow:%s must name a flow: a letter, then letters, digits and _ . : -", name)}
+	if err := executions.CheckName(name); err != nil {
+		return nil, []error{fmt.Errorf("handler: the flow %w", err)}
 	}
 	return flowHandler{flow: name, wait: c.Wait}, nil
 }

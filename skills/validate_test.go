@@ -27,7 +27,7 @@ func TestValidateReportsEveryProblem(t *testing.T) {
 			[]string{"name: ", "handler: ", "scope: ", "trust: ", "timeout: ", "parameters.type: "},
 		},
 		"long name": {skills.Definition{Name: strings.Repeat("a", 65), Handler: "builtin:x"}, []string{"name: "}},
-		"flow":      {skills.Definition{Name: "a", Handler: "flow:1x"}, []string{"handler: flow:1x must name a flow"}},
+		"flow":      {skills.Definition{Name: "a", Handler: "flow:1x"}, []string{`handler: the flow "1x" must be a letter, then at most 99`}},
 		"mcp": {
 			skills.Definition{Name: "a", Handler: "mcp:x"},
 			[]string{"handler: mcp:x must name a server", "config.pin: must be the hash"},

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -28,7 +29,6 @@ const (
 
 var (
 	nameRegexp   = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)
-	flowRegexp   = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
 	headerRegexp = regexp.MustCompile(`^[A-Za-z0-9-]{1,100}$`)
 )
 
@@ -205,8 +205,8 @@ func (a Action) checkEvent() fielderr.List {
 		problems.Add("key", "is empty; write the key of the wait, such as order-{body.order.id}")
 	case !isEvent && (a.Key != "" || a.Flow == "" && len(a.Data) > 0):
 		problems.Add("key", "only event and resume have key and data; a flow has only data")
-	case a.Flow != "" && !flowRegexp.MatchString(a.Flow):
-		problems.Add("flow", "%q must be a letter, then letters, digits and _ . : -", a.Flow)
+	case a.Flow != "" && executions.CheckName(a.Flow) != nil:
+		problems.Add("flow", "%w", executions.CheckName(a.Flow))
 	case err != nil:
 		problems.Add("key", "%w", err)
 	}
