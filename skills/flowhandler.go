@@ -147,7 +147,7 @@ func awaitEnd(
 		}
 		return x, nil // without the id of the execution, a model would start another one
 	}
-	return x, err
+	return x, fmt.Errorf("wait for execution %s: %w", x.ID, err)
 }
 
 func flowAnswer(x executions.Execution) FlowAnswer {

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -167,4 +168,16 @@ func TestUnknownFlow(t *testing.T) {
 	external := row(t, skills.Definition{Name: "b", Handler: "flow:external:import"})
 	_, err = r.Invoke(t.Context(), skills.Call{Skill: external})
 	assert.NoError(t, err, "a flow of external workers")
+}
+
+// Without the id of the execution, a model would start another one.
+func TestBrokenWaitNamesExecution(t *testing.T) {
+	t.Parallel()
+	pool, other := pgtest.DB(t), pgtest.DB(t)
+	db := struct{ postgres.Beginner }{pool} // the engine starts in it, and waits in the other one
+	r := registry(t, skills.Options{Flow: skills.Flows(db, enginetest.New(t, other), "pilot")})
+	_, err := r.Invoke(t.Context(), skills.Call{Skill: row(t, skills.Definition{
+		Name: "a", Handler: "flow:external:import", Config: map[string]any{"wait": true}, Timeout: "20s",
+	})})
+	assert.ErrorContains(t, err, "wait for execution "+pgtest.Value[string](t, pool, `select id::text from agent_executions`))
 }
