@@ -94,7 +94,7 @@ export class Worker {
   flow<In = unknown, Out = unknown>(name: string, handler: Handler<In, Out>): void;
   /**
    * Claims and runs up to `concurrency` executions (default 4, at most 1,000) until `signal` aborts. Then running flows
-   * have `graceSeconds` (default 20) to end; those that do not are continued by another worker when their lock expires.
+   * have `graceSeconds` (default 20) to end. Then their locks expire, as after a crash.
    */
   start(options?: { concurrency?: number; signal?: AbortSignal; graceSeconds?: number }): Promise<void>;
 }

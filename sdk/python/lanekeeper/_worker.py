@@ -210,8 +210,7 @@ class Worker:
     def run(self, *, concurrency: int = 4, stop: Event | None = None, grace_seconds: float = 20) -> None:
         """Claims and runs up to concurrency executions, at most 1,000, until stop is set or the program is interrupted.
 
-        Then running flows have grace_seconds to end. Those that do not are continued by another worker when their lock
-        expires.
+        Then running flows have grace_seconds to end. Then their locks expire, as after a crash.
         """
         if not self._flows:
             raise ValueError("register a flow before run")
