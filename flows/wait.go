@@ -49,9 +49,8 @@ func (m *flowRun) await(ctx context.Context, r preparedAction, w executions.Wait
 
 // describeWait returns a wait's description for people.
 func (m *flowRun) describeWait(r preparedAction) map[string]any {
-	description := map[string]any{"action": r.key, "onTimeout": r.onTimeout}
-	if r.timeout > 0 {
-		description["timeout"] = formatDuration(r.timeout)
+	description := map[string]any{
+		"action": r.key, "onTimeout": r.onTimeout, "timeout": formatDuration(r.effectiveTimeout()),
 	}
 	if m.thread != "" {
 		description["threadId"] = m.thread
@@ -79,12 +78,14 @@ func (m *flowRun) handleTimeout(
 	if try > 0 {
 		attempts = fmt.Sprintf(", %d times", try+1)
 	}
+	return false, waitResult{}, classErrorf(classTimedOut, "no %s came within %s%s", r.Waits,
+		formatDuration(r.effectiveTimeout()), attempts)
+}
+
+// effectiveTimeout returns the timeout of a waiting action, or the default of its kind of wait.
+func (r preparedAction) effectiveTimeout() time.Duration {
 	fallback, _ := executions.Limits(r.Waits)
-	timeout := formatDuration(fallback)
-	if r.timeout > 0 {
-		timeout = formatDuration(r.timeout)
-	}
-	return false, waitResult{}, classErrorf(classTimedOut, "no %s came within %s%s", r.Waits, timeout, attempts)
+	return cmp.Or(r.timeout, fallback)
 }
 
 // actionResult returns the result of a waiting action. It sets the variables of its kind of wait. Variables that the

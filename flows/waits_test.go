@@ -60,6 +60,18 @@ func TestTimeoutContinueSetsNull(t *testing.T) {
 	}
 }
 
+func TestWaitingDataHasDefaultTimeout(t *testing.T) {
+	t.Parallel()
+	for kind, want := range map[string]string{"response": "24h", "document": "7d", "child": "1h"} {
+		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
+			w := newTestProcess(t, sleepingFlow, flowYAML("a", "\n  - {"+waitActions[kind].action+"}"))
+			x := awaitWaiting(t, w.pool, w.startInThread(t, "a", nil), 1)
+			assert.Contains(t, string(x.WaitingData), `"timeout": "`+want+`"`, `"threadId": "maria"`)
+		})
+	}
+}
+
 func TestTimeoutFailEndsExecution(t *testing.T) {
 	t.Parallel()
 	for name, c := range waitActions {
