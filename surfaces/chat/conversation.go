@@ -56,7 +56,7 @@ func (c *Chat) conversationItems(w http.ResponseWriter, r *http.Request, _ trace
 		return err
 	}
 	page.thread = thread
-	list, err := threads.Visible(r.Context(), c.Front, thread, page.after, page.ascending, page.limit+1)
+	list, active, err := c.readItems(r.Context(), page)
 	if errors.Is(err, threads.ErrNoMessage) {
 		return badRequest("after", "invalid_value", "There is no item %q in this conversation.", itemPrefix+page.after)
 	}
@@ -65,7 +65,7 @@ func (c *Chat) conversationItems(w http.ResponseWriter, r *http.Request, _ trace
 	}
 	more := len(list) > page.limit
 	list = list[:min(len(list), page.limit)]
-	items, err := c.items(r.Context(), page, list, more)
+	items, err := c.items(r.Context(), page, list, active, more)
 	if err != nil {
 		return err
 	}
@@ -77,6 +77,20 @@ func (c *Chat) conversationItems(w http.ResponseWriter, r *http.Request, _ trace
 		answer["last_id"] = itemPrefix + list[n-1].ID
 	}
 	return responsewire.WriteJSON(w, answer)
+}
+
+// readItems reads the messages of a page, with one more for whether others follow, and the unfinished answers. One
+// snapshot has both: in two, an answer that ends in between would be in neither.
+func (c *Chat) readItems(ctx context.Context, p itemPage) (list []threads.Message, active []item, err error) {
+	options := pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly}
+	err = pgx.BeginTxFunc(ctx, c.Front, options, func(tx pgx.Tx) error {
+		list, err = threads.Visible(ctx, tx, p.thread, p.after, p.ascending, p.limit+1)
+		if err == nil {
+			active, err = c.activeItems(ctx, tx, p.thread)
+		}
+		return err
+	})
+	return list, active, err
 }
 
 func readItemPage(r *http.Request) (p itemPage, err error) {
@@ -116,7 +130,9 @@ type itemContent struct {
 }
 
 // items converts messages to items and adds the unfinished answers at the newest end of the conversation.
-func (c *Chat) items(ctx context.Context, p itemPage, list []threads.Message, more bool) ([]item, error) {
+func (c *Chat) items(
+	ctx context.Context, p itemPage, list []threads.Message, active []item, more bool,
+) ([]item, error) {
 	images, err := threads.Images(ctx, c.Front, list)
 	if err != nil {
 		return nil, err
@@ -127,10 +143,6 @@ func (c *Chat) items(ctx context.Context, p itemPage, list []threads.Message, mo
 	}
 	if p.ascending && more || !p.ascending && p.after != "" {
 		return items, nil
-	}
-	active, err := c.activeItems(ctx, p.thread)
-	if err != nil || len(active) == 0 {
-		return items, err
 	}
 	if p.ascending {
 		return append(items, active...), nil
@@ -169,8 +181,8 @@ func itemOf(m threads.Message, images []threads.Image) item {
 }
 
 // activeItems returns the unfinished answers of a thread, oldest first.
-func (c *Chat) activeItems(ctx context.Context, thread string) ([]item, error) {
-	rows, err := c.Front.Query(ctx, `
+func (c *Chat) activeItems(ctx context.Context, tx pgx.Tx, thread string) ([]item, error) {
+	rows, err := tx.Query(ctx, `
 		select x.id::text, coalesce(d.content, ''), x.created_at
 		  from agent_executions x left join agent_message_drafts d on d.execution_id = x.id
 		 where x.thread_id = @thread and x.completed_at is null and x.flow = any(@flows) order by x.id limit @limit`,

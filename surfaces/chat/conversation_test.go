@@ -11,6 +11,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
 type listedItems struct {
@@ -36,6 +38,33 @@ func (p *process) listItems(t *testing.T, path string, headers ...string) (list 
 	err := json.Unmarshal([]byte(body), &list)
 	require.Truef(t, err == nil && r.StatusCode == http.StatusOK, "GET %s: %d %s", path, r.StatusCode, body)
 	return list
+}
+
+// The answer ends while the list waits for the table of the unfinished answers.
+func TestConversationListsAnAnswerThatEndsMeanwhile(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."))
+	p := w.process(t)
+	p.answerTo(t, "maria", "1")
+	thread := w.idOf(t, "maria")
+	x := rows.Execution(t, w.pool, "waiting", "chat", chat.Flow)
+	rows.Quiet(t, w.pool, `update agent_executions set thread_id = $1 where id = $2`, thread, x)
+	tx := pgtest.Begin(t, w.pool)
+	pgtest.Exec(t, tx, `lock table agent_message_drafts in access exclusive mode`)
+	listed := make(chan int, 1)
+	go func() {
+		list := p.listItems(t, "/v1/conversations/maria/items")
+		listed <- len(list.Data)
+	}()
+	pgtest.Until(t, w.pool, 1, `select count(*) from pg_stat_activity where wait_event_type = 'Lock'
+		and query like '%agent_message_drafts%' and datname = current_database()`)
+	pgtest.Exec(t, tx, `set local session_replication_role = replica`)
+	pgtest.Exec(t, tx, `update agent_executions set status = 'completed', waiting_for = null, waiting_key = null,
+		waiting_until = null, waiting_step = null, completed_at = clock_timestamp() where id = $1`, x)
+	pgtest.Exec(t, tx, `insert into agent_messages (thread_id, seq, turn, role, content, channel, status, execution_id)
+		values ($1, 3, 1, 'assistant', 'Two.', 'chat', 'sent', $2)`, thread, x)
+	require.NoError(t, tx.Commit(t.Context()))
+	assert.Equal(t, 3, <-listed, "the message, its answer and the other answer")
 }
 
 func TestConversationListsItsItems(t *testing.T) {
