@@ -154,6 +154,23 @@ func TestTraceIDForms(t *testing.T) {
 	}
 }
 
+// Rows that were imported keep the ids of their agent.
+func TestImportedTrace(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	const id = "hb_m3k9f2_a7x2p1"
+	a.recordActivity(activity.Entry{TraceID: id, Surface: "heartbeat", Skill: "advance_plan"}, activity.Success)
+	var got activity.Trace
+	header := a.get("/v1/traces/"+id, &got)
+	assert.Truef(t, got.TraceID == id && got.OTelTraceID == "" && got.Surface == "heartbeat" &&
+		got.Status == "completed" && len(got.Activities) == 1, "trace is %+v", got)
+	assert.Equal(t, id, header.Get("X-Trace-Id"))
+	var rows struct{ Items []activity.Row }
+	a.get("/v1/activity?trace_id="+id, &rows)
+	assert.Equal(t, 1, len(rows.Items))
+	a.get("/v1/traces/"+id+"/why", &struct{}{})
+}
+
 func TestTraceWithoutActivities(t *testing.T) {
 	t.Parallel()
 	a := start(t)

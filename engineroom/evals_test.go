@@ -182,6 +182,18 @@ func TestTrialsAreCompared(t *testing.T) {
 	wantTexts(t, at+"late?trial=2", `rel="next" href="/evals/runs/`+newer+`/cases/b?trial=1"`)
 }
 
+// Rows that were imported keep the ids of their agent.
+func TestImportedTracePage(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	const id = "hb_m3k9f2_a7x2p1"
+	pgtest.Exec(t, pool, `
+		insert into agent_activity (trace_id, skill_name, status) values ($1, 'advance_plan', 'success')`, id)
+	wantTexts(t, server.URL+"/traces/"+id, id, "advance_plan")
+	wantTexts(t, server.URL+"/activity?trace="+id, "advance_plan")
+	wantTexts(t, server.URL+"/find?q="+id, id)
+}
+
 // A trace with a message becomes a case. Other traces say why they cannot.
 func TestCaseFromTrace(t *testing.T) {
 	t.Parallel()

@@ -22,6 +22,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"regexp"
 	"strings"
 	"time"
 
@@ -72,13 +73,16 @@ func Parse(s string) (ID, error) {
 }
 
 // ParseAny reads an id in any form and returns the ids that it may stand for: one for the prefixed form; one for each
-// surface for a ULID alone, and for the 32 hex digits of tracing tools, because neither has a surface. At most one of
-// them exists, so a query is
+// surface for a ULID alone, and for the 32 hex digits of tracing tools, because neither has a surface. An id of the
+// form hb_m3k9f2_a7x2p1, which imported rows have, stands for itself. At most one of the ids exists, so a query is
 //
 //	where trace_id = any(@ids)
 //
 // The error wraps [ErrInvalid] and names the problem.
 func ParseAny(s string) ([]ID, error) {
+	if importedForm.MatchString(s) {
+		return []ID{ID(s)}, nil
+	}
 	switch len(s) {
 	case 2 * len(ulid.ULID{}):
 		var u ulid.ULID
@@ -102,6 +106,10 @@ func ParseAny(s string) ([]ID, error) {
 	}
 	return []ID{id}, nil
 }
+
+// importedForm is the form of the ids of Flowpilot, whose rows docs/guide/moving-from-flowpilot.md imports. New ids do
+// not have it.
+var importedForm = regexp.MustCompile(`^(hb|op|ch|wh)_[a-z0-9]{1,32}_[a-z0-9]{1,32}$`)
 
 // Surface returns where the work began; empty for an invalid id.
 func (id ID) Surface() Surface {
