@@ -29,9 +29,9 @@ type chatRequest struct {
 func (c *Chat) accept(
 	w http.ResponseWriter, r *http.Request, in chatRequest,
 ) (a *UserMessage, started *startedTurn, err error) {
-	if utf8.RuneCountInString(in.user) > threads.MaxID {
-		return a, started, badRequest("user", "invalid_value", "The parameter user may have at most %d characters.",
-			threads.MaxID)
+	if utf8.RuneCountInString(threadOf(c.Visitor(r), in.user)) > threads.MaxID {
+		return a, started, badRequest("user", "invalid_value",
+			"The parameter user, behind the name of the key and a colon, may have at most %d characters.", threads.MaxID)
 	}
 	secret, isNew, err := c.visitorToken(r)
 	if err != nil {

@@ -213,6 +213,10 @@ func TestWhatIsRefused(t *testing.T) {
 			`{"model":"agent","messages":[{"role":"root","content":"a"}]}`, "", "", 400,
 			"invalid_value", "messages[0].role",
 		},
+		"a long user behind its key's name": {
+			`{"model":"agent","user":"` + strings.Repeat("x", 196) + `",` + user + `}`, "", "", 400,
+			"invalid_value", "user",
+		},
 		"a long user": {
 			`{"model":"agent","user":"` + strings.Repeat("x", 201) + `",` + user + `}`, "", "", 400,
 			"invalid_value", "user",
