@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"net/url"
@@ -29,12 +30,12 @@ type wirePart struct {
 	File     filePart `json:"file"`
 }
 
-// messageContent is the decoded content of a message. problem describes the first part that is refused.
+// messageContent is the decoded content of a message. problem is the first reason to refuse it.
 type messageContent struct {
 	words   string
 	images  []threads.Image
 	files   []filePart
-	problem string
+	problem error
 }
 
 // decodeContent reads a message's content: a text, or parts of text, images and files. An error means that raw is
@@ -49,27 +50,26 @@ func decodeContent(raw json.RawMessage) (c messageContent, err error) {
 	}
 	var texts []string
 	for _, p := range parts {
+		var problem error
 		switch p.Type {
 		case "text", "input_text", "output_text", "refusal":
 			texts = append(texts, p.Text+p.Refusal)
 		case "file", "input_file":
 			file := p.file()
-			c.problem = cmp.Or(c.problem, file.check())
+			problem = file.check()
 			c.files = append(c.files, file)
 		case "image_url", "input_image":
-			image, err := p.image()
-			if err != nil {
-				c.problem = cmp.Or(c.problem, "This image is not usable: "+err.Error()+".")
-				continue
+			var image threads.Image
+			if image, problem = p.image(); problem == nil {
+				c.images = append(c.images, image)
 			}
-			c.images = append(c.images, image)
 		default:
-			c.problem = cmp.Or(c.problem,
-				fmt.Sprintf("Only text, images and files are supported, not a part of type %.40q.", p.Type))
+			problem = fmt.Errorf("only text, images and files are supported, not a part of type %.40q", p.Type)
 		}
+		c.problem = cmp.Or(c.problem, problem)
 	}
 	if len(c.images) > threads.MaxImages {
-		c.problem = cmp.Or(c.problem, fmt.Sprintf("A message has at most %d images.", threads.MaxImages))
+		c.problem = cmp.Or(c.problem, fmt.Errorf("a message has at most %d images", threads.MaxImages))
 		c.images = c.images[:threads.MaxImages] // the history of a new thread takes a message despite its problem
 	}
 	c.words = strings.Join(texts, "\n")
@@ -90,39 +90,27 @@ func (p wirePart) file() filePart {
 	return filePart{FileID: p.FileID, Data: p.Data, Filename: p.Filename}
 }
 
-// check returns the problem of a part; "" for none.
-func (p filePart) check() string {
+// check returns why a part is refused.
+func (p filePart) check() error {
 	switch {
 	case p.FileID == "" && p.Data == "":
-		return "A file comes by its id, which POST /v1/files gives, or as file_data, with a filename."
+		return errors.New("a file comes by its id, which POST /v1/files gives, or as file_data, with a filename")
 	case p.FileID != "" && p.Data != "":
-		return "A file has a file_id or file_data, not both."
+		return errors.New("a file has a file_id or file_data, not both")
 	}
-	return ""
+	return nil
 }
 
 // read decodes the file of a part. It refuses files above limit bytes.
-func (p filePart) read(limit int64) (File, error) {
+func (p filePart) read(limit int64) (f File, err error) {
 	if p.FileID != "" {
 		return File{ID: p.FileID}, nil
 	}
-	f, encoded := File{Name: p.Filename}, p.Data
-	if rest, isURL := strings.CutPrefix(p.Data, "data:"); isURL {
-		head, body, _ := strings.Cut(rest, ",")
-		kind, isBase64 := strings.CutSuffix(head, ";base64")
-		if !isBase64 {
-			return f, badRequest("file", "invalid_file", "file_data has the form data:application/pdf;base64,…")
-		}
-		encoded, f.ContentType = body, kind
-	}
-	if int64(base64.StdEncoding.DecodedLen(len(encoded))) > limit+2 {
-		return f, documents.TooLarge(limit)
-	}
-	var err error
-	if f.Content, err = base64.StdEncoding.DecodeString(encoded); err != nil {
-		return f, badRequest("file", "invalid_file", "file_data must be base64.")
-	}
+	f.Name = p.Filename
+	f.ContentType, f.Content, err = decodeData(p.Data)
 	switch {
+	case err != nil:
+		return f, badRequest("file", "invalid_file", "This file is not usable: %s.", err)
 	case len(f.Content) == 0:
 		return f, documents.ErrEmpty
 	case int64(len(f.Content)) > limit:
@@ -131,10 +119,24 @@ func (p filePart) read(limit int64) (File, error) {
 	return f, nil
 }
 
+// decodeData decodes base64, or a data: URL of base64 with its media type. Line breaks in the base64 are ignored.
+func decodeData(encoded string) (mediaType string, data []byte, err error) {
+	if rest, isURL := strings.CutPrefix(encoded, "data:"); isURL {
+		var isBase64 bool
+		if mediaType, encoded, isBase64 = strings.Cut(rest, ";base64,"); !isBase64 {
+			return "", nil, errors.New("a data: URL has the form data:TYPE;base64,…")
+		}
+	}
+	if data, err = base64.StdEncoding.DecodeString(encoded); err != nil {
+		return "", nil, errors.New("its data must be base64")
+	}
+	return mediaType, data, nil
+}
+
 // image reads an image of a request. Its errors are for the client.
 func (p wirePart) image() (threads.Image, error) {
 	if p.FileID != "" {
-		return threads.Image{}, fmt.Errorf("an image is not read from a file_id: send its https URL, or the image as a " +
+		return threads.Image{}, errors.New("an image is not read from a file_id: send its https URL, or the image as a " +
 			"data: URL")
 	}
 	imageURL, ok := text(p.Image)
@@ -144,20 +146,20 @@ func (p wirePart) image() (threads.Image, error) {
 			Detail string `json:"detail"`
 		}
 		if json.Unmarshal(p.Image, &inner) != nil {
-			return threads.Image{}, fmt.Errorf("image_url must be a URL, or an object with url")
+			return threads.Image{}, errors.New("image_url must be a URL, or an object with url")
 		}
 		imageURL, p.Detail = inner.URL, inner.Detail
 	}
 	if !slices.Contains([]string{"", "low", "high", "auto"}, p.Detail) {
-		return threads.Image{}, fmt.Errorf("detail must be low, high or auto")
+		return threads.Image{}, errors.New("detail must be low, high or auto")
 	}
-	if rest, isDataURL := strings.CutPrefix(imageURL, "data:"); isDataURL {
-		return decodeDataURL(rest, p.Detail)
+	if strings.HasPrefix(imageURL, "data:") {
+		return decodeImage(imageURL, p.Detail)
 	}
 	u, err := url.Parse(imageURL)
 	switch {
 	case err != nil || u.Scheme != "https" || u.Host == "" || u.User != nil:
-		return threads.Image{}, fmt.Errorf("an image is an https URL, or a data: URL with the image in it")
+		return threads.Image{}, errors.New("an image is an https URL, or a data: URL with the image in it")
 	case len(imageURL) > threads.MaxImageURL || strings.ContainsFunc(imageURL, unprintable):
 		return threads.Image{}, fmt.Errorf("an image's URL has at most %d printable characters", threads.MaxImageURL)
 	}
@@ -166,25 +168,18 @@ func (p wirePart) image() (threads.Image, error) {
 
 func unprintable(r rune) bool { return r <= ' ' || r == 0x7f }
 
-// decodeDataURL decodes the image of a data: URL, without the prefix. It checks the media type against the bytes.
-func decodeDataURL(rest, detail string) (threads.Image, error) {
-	kind, encoded, ok := strings.Cut(rest, ";base64,")
-	if !ok {
-		return threads.Image{}, fmt.Errorf("a data: URL has the form data:image/png;base64,…")
-	}
-	if base64.StdEncoding.DecodedLen(len(encoded)) > threads.MaxImageSize+2 {
-		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MaxImageSize)
-	}
-	data, err := base64.StdEncoding.DecodeString(encoded)
+// decodeImage decodes the image of a data: URL. It checks the media type against the bytes.
+func decodeImage(dataURL, detail string) (threads.Image, error) {
+	kind, data, err := decodeData(dataURL)
 	if err != nil {
-		return threads.Image{}, fmt.Errorf("the data of a data: URL must be base64")
+		return threads.Image{}, err
 	}
 	mediaType := http.DetectContentType(data)
 	switch {
 	case len(data) > threads.MaxImageSize:
 		return threads.Image{}, fmt.Errorf("an image has at most %d bytes", threads.MaxImageSize)
 	case !slices.Contains(imageTypes(), mediaType):
-		return threads.Image{}, fmt.Errorf("an image is png, jpeg, gif or webp, and this is none")
+		return threads.Image{}, errors.New("an image is png, jpeg, gif or webp, and this is none")
 	case kind != mediaType && (kind != "image/jpg" || mediaType != "image/jpeg"):
 		return threads.Image{}, fmt.Errorf("the data: URL says %s, and its data is %s", truncate(kind, 40), mediaType)
 	}

@@ -105,6 +105,17 @@ func TestFileInsideRequestThatCannotBeTakenIsRefused(t *testing.T) {
 	}
 }
 
+// MIME breaks the lines of base64. The breaks do not count towards the limit.
+func TestFileInsideRequestMayHaveLineBreaks(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Read."))
+	p := w.process(t, func(c *chat.Chat) { c.DocumentBytes = 10 })
+	encoded := inBase64("ten bytes!")
+	_, body := p.post(t, holding("data:text/plain;base64,"+strings.Join(strings.Split(encoded, ""), `\r\n`), ""))
+	require.True(t, strings.Contains(body, "Read."), body)
+	assert.Contains(t, w.stored(t), "ten bytes!")
+}
+
 func TestImageFileIsShownToModelThatTakesImages(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("A dot."), modeltest.Text("A name."))

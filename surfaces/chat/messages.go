@@ -72,7 +72,7 @@ type line struct {
 	Line
 	index   int
 	files   []filePart
-	problem string // why it is refused; "" for none
+	problem error // why it is refused
 }
 
 // readMessages splits the request into new user messages, after the last answer, and the history, which a new thread
@@ -135,8 +135,8 @@ func (c *Chat) addNew(a *UserMessage, lines []line) error {
 	size := 0
 	for _, m := range lines {
 		param := fmt.Sprintf("messages[%d].content", m.index)
-		if m.problem != "" {
-			return badRequest(param, "unsupported_content", "%s", m.problem)
+		if m.problem != nil {
+			return badRequest(param, "unsupported_content", "This content is not usable: %s.", m.problem)
 		}
 		if blank(m.Text) && len(m.files) == 0 && len(m.Images) == 0 {
 			return badRequest(param, "empty_message", "A message must not be empty.")
