@@ -29,6 +29,7 @@ type testProcess struct {
 	pool *pgxpool.Pool
 	in   *flows.Interpreter
 	stop func()
+	log  *testkit.Log // of the interpreter
 }
 
 // newTestProcess stores the flows of YAML documents and starts a process.
@@ -47,9 +48,10 @@ func startProcess(
 ) *testProcess {
 	t.Helper()
 	e := enginetest.New(t, pool)
-	w := &testProcess{Engine: e, pool: pool, in: &flows.Interpreter{
+	log := &testkit.Log{}
+	w := &testProcess{Engine: e, pool: pool, log: log, in: &flows.Interpreter{
 		Pool: pool, Engine: e, Loop: loop,
-		Logger: slog.New(slog.DiscardHandler),
+		Logger: slog.New(slog.NewTextHandler(log, nil)),
 	}}
 	e.Fallback(w.in.Find)
 	for _, more := range register {

@@ -248,7 +248,11 @@ func (m *flowRun) openThread(ctx context.Context, r preparedAction) (actionResul
 // request asks a person for documents, a signature or a test, announces it in the thread, and waits for it.
 func (m *flowRun) request(ctx context.Context, r preparedAction) (actionResult, error) {
 	spec, defaultMessage := r.requestSpec()
-	id, err := requests.Ask(ctx, "request", spec)
+	id, err := requests.Ask(ctx, "request", spec, func(ctx context.Context, id string) {
+		if !m.announces(r) && m.in.Logger != nil {
+			m.in.Logger.WarnContext(ctx, "request not announced: no thread", "request_id", id, "kind", spec.Kind)
+		}
+	})
 	if err != nil {
 		return actionResult{}, err
 	}
@@ -313,14 +317,17 @@ func (r preparedAction) requestSpec() (requests.Request, string) {
 		"A test is waiting for you: " + test
 }
 
-// announceRequest posts the message of a request in the thread: the action's message, or content. It posts nothing if
-// neither a thread nor a message of the action exists.
+// announces reports whether an action posts the message of its request: whether it has one, or the flow has a thread.
+func (m *flowRun) announces(r preparedAction) bool {
+	return r.params["message"] != nil || m.thread != ""
+}
+
+// announceRequest posts the message of a request in the thread: the action's message, or content.
 func (m *flowRun) announceRequest(ctx context.Context, r preparedAction, id, content string) error {
-	own, has := r.params["message"]
-	if !has && m.thread == "" {
+	if !m.announces(r) {
 		return nil
 	}
-	if has {
+	if own := r.params["message"]; own != nil {
 		vars := maps.Clone(m.vars)
 		vars["requestId"] = id
 		value, err := fill(own, vars)

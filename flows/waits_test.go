@@ -167,6 +167,7 @@ func TestMessageNeedsThread(t *testing.T) {
 	}
 	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_requests where kind = @kind`,
 		postgres.Strict{"kind": "test"}))
+	assert.Equal(t, 1, len(w.log.Lines("level=WARN", `msg="request not announced: no thread"`, "kind=test")))
 }
 
 func TestTalks(t *testing.T) {

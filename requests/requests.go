@@ -135,13 +135,22 @@ func Create(ctx context.Context, tx pgx.Tx, r Request) (string, error) {
 	return id, nil
 }
 
-// Ask creates a request as the durable step name of the execution in ctx.
-func Ask(ctx context.Context, name string, r Request) (string, error) {
+// Ask creates a request as the durable step name of the execution in ctx. The step calls created with the id; a replay
+// does not.
+func Ask(
+	ctx context.Context, name string, r Request, created ...func(ctx context.Context, id string),
+) (string, error) {
 	if err := r.Validate(); err != nil {
 		return "", fmt.Errorf("request a %s: %w", r.Kind, err)
 	}
 	return executions.StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (string, error) {
-		return Create(ctx, tx, r)
+		id, err := Create(ctx, tx, r)
+		for _, f := range created {
+			if err == nil {
+				f(ctx, id)
+			}
+		}
+		return id, err
 	}, executions.Input(r))
 }
 
