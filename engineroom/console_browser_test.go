@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const (
@@ -39,6 +40,7 @@ type fakeAPI struct {
 
 	mu       sync.Mutex
 	requests []string // method, path and body of every request
+	keys     []string // idempotency keys of the turns
 	status   string   // of the execution, after its stream has broken
 }
 
@@ -85,6 +87,9 @@ func (f *fakeAPI) wantRequest(t *testing.T, texts ...string) {
 func (f *fakeAPI) operate(t *testing.T) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		body := f.record(r)
+		f.mu.Lock()
+		f.keys = append(f.keys, r.Header.Get("Idempotency-Key"))
+		f.mu.Unlock()
 		send := func(text string) {
 			io.WriteString(w, text)
 			w.(http.Flusher).Flush()
@@ -201,6 +206,21 @@ func TestConsoleStreamsAnswerAsText(t *testing.T) {
 	api.wantRequest(t, "POST /v1/operate", "hello", `"agent":"billing"`)
 	p.Until("the session keeps its agent", `document.getElementById("agent").disabled`)
 	wantNoProblems(t, p, "/operate")
+}
+
+// A retry by a browser or a proxy must not start a second turn.
+func TestConsoleSendsIdempotencyKeys(t *testing.T) {
+	t.Parallel()
+	p, api, _, _ := openConsole(t)
+	for n := range 2 {
+		say(p, "hello")
+		p.Until("the turn has ended", fmt.Sprintf(`!document.getElementById("send").disabled &&
+			document.getElementById("transcript").textContent.split("Done.").length === %d`, n+2))
+	}
+	api.mu.Lock()
+	defer api.mu.Unlock()
+	require.Equal(t, 2, len(api.keys))
+	assert.Truef(t, len(api.keys[0]) > 6 && api.keys[0] != api.keys[1], "keys: %q", api.keys)
 }
 
 func TestConsoleDecidesApproval(t *testing.T) {

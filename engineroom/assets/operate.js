@@ -353,9 +353,12 @@
       if (session) body.session_id = session;
       if (wait) body.wait = true;
       if (who && !who.disabled) body.agent = who.value;
+      // A browser or a proxy may send the request again; under the key its turn runs once.
+      const key = [...crypto.getRandomValues(new Uint32Array(4))].join("-");
       const response = await fetch("/v1/operate", {
         method: "POST", cache: "no-store", credentials: "same-origin",
-        headers: { "Content-Type": "application/json", Accept: "text/event-stream" }, body: JSON.stringify(body),
+        headers: { "Content-Type": "application/json", Accept: "text/event-stream", "Idempotency-Key": key },
+        body: JSON.stringify(body),
       });
       sent = true;
       if (!response.ok) return refused(await problem(response), response.status, message);
