@@ -128,7 +128,8 @@ var callsSQL string
 //go:embed evidence.sql
 var evidenceSQL string
 
-// measured has the counts of an enabled skill and the rule's decision. explain sets Failures and Classes.
+// measured has the counts of an enabled skill's newest calls, and the rule's decision. explain counts all calls, and
+// sets Failures and Classes.
 type measured struct {
 	Skill    string
 	SkillID  string
@@ -140,10 +141,10 @@ type measured struct {
 	Decided  Decision       `db:"-"`
 }
 
-// measure counts the calls of one enabled skill, or of all if skill is empty.
+// measure counts the newest calls of one enabled skill, or of all if skill is empty.
 func measure(ctx context.Context, db postgres.DB, p Policy, skill string) ([]measured, error) {
 	return postgres.Rows[measured](ctx, db, "measure skills", measureSQL, pgx.QueryExecModeCacheDescribe, postgres.Strict{
-		"skill": skill, "window": p.Window,
+		"skill": skill, "window": p.Window, "own": p.newest(),
 	})
 }
 
@@ -153,6 +154,9 @@ const (
 	otherCalls = 1000
 )
 
+// newest is the number of a skill's calls that the rule reads.
+func (p Policy) newest() int { return max(p.Failures, p.RateCalls) + ownCalls }
+
 // decide applies the rule. It reads the calls only if enough calls failed.
 func (m *measured) decide(ctx context.Context, db postgres.DB, p Policy) error {
 	if m.Errors == 0 || m.Errors < p.Failures && float64(m.Errors) < p.Rate*float64(p.RateCalls) {
@@ -160,17 +164,17 @@ func (m *measured) decide(ctx context.Context, db postgres.DB, p Policy) error {
 	}
 	calls, err := postgres.Rows[Call](ctx, db, "read calls of skill "+m.Skill, callsSQL, pgx.QueryExecModeCacheDescribe,
 		postgres.Strict{
-			"skill": m.Skill, "window": p.Window, "own": max(p.Failures, p.RateCalls) + ownCalls, "others": otherCalls,
+			"skill": m.Skill, "window": p.Window, "own": p.newest(), "others": otherCalls,
 		})
 	m.Decided = p.Decide(m.Skill, m.Since, calls)
 	return err
 }
 
-// explain reads the failures and counts their classes.
+// explain counts the calls, and reads the failures with their classes.
 func (m *measured) explain(ctx context.Context, db postgres.DB, p Policy) error {
 	err := db.QueryRow(ctx, evidenceSQL, postgres.Strict{
 		"skill": m.Skill, "since": m.Since, "most": max(p.Failures, 10),
-	}).Scan(&m.Classes, &m.Failures)
+	}).Scan(&m.Calls, &m.Errors, &m.Classes, &m.Failures)
 	if err != nil {
 		return fmt.Errorf("read failures of skill %s: %w", m.Skill, err)
 	}

@@ -405,3 +405,22 @@ func TestMeasureUsesIndex(t *testing.T) {
 	assert.Truef(t, !strings.Contains(e.plans[0], "Seq Scan on "+last) &&
 		strings.Contains(e.plans[0], last+"_skill_name_id_idx"), "the plan does not use the index:\n%s", e.plans[0])
 }
+
+// A skill has very many calls; the rule depends on the newest.
+func TestMeasureReadsNewestCalls(t *testing.T) {
+	t.Parallel()
+	tx := pgtest.Begin(t, pgtest.DB(t))
+	insertSkill(t, tx, skillName)
+	pgtest.Exec(t, tx, `
+		insert into agent_activity (id, trace_id, skill_name, status, error_class, created_at)
+		select lanekeeper.agent_uuid7(at), 'hb_x', case n % 2 when 0 then $1 else 'other' end,
+		       case n % 10 when 0 then 'error' else 'success' end, case n % 10 when 0 then 'timeout' else '' end, at
+		  from (select n, clock_timestamp() - n * interval '10 seconds' as at from generate_series(1, 10000) n) x`, skillName)
+	pgtest.Exec(t, tx, "analyze agent_activity")
+	const read = `select coalesce(sum(idx_tup_fetch + seq_tup_read), 0)::int from pg_stat_xact_user_tables
+		where relname like 'agent_activity%'`
+	before := pgtest.Value[int](t, tx, read)
+	assert.Equal(t, 0, len(runHealing(t, tx, selfheal.Default()).Healed))
+	rows := pgtest.Value[int](t, tx, read) - before
+	assert.Truef(t, rows > 0 && rows < 3000, "%d rows read", rows)
+}
