@@ -167,3 +167,19 @@ func TestResponseOfTheLimitIsRead(t *testing.T) {
 		assert.Truef(t, (err != nil) == (limit < 4) && tooLong.Load() == (limit < 4), "limit %d: %v", limit, err)
 	}
 }
+
+// The process that opened the row died before it started the execution.
+func TestReopenedCallIsNotPruned(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	skill := skills.Skill{Name: "add", Revision: 1}
+	first, err := openCall(t.Context(), pool, skill, "hash")
+	require.NoError(t, err)
+	pgtest.Exec(t, pool, `update agent_mcp_calls set created_at = now() - interval '8 days'`)
+	again, err := openCall(t.Context(), pool, skill, "hash")
+	require.NoError(t, err)
+	NewClient(Options{Pool: pool}).prune(t.Context())
+	collected, err := collectAnswer(t.Context(), pool, again)
+	assert.Truef(t, err == nil && again == first && collected, "opened %s and %s: collected %v, %v", first, again,
+		collected, err)
+}

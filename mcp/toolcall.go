@@ -183,12 +183,13 @@ func (s *Server) awaitSettled(
 	return execution, nil
 }
 
-// openCall returns the id of a call's open row. It inserts a missing row.
+// openCall returns the id of a call's open row. It inserts a missing row. It renews created_at, so that prune does not
+// delete the row before its execution starts.
 func openCall(ctx context.Context, db postgres.DB, skill skills.Skill, hash string) (id string, err error) {
 	err = db.QueryRow(ctx, `
 		insert into agent_mcp_calls as c (skill_name, skill_revision, arguments_hash) values (@skill, @revision, @hash)
 		on conflict (skill_name, skill_revision, arguments_hash) where collected_at is null
-		do update set skill_name = c.skill_name
+		do update set created_at = clock_timestamp()
 		returning id::text`,
 		postgres.Strict{"skill": skill.Name, "revision": skill.Revision, "hash": hash}).Scan(&id)
 	if err != nil {
