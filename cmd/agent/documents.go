@@ -1,11 +1,11 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 
 	"github.com/jackc/pgx/v5"
@@ -23,6 +23,7 @@ func (c *cli) documentsCommand() *cobra.Command {
 		c.documentsRemoveCommand())
 }
 
+// documentHint adds the next step to an error of a document.
 func documentHint(err error) error {
 	switch {
 	case errors.Is(err, documents.ErrNotFound):
@@ -64,7 +65,7 @@ until agent documents rm.`,
 	return cmd
 }
 
-// readFile reads a file up to one byte over the size limit.
+// readFile reads a file into u, up to one byte over the size limit. It names u after the file.
 func (c *cli) readFile(u *documents.Upload, path string) (err error) {
 	from := c.in
 	if path != "-" {
@@ -73,10 +74,7 @@ func (c *cli) readFile(u *documents.Upload, path string) (err error) {
 			return fmt.Errorf("read document: %w", err)
 		}
 		defer file.Close()
-		from = file
-		if u.Name == "" {
-			u.Name = filepath.Base(path)
-		}
+		from, u.Name = file, cmp.Or(u.Name, filepath.Base(path))
 	}
 	if u.Content, err = io.ReadAll(io.LimitReader(from, u.MaxBytes+1)); err != nil {
 		return fmt.Errorf("read document: %w", err)
@@ -135,23 +133,17 @@ func (c *cli) documentsShowCommand() *cobra.Command {
 				return documentHint(err)
 			}
 			return c.print(d, func(w io.Writer) {
-				readable := "not text"
+				kind := "not text"
 				if d.IsText {
-					readable = "text"
+					kind = "text"
 				}
-				fmt.Fprintf(w, "%s\n%s, %d bytes, %s\nsha256 %s\nfrom %s, %s  %s\nthread %s  execution %s  expires %s\n",
-					printable(d.Name),
-					d.ContentType, d.Size, readable, d.SHA256, printable(d.UploadedBy), formatTime(d.CreatedAt), d.TraceID,
-					textOrDash(d.ThreadID),
-					textOrDash(d.ExecutionID), timeOrDash(d.ExpiresAt))
+				fmt.Fprintf(w, "%s\n%s, %d bytes, %s\nsha256 %s\n", printable(d.Name), d.ContentType, d.Size, kind, d.SHA256)
+				fmt.Fprintf(w, "from %s, %s  %s\n", printable(d.UploadedBy), formatTime(d.CreatedAt), d.TraceID)
+				fmt.Fprintf(w, "thread %s  execution %s  expires %s\n", textOrDash(d.ThreadID), textOrDash(d.ExecutionID),
+					timeOrDash(d.ExpiresAt))
 			})
 		}),
 	}
-}
-
-type fetched struct {
-	documents.Document
-	Path string `json:"path"`
 }
 
 func (c *cli) documentsGetCommand() *cobra.Command {
@@ -172,55 +164,24 @@ func (c *cli) documentsGetCommand() *cobra.Command {
 			if err != nil {
 				return documentHint(err)
 			}
-			if path == "" && terminal(c.out) { // a visitor's file may have escape sequences
-				content = []byte(printableText(string(content)))
-			}
 			if path == "" {
+				if terminal(c.out) { // a visitor's file may have escape sequences
+					content = []byte(printableText(string(content)))
+				}
 				_, err := c.out.Write(content)
 				return err
 			}
 			if err := c.writeFile(path, content, false); err != nil {
 				return err
 			}
-			return c.printf(fetched{d, path}, "%s: %d bytes\n", printable(path), len(content))
+			return c.printf(struct {
+				documents.Document
+				Path string `json:"path"`
+			}{d, path}, "%s: %d bytes\n", printable(path), len(content))
 		}),
 	}
 	cmd.Flags().StringVarP(&path, "output", "o", "", "a new file to write")
 	return cmd
-}
-
-// writeFile writes a file. Without replace, an existing file is an error. A regular file is replaced as a whole: a full
-// disk does not lose the old one.
-func writeFile(path string, content []byte, replace bool) (err error) {
-	if old, err := os.Lstat(path); err == nil && replace && old.Mode().IsRegular() {
-		return replaceFile(path, content, old.Mode().Perm())
-	}
-	mode := os.O_EXCL
-	if replace {
-		mode = os.O_TRUNC
-	}
-	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|mode, 0o600)
-	if err != nil {
-		return fmt.Errorf("write file: %w", err)
-	}
-	_, err = file.Write(content)
-	return errors.Join(err, file.Close())
-}
-
-// replaceFile writes a file beside path and renames it.
-func replaceFile(path string, content []byte, mode os.FileMode) error {
-	file, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*")
-	if err != nil {
-		return fmt.Errorf("write file: %w", err)
-	}
-	_, err = file.Write(content)
-	if err = errors.Join(err, file.Chmod(mode), file.Close()); err == nil {
-		err = os.Rename(file.Name(), path)
-	}
-	if err != nil {
-		return errors.Join(fmt.Errorf("write file: %w", err), os.Remove(file.Name()))
-	}
-	return nil
 }
 
 func (c *cli) documentsRemoveCommand() *cobra.Command {
