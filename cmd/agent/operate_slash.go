@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// runCommand runs a slash command.
+// runCommand runs a slash command. With --json its result is an event for show.
 func (o *operator) runCommand(ctx context.Context, line string, show func(operate.Event)) error {
 	name, rest, _ := strings.Cut(strings.TrimSpace(line), " ")
 	rest = strings.TrimSpace(rest)
@@ -31,6 +31,9 @@ func (o *operator) runCommand(ctx context.Context, line string, show func(operat
 	}
 	switch name {
 	case "/help":
+		if o.json {
+			return errors.New("/help prints no JSON")
+		}
 		_, err := fmt.Fprint(o.out, slashHelp)
 		return err
 	case "/trace":
@@ -44,15 +47,22 @@ func (o *operator) runCommand(ctx context.Context, line string, show func(operat
 			}
 			rest = latest[0].TraceID
 		}
-		return o.showTrace(ctx, o.s, rest)
+		if !o.json {
+			return o.showTrace(ctx, o.s, rest)
+		}
+		story, err := readTrace(ctx, o.s, rest)
+		if err == nil {
+			show(operate.Event{Name: "trace", Data: story})
+		}
+		return err
 	case "/lanes":
-		return o.showLanes(ctx)
+		return o.showLanes(ctx, show)
 	case "/approvals":
-		return o.showApprovals(ctx)
+		return o.showApprovals(ctx, show)
 	case "/objectives":
-		return o.showObjectives(ctx)
+		return o.showObjectives(ctx, show)
 	case "/memory":
-		return o.showMemory(ctx, rest)
+		return o.showMemory(ctx, rest, show)
 	case "/approve", "/reject":
 		id, reason, _ := strings.Cut(rest, " ")
 		return o.decideApproval(ctx, id, name == "/approve", strings.TrimSpace(reason), show)
@@ -97,6 +107,10 @@ func (o *operator) decideApproval(
 		return err
 	}
 	if len(turns) == 0 || postgres.Deref(turns[0].ThreadID) != o.admin.ID() || endedBefore(turns[0], decided.DecidedAt) {
+		if o.json {
+			show(operate.Event{Name: "decided", Data: decided})
+			return nil
+		}
 		_, err := fmt.Fprintf(o.out, "%s %s\n", map[bool]string{true: "approved", false: "rejected"}[approve], printable(id))
 		return err
 	}
@@ -110,34 +124,34 @@ func endedBefore(x executions.Execution, at *time.Time) bool {
 	return x.CompletedAt != nil && at != nil && x.CompletedAt.Before(*at)
 }
 
-func (o *operator) showLanes(ctx context.Context) error {
+func (o *operator) showLanes(ctx context.Context, show func(operate.Event)) error {
 	live, err := lanes.Live(ctx, o.s.Pool)
 	if err != nil {
 		return err
 	}
-	return showRows(o, "no lane is held",
+	return showRows(o, show, "lanes", "no lane is held",
 		[]string{"LANE", "HELD BY", "TRACE", "HELD FOR"}, live, func(l lanes.LiveLane) []string {
 			return []string{l.Lane, l.LockedBy, postgres.Deref(l.TraceID), human.Seconds(l.HeldFor)}
 		})
 }
 
-func (o *operator) showApprovals(ctx context.Context) error {
+func (o *operator) showApprovals(ctx context.Context, show func(operate.Event)) error {
 	waiting, err := approvals.Pending(ctx, o.s.Pool, maxApprovals)
 	if err != nil {
 		return err
 	}
-	return showRows(o, "no pending approvals",
+	return showRows(o, show, "approvals", "no pending approvals",
 		[]string{"APPROVAL", "SKILL", "ARGUMENTS", "EXPIRES", "TRACE"}, waiting, func(a approvals.Approval) []string {
 			return []string{a.ID, a.SkillName, string(a.Arguments), formatTime(a.ExpiresAt), a.TraceID}
 		})
 }
 
-func (o *operator) showObjectives(ctx context.Context) error {
+func (o *operator) showObjectives(ctx context.Context, show func(operate.Event)) error {
 	all, err := objectives.List(ctx, o.s.Pool, objectives.Filter{})
 	if err != nil {
 		return err
 	}
-	return showRows(o, "no objectives",
+	return showRows(o, show, "objectives", "no objectives",
 		[]string{"OBJECTIVE", "STATUS", "DONE", "GOAL"}, all, func(x objectives.Objective) []string {
 			return []string{x.Name, x.Status, fmt.Sprintf("%d of %d", x.Done, x.Total), truncate(x.Goal, 80)}
 		})
@@ -146,7 +160,7 @@ func (o *operator) showObjectives(ctx context.Context) error {
 // maxMatches bounds the memories that /memory shows.
 const maxMatches = 20
 
-func (o *operator) showMemory(ctx context.Context, query string) error {
+func (o *operator) showMemory(ctx context.Context, query string, show func(operate.Event)) error {
 	index, err := app.NewIndex(o.s.config, o.s.log)
 	if err != nil {
 		return err
@@ -155,14 +169,20 @@ func (o *operator) showMemory(ctx context.Context, query string) error {
 	if err != nil {
 		return err
 	}
-	return showRows(o, "no memories",
+	return showRows(o, show, "memory", "no memories",
 		[]string{"CATEGORY", "KEY", "VALUE", "WRITTEN"}, found, func(m memory.Entry) []string {
 			return []string{m.Category, m.Key, truncate(string(m.Value), 80), formatTime(m.UpdatedAt)}
 		})
 }
 
-// showRows prints a table on the console.
-func showRows[T any](o *operator, empty string, heading []string, items []T, row func(T) []string) error {
+// showRows prints a table on the console. With --json it shows an event, whose data lists the items as a command does.
+func showRows[T any](
+	o *operator, show func(operate.Event), name, empty string, heading []string, items []T, row func(T) []string,
+) error {
+	if o.json {
+		show(operate.Event{Name: name, Data: pageOf(items, "")})
+		return nil
+	}
 	out := &errWriter{w: o.out}
 	writeRows(out, empty, heading, items, row)
 	return out.err

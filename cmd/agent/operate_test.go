@@ -99,6 +99,29 @@ func TestReplayOperateTurn(t *testing.T) {
 	assert.Truef(t, n == asked, "the replay asked the model %d times", n-asked)
 }
 
+// Each line of a pipe is an event, also the result of a slash command.
+func TestOperateLinesPrintJSON(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
+	d.mustFail(1, "waits for approval", "operate", "Wipe.")
+	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
+	trace := pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals`)
+	lines := "/lanes\n/approvals\n/objectives\n/memory x\n/trace " + trace + "\n/reject " + id + "\n/help\n"
+	got := d.runWith(t.Context(), strings.NewReader(lines), "operate", "--json")
+	var names []string
+	for line := range strings.Lines(got.out) {
+		var event struct {
+			Event string
+			Data  map[string]json.RawMessage
+		}
+		require.NoError(t, json.Unmarshal([]byte(line), &event), line)
+		names = append(names, event.Event)
+	}
+	assert.Equal(t, "lanes approvals objectives memory trace decided", strings.Join(names, " "))
+	assert.Contains(t, got.out, id, `"status":"rejected"`)
+	assert.Contains(t, got.err, "/help prints no JSON")
+}
+
 func TestOperateOnceLeavesApprovalsOpen(t *testing.T) {
 	t.Parallel()
 	wipe := modeltest.ToolCall("wipe", `{}`)

@@ -54,11 +54,17 @@ func traceArgument(ctx context.Context, s *session, id string) (string, error) {
 	return x.TraceID, err
 }
 
-func (c *cli) showTrace(ctx context.Context, s *session, id string) error {
+// readTrace reads a trace for a command.
+func readTrace(ctx context.Context, s *session, id string) (activity.Trace, error) {
 	story, err := activity.TraceOf(ctx, s.Read, id)
 	if errors.Is(err, activity.ErrNotFound) {
-		return hint(err, "see agent trace ls")
+		err = hint(err, "see agent trace ls")
 	}
+	return story, err
+}
+
+func (c *cli) showTrace(ctx context.Context, s *session, id string) error {
+	story, err := readTrace(ctx, s, id)
 	if err != nil {
 		return err
 	}
