@@ -223,7 +223,7 @@ func (c *cli) waitForEnd(ctx context.Context, s *session, x executions.Execution
 	for pause := 20 * time.Millisecond; ; pause = min(2*pause, maxPollInterval) {
 		now, err := executions.Get(ctx, s.Pool, x.ID)
 		if err != nil {
-			return err
+			return &tracedError{fmt.Errorf("wait for execution %s: %w", x.ID, err), x.TraceID}
 		}
 		if now.Status.Ended() {
 			return c.printEnded(ctx, now)

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"io"
 	"net/http"
 	"path/filepath"
 	"regexp"
@@ -9,6 +10,10 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -196,6 +201,17 @@ func TestStartWait(t *testing.T) {
 	err := json.Unmarshal([]byte(failing.err.String()), &fault)
 	assert.Truef(t, err == nil && strings.Contains(fault.Error.Message, "not today") &&
 		strings.Contains(fault.Error.Hint, "agent executions retry"), "stderr %q", failing.err.String())
+}
+
+// With --json, nothing else names the execution.
+func TestBrokenWaitNamesExecution(t *testing.T) {
+	t.Parallel()
+	pool, err := pgxpool.New(t.Context(), "postgres://127.0.0.1:1/nowhere")
+	require.NoError(t, err)
+	defer pool.Close()
+	c := &cli{out: io.Discard, err: io.Discard, json: true}
+	err = c.waitForEnd(t.Context(), &session{Database: app.Database{Pool: pool}}, executions.Execution{ID: "the-id"})
+	assert.ErrorContains(t, err, "wait for execution the-id: ")
 }
 
 // A flow that sends messages cannot start without a thread: not by the command, here or on a server, nor over HTTP.
