@@ -34,6 +34,8 @@ const (
 	retryPause = time.Second
 	// lockPollInterval is the poll interval of a process that waits for the migration of another one.
 	lockPollInterval = 200 * time.Millisecond
+	// quietWait is how long a process waits for the migration of another one without a message.
+	quietWait = 5 * time.Second
 	// fixedSearchPath is the search path that functions of the contract keep (set search_path from current). No object of
 	// a caller, such as a temporary table, hides the tables.
 	fixedSearchPath = `select set_config('search_path', quote_ident(current_schema()) || ', pg_temp', true)`

@@ -33,6 +33,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -71,11 +72,16 @@ var bridges = map[int]string{
 var files embed.FS
 
 // Up migrates the database to Version, including River's schema, and returns the names of the applied steps. It is
-// idempotent and safe to run by many processes at once.
-func Up(ctx context.Context, pool *pgxpool.Pool) ([]string, error) { return UpWith(ctx, pool, files) }
+// idempotent and safe to run by many processes at once. After some seconds of waiting for another process, it calls
+// onWait with a message that names the process.
+func Up(ctx context.Context, pool *pgxpool.Pool, onWait ...func(message string)) ([]string, error) {
+	return UpWith(ctx, pool, files, onWait...)
+}
 
 // UpWith is Up with the files of another version, as its binary would apply them: for the tests of upgrades.
-func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, error) {
+func UpWith(
+	ctx context.Context, pool *pgxpool.Pool, version fs.FS, onWait ...func(message string),
+) ([]string, error) {
 	r, err := load(version)
 	if err != nil {
 		return nil, err
@@ -84,7 +90,7 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 		return nil, errors.New("migrate: it needs two connections at once, and pool_max_conns in DATABASE_URL allows one; " +
 			"set it to 2 or more")
 	}
-	lock, err := acquireLock(ctx, pool)
+	lock, err := acquireLock(ctx, pool, onWait)
 	if err != nil {
 		return nil, err
 	}
@@ -143,14 +149,24 @@ func (r release) migrate(ctx context.Context, pool *pgxpool.Pool) ([]string, err
 // holds a snapshot, which would block a concurrent index build. So it polls with a try-lock, by the simple protocol,
 // which keeps no portal with a snapshot. Each try is a transaction of its own: an index build that sees the snapshot
 // of a try waits for the end of its transaction.
-func acquireLock(ctx context.Context, pool *pgxpool.Pool) (pgx.Tx, error) {
-	for {
+func acquireLock(ctx context.Context, pool *pgxpool.Pool, onWait []func(message string)) (pgx.Tx, error) {
+	for began := time.Now(); ; {
 		lock, mine, err := tryLock(ctx, pool)
 		if err != nil {
 			return nil, fmt.Errorf("lock migrations: %w", err)
 		}
 		if mine {
 			return lock, nil
+		}
+		if len(onWait) > 0 && time.Since(began) > quietWait {
+			message, err := describeHolder(ctx, pool)
+			if err != nil {
+				return nil, err
+			}
+			if message != "" {
+				onWait[0](message)
+				onWait = nil
+			}
 		}
 		if !sleep.For(ctx, lockPollInterval) {
 			return nil, fmt.Errorf("wait for another process that migrates: %w", ctx.Err())
@@ -175,6 +191,25 @@ func tryLock(ctx context.Context, pool *pgxpool.Pool) (lock pgx.Tx, mine bool, e
 		err = errors.Join(err, lock.Rollback(context.WithoutCancel(ctx)))
 	}
 	return lock, mine, err
+}
+
+// describeHolder names the process with the lock, and says what to do if it hangs. It is empty if no process has the
+// lock.
+func describeHolder(ctx context.Context, pool *pgxpool.Pool) (message string, err error) {
+	err = pool.QueryRow(ctx, `
+		select coalesce(min(format('waiting for process %s (%s), which migrates%s; if it hangs, end it: select '
+		                           'pg_terminate_backend(%1$s)', l.pid,
+		                           coalesce(nullif(a.application_name, ''), 'without application_name'),
+		                           to_char(a.xact_start at time zone 'UTC', '" since "YYYY-MM-DD HH24:MI:SS" UTC"'))), '')
+		  from pg_locks l left join pg_stat_activity a on a.pid = l.pid
+		 where l.locktype = 'advisory' and l.granted and l.objsubid = 1
+		   and l.database = (select oid from pg_database where datname = current_database())
+		   and (l.classid::bigint << 32) | l.objid::bigint = hashtextextended('agent migrations', 0)`,
+		pgx.QueryExecModeSimpleProtocol).Scan(&message)
+	if err != nil {
+		return "", fmt.Errorf("find the process that migrates: %w", err)
+	}
+	return message, nil
 }
 
 // Check returns nil if this binary's migrations and code were applied to the database, and ErrOutdated if it lacks

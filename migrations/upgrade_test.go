@@ -2,6 +2,7 @@ package migrations_test
 
 import (
 	"context"
+	"fmt"
 	"io/fs"
 	"net/url"
 	"slices"
@@ -153,6 +154,24 @@ func TestWaitingMigrationEndsTransactionOfEachTry(t *testing.T) {
 		and a.application_name = 'waiter' and a.state = 'idle' and a.query = 'rollback')`)
 	require.NoError(t, holder.Rollback(t.Context()))
 	awaitUpgrade(t, done)
+}
+
+func TestWaitingMigrationNamesHolder(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	holder := pgtest.Begin(t, openWith(t, url, "application_name", "stopped"))
+	pgtest.Exec(t, holder, `select pg_advisory_xact_lock(hashtextextended('agent migrations', 0))`)
+	pid := pgtest.Value[int](t, holder, `select pg_backend_pid()`)
+	var messages []string
+	_, err := migrations.UpWith(t.Context(), openWith(t, url, "application_name", "waiter"), withChanges(t, nil),
+		func(message string) {
+			messages = append(messages, message)
+			assert.NoError(t, holder.Rollback(t.Context()))
+		})
+	require.NoError(t, err)
+	require.Equal(t, 1, len(messages))
+	assert.Contains(t, messages[0], fmt.Sprintf("process %d (stopped), which migrates since 2", pid),
+		fmt.Sprintf("select pg_terminate_backend(%d)", pid))
 }
 
 func TestInvalidIndexIsRebuilt(t *testing.T) {

@@ -253,12 +253,13 @@ func (s *session) serverConfig(c *cli) pgserver.Config {
 	}
 }
 
-// migrate migrates the schema, and prints a note first when it is outdated.
+// migrate migrates the schema. It prints a note if the schema is outdated, and a note during a long wait for another
+// process.
 func (s *session) migrate(ctx context.Context, c *cli) ([]string, error) {
 	if errors.Is(migrations.Check(ctx, s.Pool), migrations.ErrOutdated) {
 		c.infof("migrating the schema to version %d …", migrations.Version())
 	}
-	return migrations.Up(ctx, s.Sessions())
+	return migrations.Up(ctx, s.Sessions(), func(message string) { c.infof("%s", printable(message)) })
 }
 
 // displayURL returns a printable address. It hides the password of a configured database.
