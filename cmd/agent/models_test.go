@@ -34,7 +34,7 @@ const twoAgents = "kind: agent\nname: sales\ndefault: true\nmodel: gpt-6-luna\nf
 func TestModelsCheck(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
-	server.Handle(modeltest.PassesChecks)
+	server.Handle(modeltest.AnswerChecks)
 	url := pgtest.URL(t)
 	p := newProgram(t, url, "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=gpt-4o")
 	got := p.run("models", "check")
@@ -57,7 +57,7 @@ func TestModelsCheck(t *testing.T) {
 func TestModelsCheckReadsDotEnv(t *testing.T) {
 	t.Chdir(t.TempDir())
 	server := modeltest.New(t)
-	server.Handle(modeltest.PassesChecks)
+	server.Handle(modeltest.AnswerChecks)
 	testkit.WriteFile(t, ".env", "OPENAI_BASE_URL="+server.URL()+"\n")
 	got := newProgramWithoutDatabase(t).run("models", "check", "own/model")
 	assert.Truef(t, got.code == 0 && len(server.Requests()) > 0, "exit %d after %d requests: %s", got.code,
@@ -71,7 +71,7 @@ func TestModelsCheckFailure(t *testing.T) {
 		if len(req.Tools) > 0 {
 			return modeltest.Text("It is warm.")
 		}
-		return modeltest.PassesChecks(n, req)
+		return modeltest.AnswerChecks(n, req)
 	})
 	p := newProgramWithoutDatabase(t, "OPENAI_BASE_URL="+server.URL(), "AGENT_LOG_LEVEL=warn")
 	got := p.run("models", "check", "own/model") // needs no database
@@ -122,7 +122,7 @@ func TestListModels(t *testing.T) {
 func TestDoctorChecksTools(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
-	server.Handle(modeltest.PassesChecks)
+	server.Handle(modeltest.AnswerChecks)
 	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=gpt-4o")
 	assert.Contains(t, p.must("doctor"), "ok   model answers", "ok   model tools")
 	assert.Equal(t, 1, len(server.Requests()))
@@ -130,7 +130,7 @@ func TestDoctorChecksTools(t *testing.T) {
 		if len(req.Tools) > 0 {
 			return modeltest.Refusal(http.StatusBadRequest, "x", "", "tools are off: start with --enable-auto-tool-choice", 0)
 		}
-		return modeltest.PassesChecks(n, req)
+		return modeltest.AnswerChecks(n, req)
 	})
 	got := p.run("doctor")
 	assert.Contains(t, got.out, "ok   model answers", "BAD  model tools", "tools are off",

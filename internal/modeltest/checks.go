@@ -8,10 +8,10 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 )
 
-// PassesChecks answers the checks of models/modelcheck so that all pass, and refuses any other prompt. Pass it to
+// AnswerChecks answers the checks of models/modelcheck so that all pass, and refuses any other prompt. Pass it to
 // [Server.Handle]. The order of its cases matters: a correction ends with a tool reply at some servers, and its request
 // has tools.
-func PassesChecks(_ int, req openai.ChatCompletionRequest) Reply {
+func AnswerChecks(_ int, req openai.ChatCompletionRequest) Reply {
 	last := req.Messages[len(req.Messages)-1]
 	text := last.Content
 	if len(last.MultiContent) > 0 {

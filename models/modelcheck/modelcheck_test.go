@@ -68,7 +68,7 @@ func TestEveryProviderPassesChecks(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			server := test.server(t)
-			server.Handle(modeltest.PassesChecks)
+			server.Handle(modeltest.AnswerChecks)
 			c := client(t, server)
 			target := modelcheck.Target{Model: test.model}
 			calls := modelcheck.Calls(c, target)
@@ -91,7 +91,7 @@ func answering(t *testing.T, contains string, reply modeltest.Reply) *modeltest.
 		if strings.Contains(fmt.Sprint(req.Messages[1:], req.Tools, req.ReasoningEffort), contains) {
 			return reply
 		}
-		return modeltest.PassesChecks(n, req)
+		return modeltest.AnswerChecks(n, req)
 	})
 	return server
 }
