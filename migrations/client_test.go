@@ -77,11 +77,18 @@ func TestExternalWorkerReadsOnlyChildsValues(t *testing.T) {
 	for _, other := range []struct{ what, end, parent, want string }{
 		{"a child", "before", "$1::uuid", "secret secret secret secret"},
 		{"a child", "after", "$1::uuid", "secret secret secret secret"},
+		{"a child of the original of a fork", "before", "(select forked_from from agent_executions where id = $1::uuid)",
+			"secret secret secret secret"},
 		{"another's execution", "before", "null", ""},
 		{"another's execution", "after", "null", ""},
 	} {
 		id := pgtest.Value[string](t, conn, `select start_agent_execution('external:sum')::text`)
 		lock := pgtest.Value[string](t, conn, `select lock_id from lock_agent_execution($1::text::uuid, 'w')`, id)
+		pgtest.Exec(t, db, `
+			with original as (
+			  insert into agent_executions (trace_id, surface, flow)
+			  select trace_id, 'flow', 'f' from agent_executions where id = $1::uuid returning id)
+			update agent_executions x set forked_from = o.id, forked_step = '' from original o where x.id = $1::uuid`, id)
 		awaited := pgtest.Value[string](t, db, `
 			insert into agent_executions (trace_id, surface, flow, parent_id)
 			select trace_id, 'flow', 'f', `+other.parent+` from agent_executions where id = $1::uuid returning id::text`, id)

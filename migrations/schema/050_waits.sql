@@ -471,15 +471,19 @@ comment on function lanekeeper.answer_agent_request is
 
 create or replace function lanekeeper.agent_end_for_worker(p_data jsonb, p_id uuid, p_ended uuid) returns jsonb
 language sql stable as $$
-  select case when c.parent_id = p_id
+  with recursive run as (
+    select x.id, x.forked_from from agent_executions x where x.id = p_id
+    union
+    select x.id, x.forked_from from agent_executions x join run r on x.id = r.forked_from)
+  select case when exists (select from run r where r.id = c.parent_id)
                 then p_data || jsonb_build_object('variables', c.variables, 'result', c.result,
                                                   'error_message', c.error_message)
                 else p_data - 'result_summary' end
     from agent_executions c where c.id = p_ended
 $$;
 comment on function lanekeeper.agent_end_for_worker is
-  'The data of AGENT_COMPLETED for the run p_id of a worker outside, which cannot read p_ended. A child''s data has its '
-  'values. Data of another execution has no text of it.';
+  'The data of AGENT_COMPLETED for the run p_id of a worker outside, which cannot read p_ended. The data of its child, and '
+  'of a child of the execution that it was forked from, has the values. Data of another execution has no text of it.';
 
 create or replace function lanekeeper.resume_agent_waiters(p_kind text, p_key text, p_event_id uuid default null,
                                                            p_wait boolean default true)
