@@ -94,7 +94,8 @@ var forkStepsSQL string
 
 // fork inserts the execution with its checkpoints and labels, and wakes a worker. The row starts with claim 1, so its
 // first claim has number 2 and loads the checkpoints. The row lock prevents retention from deleting the original
-// meanwhile. The waits of an external worker are numbered, so the fork counts those that it keeps.
+// meanwhile. The waits of an external worker are numbered, so the fork counts those that it keeps. The kept actions of
+// a flow in YAML may have read the variables executionId and traceId, so these keep their values.
 func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, error) {
 	var id string
 	var oldVersion, version *int
@@ -104,9 +105,12 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 		                       x.flow_version) as version
 		    from agent_executions x where x.id = @id for key share of x)
 		insert into agent_executions (trace_id, surface, agent, flow, flow_version, thread_id, queue, priority, status,
-		       claim, input, on_lost, max_attempts, progress_seconds, forked_from, forked_step)
+		       claim, input, variables, on_lost, max_attempts, progress_seconds, forked_from, forked_step)
 		select @trace_id, 'flow', o.agent, o.flow, o.version, o.thread_id, 'background', o.priority, 'pending',
-		       1, coalesce(@input, o.input), o.on_lost, o.max_attempts, o.progress_seconds, o.id, @from
+		       1, coalesce(@input, o.input),
+		       coalesce((select jsonb_object_agg(v.key, v.value) from jsonb_each(o.variables) v
+		                  where v.key in ('executionId', 'traceId')), '{}'),
+		       o.on_lost, o.max_attempts, o.progress_seconds, o.id, @from
 		  from original o
 		returning id::text, flow_version, (select o.flow_version from original o)`, postgres.Strict{
 		"id": s.ID, "from": null(s.From), "input": s.Input, "trace_id": string(trace.New(trace.Flow)), "latest": s.Latest,

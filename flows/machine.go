@@ -50,6 +50,17 @@ func newFlowRun(ctx context.Context, in *Interpreter, flow *compiledFlow, input 
 		return nil, err
 	}
 	m.vars["input"], m.vars["executionId"], m.vars["traceId"], m.vars["threadId"] = accepted, exec.ID, exec.TraceID, nil
+	if exec.ForkedFrom != nil {
+		kept, err := decodeNormal(exec.Variables)
+		if err != nil {
+			return nil, fmt.Errorf("read the variables of a fork: %w", err)
+		}
+		for _, name := range []string{"executionId", "traceId"} {
+			if value, has := asObject(kept)[name]; has {
+				m.vars[name] = value
+			}
+		}
+	}
 	if exec.ThreadID != nil {
 		m.thread = *exec.ThreadID
 		m.vars["threadId"] = m.thread

@@ -79,6 +79,22 @@ func TestForkRejectsInputThatContradictsRecords(t *testing.T) {
 	}
 }
 
+// The kept actions of a retry have the ids of the original in their input.
+func TestRetryKeepsIDs(t *testing.T) {
+	t.Parallel()
+	w := newTestProcess(t, flowYAML("a", `
+  - {actionType: send_message, parameters: {message: "{{executionId}} {{traceId}}"}}
+  - {actionType: wait_for_event, timeout: 10ms, parameters: {key: never}}`))
+	createThread(t, w.pool)
+	id := w.startInThread(t, "a", nil)
+	enginetest.Await(t, w.pool, id, executions.Timeout)
+	for _, of := range []string{"the original", "the fork"} {
+		fork, _, err := w.Retry(t.Context(), w.pool, id)
+		require.NoError(t, err, of)
+		id = enginetest.Await(t, w.pool, fork.ID, executions.Timeout).ID
+	}
+}
+
 // Fork rejects input that violates the flow's schema, even if the fork keeps the step that validated the first input.
 func TestForkRejectsInvalidInput(t *testing.T) {
 	t.Parallel()
