@@ -86,8 +86,7 @@ func (c *Client) Call(ctx context.Context, t skills.RemoteTool, call skills.Call
 		switch {
 		case err == nil:
 			return readResult(t, result, conn.redact)
-		case errors.Is(err, sdk.ErrSessionMissing) && try == 0 && ctx.Err() == nil:
-			conn.stale.Store(true) // the server lost the session and did not run the call
+		case errors.Is(err, errSessionUnknown) && try == 0 && ctx.Err() == nil: // conn is stale, so another is opened
 		default:
 			return nil, c.classifyFailure(ctx, t, conn, err)
 		}
@@ -144,8 +143,6 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 	class := skills.ClassNoAnswer
 	if refused, ok := errors.AsType[*skills.CallError](err); ok {
 		class = refused.Class
-	} else if errors.Is(err, sdk.ErrSessionMissing) {
-		class = skills.ClassUnavailable
 	} else if dial, ok := errors.AsType[*net.OpError](err); ok && dial.Op == "dial" {
 		class = skills.ClassUnavailable
 	} else if _, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {

@@ -294,6 +294,67 @@ func TestCallsResumeAfterServerRestart(t *testing.T) {
 		"a call succeeds after the restart")
 }
 
+// A server that was restarted does not know the session. Servers say so in different ways.
+func TestCallAfterLostSession(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		status int
+		body   string
+		fails  bool // the first call
+	}{
+		"plain":       {http.StatusNotFound, "session not found", false},
+		"json body":   {http.StatusNotFound, sessionError(-32600, "Session not found"), false},
+		"bad request": {http.StatusBadRequest, sessionError(-32000, "Bad Request: No valid session ID provided"), true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f, s := newClientFixture(t, nil), serveSessions(t, c.status, c.body, tools("")...)
+			f.put(httpServer(s.URL))
+			f.sync()
+			f.mustCall("echo", `{"text":"a"}`)
+			s.forget()
+			if c.fails {
+				f.wantFailure("echo", `{"text":"a"}`, skills.ClassHandler, "No valid session ID")
+			}
+			assert.Equal(t, `"b"`, f.mustCall("echo", `{"text":"b","times":1}`))
+		})
+	}
+}
+
+// A call that the server runs is not sent again when it does not know the session of the next call.
+func TestLostSessionRepeatsNoOtherCall(t *testing.T) {
+	t.Parallel()
+	var runs atomic.Int32
+	end := make(chan struct{})
+	slow := tool{
+		sdk.Tool{Name: "slow", InputSchema: json.RawMessage(`{"type":"object"}`)},
+		func(context.Context, *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+			runs.Add(1)
+			<-end
+			return text("done"), nil
+		},
+	}
+	f, s := newClientFixture(t, nil), serveSessions(t, http.StatusNotFound, "", append(tools(""), slow)...)
+	f.put(httpServer(s.URL))
+	f.sync()
+	call := skills.Call{Skill: f.skill("slow")}
+	type answer struct {
+		result json.RawMessage
+		err    error
+	}
+	ended := make(chan answer, 1)
+	go func() {
+		result, err := f.registry.Invoke(context.WithoutCancel(t.Context()), call)
+		ended <- answer{result, err}
+	}()
+	pgtest.Eventually(t, func() bool { return runs.Load() == 1 }, "the server runs the slow call")
+	s.forget()
+	f.mustCall("echo", `{"text":"a"}`)
+	close(end)
+	got := <-ended
+	assert.Truef(t, got.err == nil && string(got.result) == `"done"`, "the call ended with %s, %v", got.result, got.err)
+	assert.Equal(t, int32(1), runs.Load(), "runs of the slow call")
+}
+
 func TestRepeatedFailuresDelayTheNextConnection(t *testing.T) {
 	t.Parallel()
 	f := newClientFixture(t, func(string) string { return "key" })

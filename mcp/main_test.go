@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"maps"
 	"net"
@@ -225,6 +226,53 @@ func (s *fakeServer) requestCount() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return len(s.headers)
+}
+
+// sessionServer is an HTTP server with sessions.
+type sessionServer struct {
+	*httptest.Server
+	mu        sync.Mutex
+	forgotten map[string]bool // by session id
+}
+
+// serveSessions starts a server that answers an unknown session with a status and a body.
+func serveSessions(t *testing.T, status int, body string, all ...tool) *sessionServer {
+	t.Helper()
+	server := newServer(all...)
+	handler := sdk.NewStreamableHTTPHandler(func(*http.Request) *sdk.Server { return server }, nil)
+	s := &sessionServer{forgotten: map[string]bool{}}
+	s.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		id := r.Header.Get("Mcp-Session-Id")
+		s.mu.Lock()
+		forgotten := s.forgotten[id]
+		if id != "" && !forgotten {
+			s.forgotten[id] = false
+		}
+		s.mu.Unlock()
+		if forgotten {
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(status)
+			_, _ = io.WriteString(w, body)
+			return
+		}
+		handler.ServeHTTP(w, r)
+	}))
+	t.Cleanup(s.Close)
+	return s
+}
+
+// forget makes all present sessions unknown.
+func (s *sessionServer) forget() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id := range s.forgotten {
+		s.forgotten[id] = true
+	}
+}
+
+// sessionError returns the body of a server that does not know a session.
+func sessionError(code int, message string) string {
+	return fmt.Sprintf(`{"jsonrpc":"2.0","id":"server-error","error":{"code":%d,"message":%q}}`, code, message)
 }
 
 func httpServer(url string) mcp.Definition { return mcp.Definition{Name: "test", URL: url} }

@@ -86,7 +86,7 @@ func httpTransport(conn *connection, headers map[string]string, allow []string, 
 	if err != nil {
 		return nil, err
 	}
-	client.Transport = &boundedTransport{next: client.Transport, headers: headers, responseTooLong: &conn.responseTooLong}
+	client.Transport = &boundedTransport{next: client.Transport, headers: headers, conn: conn}
 	return &sdk.StreamableClientTransport{
 		Endpoint: conn.remote.URL, HTTPClient: client, MaxRetries: -1, DisableStandaloneSSE: true, MaxEventSize: maxMessage,
 	}, nil
@@ -97,12 +97,17 @@ var unprocessed = []int{
 	http.StatusUnauthorized, http.StatusForbidden, http.StatusTooManyRequests, http.StatusServiceUnavailable,
 }
 
+// errSessionUnknown reports that the server did not process the request, because it does not know the session.
+var errSessionUnknown = &skills.CallError{
+	Class: skills.ClassUnavailable, Message: "the server does not know the session",
+}
+
 // boundedTransport adds the declared headers to each request and bounds each response. It makes an error of a status
-// that says the server did not process the request.
+// that says the server did not process the request. Such an error fails that request, but no other of the session.
 type boundedTransport struct {
-	next            http.RoundTripper
-	headers         map[string]string
-	responseTooLong *atomic.Bool
+	next    http.RoundTripper
+	headers map[string]string
+	conn    *connection
 }
 
 func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, error) {
@@ -126,8 +131,17 @@ func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, err
 		return nil, errors.Join(&skills.CallError{Class: skills.ClassUnavailable, Message: response.Status},
 			response.Body.Close())
 	}
+	if request.Method == http.MethodPost && request.Header.Get("Mcp-Session-Id") != "" {
+		switch response.StatusCode {
+		case http.StatusNotFound: // whatever the body is
+			b.conn.stale.Store(true)
+			return nil, errors.Join(errSessionUnknown, response.Body.Close())
+		case http.StatusBadRequest: // some servers say so of an unknown session
+			b.conn.stale.Store(true)
+		}
+	}
 	response.Body = &boundedBody{
-		ReadCloser: response.Body, remaining: maxMessage, responseTooLong: b.responseTooLong, cancel: cancel,
+		ReadCloser: response.Body, remaining: maxMessage, responseTooLong: &b.conn.responseTooLong, cancel: cancel,
 	}
 	return response, nil
 }
