@@ -1,10 +1,14 @@
 package email
 
 import (
+	"regexp"
 	"strings"
 
 	"golang.org/x/net/html"
 )
+
+// hiddenStyle matches a style, without spaces, that hides an element.
+var hiddenStyle = regexp.MustCompile(`display:none|visibility:hidden|font-size:0+(\.0+)?([a-z%!;]|$)`)
 
 // renderer writes HTML as text.
 type renderer struct {
@@ -44,8 +48,7 @@ func (r *renderer) element(n *html.Node) {
 	for _, a := range n.Attr {
 		style := strings.ReplaceAll(strings.ToLower(a.Val), " ", "")
 		switch {
-		case a.Key == "hidden", a.Key == "style" && (strings.Contains(style, "display:none") ||
-			strings.Contains(style, "visibility:hidden") || strings.Contains(style, "font-size:0")):
+		case a.Key == "hidden", a.Key == "style" && hiddenStyle.MatchString(style):
 			hidden = true
 		case a.Key == "href" && (strings.HasPrefix(a.Val, "https://") || strings.HasPrefix(a.Val, "http://")):
 			link = a.Val
