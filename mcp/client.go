@@ -101,7 +101,7 @@ func (c *Client) trustedConnection(ctx context.Context, t skills.RemoteTool) (*c
 		if err != nil {
 			return nil, err
 		}
-		if conn.tools[t.Tool].pin == t.Pin {
+		if conn.listed()[t.Tool].pin == t.Pin {
 			return conn, nil
 		}
 		if try == 0 && time.Since(conn.openedAt) > time.Second {
@@ -120,7 +120,7 @@ func (c *Client) trustedConnection(ctx context.Context, t skills.RemoteTool) (*c
 // quarantine settles the server's tools by a connection's list.
 func (c *Client) quarantine(ctx context.Context, conn *connection) error {
 	return postgres.InTx(ctx, c.opts.Pool, func(tx pgx.Tx) error {
-		_, err := reconcile(ctx, tx, conn.remote.Name, c.opts.Agent, conn.tools)
+		_, err := reconcile(ctx, tx, conn.remote.Name, c.opts.Agent, conn.listed())
 		return err
 	})
 }

@@ -239,11 +239,12 @@ func TestChildLifecycle(t *testing.T) {
 	f.wantFailure("echo", `{"text":"a"}`, skills.ClassUnavailable, "closed")
 }
 
-// A changed list of tools replaces the child, but not before its calls have ended.
+// A changed declaration replaces the child, but not before its calls have ended.
 func TestReplacedChildEndsItsCalls(t *testing.T) {
 	t.Parallel()
 	f := newClientFixture(t, nil)
-	f.put(stdioServer(t, map[string]any{childVariable: "change"}))
+	d := stdioServer(t, map[string]any{childVariable: "change"})
+	f.put(d)
 	f.sync()
 	first := f.process().PID
 	slow := skills.Call{Skill: f.skill("slow")}
@@ -256,10 +257,26 @@ func TestReplacedChildEndsItsCalls(t *testing.T) {
 		result, err := f.registry.Invoke(context.WithoutCancel(t.Context()), slow)
 		ended <- answer{result, err}
 	}()
-	pgtest.Eventually(t, func() bool { return f.process().PID != first }, "another child answers")
+	pgtest.Eventually(t, func() bool { return f.mustCall("count", `{"tool":"slow"}`) == `"1"` }, "the slow call runs")
+	d.TimeoutMS++
+	f.put(d)
+	assert.True(t, f.process().PID != first, "the first child answers")
 	got := <-ended
 	assert.Truef(t, got.err == nil && string(got.result) == `"done"`, "the call ended with %s, %v", got.result, got.err)
 	pgtest.Eventually(t, func() bool { return syscall.Kill(first, 0) != nil }, "the first child ends")
+}
+
+// A child that announces a change of its tools is asked for them again, and keeps running.
+func TestAnnouncedChangeKeepsChild(t *testing.T) {
+	t.Parallel()
+	f := newClientFixture(t, nil)
+	f.put(stdioServer(t, map[string]any{childVariable: "change"}))
+	f.sync()
+	first := f.process().PID
+	pgtest.Eventually(t, func() bool {
+		return f.mustCall("count", `{"tool":"tools/list"}`) == `"2"` || f.process().PID != first
+	}, "the client lists the tools again")
+	assert.Equal(t, first, f.process().PID, "process id after the announcement")
 }
 
 func TestChildOfARemovedServerEnds(t *testing.T) {

@@ -26,10 +26,11 @@ type connection struct {
 	child      *process // nil over HTTP
 	redact     func(string) string
 	openedAt   time.Time
-	tools      map[string]snapshot // immutable after connect
+	tools      atomic.Pointer[map[string]snapshot]
 	serverInfo string
 
 	stale           atomic.Bool  // the next call must open another connection
+	relist          atomic.Bool  // the next call must list the tools first
 	timeouts        atomic.Int32 // consecutive timeouts
 	calls           atomic.Int32 // pending calls
 	responseTooLong atomic.Bool  // an HTTP response was longer than maxMessage
@@ -94,7 +95,7 @@ func (conn *connection) shownText(text string, limit int) string {
 func (conn *connection) open(ctx context.Context, transport sdk.Transport, version string) error {
 	options := &sdk.ClientOptions{Capabilities: &sdk.ClientCapabilities{}, Logger: slog.New(slog.DiscardHandler)}
 	if conn.child != nil { // over HTTP this would hold a stream open; there, the client refreshes the list by age
-		options.ToolListChangedHandler = func(context.Context, *sdk.ToolListChangedRequest) { conn.stale.Store(true) }
+		options.ToolListChangedHandler = func(context.Context, *sdk.ToolListChangedRequest) { conn.relist.Store(true) }
 	}
 	client := sdk.NewClient(&sdk.Implementation{Name: "lanekeeper", Version: version}, options)
 	session, err := client.Connect(ctx, transport, nil)
@@ -110,11 +111,23 @@ func (conn *connection) open(ctx context.Context, transport sdk.Transport, versi
 		conn.serverInfo = cleanText(fmt.Sprintf("%s %s, MCP %s", result.ServerInfo.Name, result.ServerInfo.Version,
 			result.ProtocolVersion), 200)
 	}
+	return conn.list(ctx)
+}
+
+// list lists the tools.
+func (conn *connection) list(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, listTimeout)
 	defer cancel()
-	conn.tools, err = listTools(ctx, session)
+	conn.relist.Store(false) // before the request, so a later announcement counts
+	tools, err := listTools(ctx, conn.session)
+	if err == nil {
+		conn.tools.Store(&tools)
+	}
 	return err
 }
+
+// listed returns the tools of the last list.
+func (conn *connection) listed() map[string]snapshot { return *conn.tools.Load() }
 
 // listTools reads a server's tools within bounds. The first tool of each name counts.
 func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snapshot, error) {
@@ -143,7 +156,8 @@ func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snap
 	return nil, fmt.Errorf("list tools: there are more than %d pages", maxPages)
 }
 
-// usable reports whether the next call may use the connection. r is the current declaration.
+// usable reports whether the next call may use the connection. It lists the tools again after the server announced a
+// change. r is the current declaration.
 func (conn *connection) usable(ctx context.Context, r Remote) bool {
 	select {
 	case <-conn.done:
@@ -155,7 +169,8 @@ func (conn *connection) usable(ctx context.Context, r Remote) bool {
 	}
 	tooOld := conn.child == nil && time.Since(conn.openedAt) > maxConnectionAge
 	return !tooOld && !conn.stale.Load() && conn.remote.Revision == r.Revision &&
-		(conn.timeouts.Load() < maxTimeouts || conn.respondsToPing(ctx))
+		(conn.timeouts.Load() < maxTimeouts || conn.respondsToPing(ctx)) &&
+		(!conn.relist.Load() || conn.list(ctx) == nil)
 }
 
 // respondsToPing reports whether the server answers a ping. The client must not end a server that is only slow.

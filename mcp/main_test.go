@@ -41,7 +41,7 @@ func TestMain(m *testing.M) {
 }
 
 // runChild runs a stdio server. The kind "slow" starts late; the kind "stall" stops reading after 100,000 bytes;
-// the kind "change" changes its tools; the kind "noisy" prints log lines to stdout;
+// the kind "change" changes its tools after their first list; the kind "noisy" prints log lines to stdout;
 // the kind "broken" has the tool cut, whose response is cut; the kind "exits" has the tool exit, which ends the child.
 func runChild(kind string) int {
 	fmt.Fprintln(os.Stderr, "child begins")
@@ -89,15 +89,33 @@ func runChild(kind string) int {
 	return 0
 }
 
-// changingServer has the tool slow, which announces a change of the tools, and ends later than a replaced child would.
+// changingServer adds a tool after the first list. It has the tool slow, which ends later than a replaced child would,
+// and the tool count, which counts lists, or calls of slow.
 func changingServer() *sdk.Server {
+	var lists, slow atomic.Int32
 	all := tools("")
 	s := newServer(all...)
+	s.AddReceivingMiddleware(func(next sdk.MethodHandler) sdk.MethodHandler {
+		return func(ctx context.Context, method string, r sdk.Request) (sdk.Result, error) {
+			result, err := next(ctx, method, r)
+			if method == "tools/list" && lists.Add(1) == 1 {
+				s.AddTool(&sdk.Tool{Name: "more", InputSchema: json.RawMessage(`{"type":"object"}`)}, all[0].handler)
+			}
+			return result, err
+		}
+	})
 	s.AddTool(&sdk.Tool{Name: "slow", InputSchema: json.RawMessage(`{"type":"object"}`)},
 		func(context.Context, *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
-			s.AddTool(&sdk.Tool{Name: "more", InputSchema: json.RawMessage(`{"type":"object"}`)}, all[0].handler)
+			slow.Add(1)
 			time.Sleep(6 * time.Second)
 			return text("done"), nil
+		})
+	s.AddTool(&sdk.Tool{Name: "count", InputSchema: json.RawMessage(`{"type":"object"}`)},
+		func(_ context.Context, r *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+			if strings.Contains(string(r.Params.Arguments), "slow") {
+				return text(fmt.Sprint(slow.Load())), nil
+			}
+			return text(fmt.Sprint(lists.Load())), nil
 		})
 	return s
 }

@@ -65,7 +65,7 @@ func (c *Client) Sync(ctx context.Context, server string) (Report, error) {
 	if err == nil {
 		defer conn.close()
 		err = postgres.InTx(ctx, c.opts.Pool, func(tx pgx.Tx) error {
-			report, err = reconcile(ctx, tx, server, c.opts.Agent, conn.tools)
+			report, err = reconcile(ctx, tx, server, c.opts.Agent, conn.listed())
 			return err
 		})
 	}
