@@ -276,6 +276,21 @@ func TestFileIsReadAgainAfterAFailure(t *testing.T) {
 	assert.Truef(t, v.Text == "see this" && len(v.Files) == 1, "got %+v", v)
 }
 
+// A message enters without its empty file.
+func TestEmptyFileIsMissing(t *testing.T) {
+	t.Parallel()
+	visits := make(chan channels.Visit, 1)
+	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen},
+		func(_ context.Context, v channels.Visit) (channels.Accepted, error) {
+			visits <- v
+			return channels.Accepted{}, &channels.RefusedError{Message: "thank you"}
+		})
+	s.bot.Attach(9, 9, "Mara", "see this", "a.txt", "text/plain", nil)
+	v := testkit.Receive(t, visits)
+	assert.Equal(t, "see this\n[The file \"a.txt\" is missing: it is empty.]", v.Text)
+	assert.Equal(t, 0, len(v.Files))
+}
+
 // A sender learns that a message was given up.
 func TestSenderLearnsThatItsMessageFailed(t *testing.T) {
 	t.Parallel()

@@ -207,7 +207,8 @@ func (w *worker) finish(ctx context.Context, e entry, status, why string) {
 // maxFetches bounds the attempts to read the files of a message.
 const maxFetches = 3
 
-// fetchFiles reads the files of a message. A file that is unreadable in maxFetches attempts becomes a line of the text.
+// fetchFiles reads the files of a message. A file that is empty, or unreadable in maxFetches attempts, becomes a line
+// of the text.
 func (w *worker) fetchFiles(ctx context.Context, e entry) (text string, files []VisitFile, err error) {
 	text = e.Content
 	fetch := w.fetch(e)
@@ -215,16 +216,19 @@ func (w *worker) fetchFiles(ctx context.Context, e entry) (text string, files []
 		why := "files are not read here"
 		if fetch != nil {
 			content, err := fetch(ctx, f)
-			if err == nil {
+			switch {
+			case err == nil && len(content) == 0:
+				why = "it is empty"
+			case err == nil:
 				files = append(files, VisitFile{Name: f.Name, Type: f.Type, Content: content})
 				continue
-			}
-			if e.Attempts < maxFetches && f.Size <= w.MaxFile {
+			case e.Attempts < maxFetches && f.Size <= w.MaxFile:
 				return "", nil, fmt.Errorf("read file: %w", err)
+			default:
+				w.Logger.WarnContext(ctx, "file of a channel not read", "channel", w.name, "message", e.ID,
+					"error", message(err))
+				why = "it could not be read, or is too large"
 			}
-			why = message(err)
-			w.Logger.WarnContext(ctx, "file of a channel not read", "channel", w.name, "message", e.ID, "error", why)
-			why = "it could not be read, or is too large"
 		}
 		text += fmt.Sprintf("\n[The file %q is missing: %s.]", cut(f.Name, 100), why)
 	}
