@@ -3,6 +3,8 @@ package chat
 import (
 	"cmp"
 	"context"
+	"errors"
+	"fmt"
 	"slices"
 	"strings"
 
@@ -44,7 +46,8 @@ func (c *Chat) readFiles(parts []filePart, param string) (files []File, err erro
 }
 
 // attachFiles attaches the files of the messages to the thread and stores the included ones. texts are the messages
-// with the part of each file that the model reads; docs are the documents of each message.
+// with the part of each file that the model reads; docs are the documents of each message. On a channel of people, a
+// file that exceeds the quota of the thread becomes a line of the text.
 func (c *Chat) attachFiles(
 	ctx context.Context, tx pgx.Tx, a *UserMessage,
 ) (texts []string, docs [][]documents.Document, err error) {
@@ -52,6 +55,11 @@ func (c *Chat) attachFiles(
 	for i, files := range a.Files {
 		for _, f := range files {
 			d, err := c.attachFile(ctx, tx, a, f)
+			if a.headless() && errors.Is(err, documents.ErrTooMany) {
+				texts[i] = strings.TrimSpace(texts[i] + fmt.Sprintf("\n[The file %q is missing: %s.]",
+					documents.CleanName(f.Name), err))
+				continue
+			}
 			if err != nil {
 				return nil, nil, fileError(err)
 			}

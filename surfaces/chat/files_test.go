@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
@@ -217,6 +218,29 @@ func TestChannelSaysWhichDocumentIsMissing(t *testing.T) {
 	pgtest.Until(t, w.pool, ask+" | "+ask+"\n\nStill missing: photo. Send each as a file with your next message.", `
 		select string_agg(m.content, ' | ' order by m.seq)
 		  from agent_messages m join agent_channel_sends s on s.message_id = m.id`)
+}
+
+// A message on a channel enters a full thread without its file.
+func TestChannelSaysThatThreadIsFull(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t)
+	_, _, err := threads.Ensure(t.Context(), w.pool, threads.Thread{
+		ID: "t", Channel: channels.Telegram, Target: "support", Owner: channels.Owner("support"),
+	})
+	require.NoError(t, err)
+	pgtest.Exec(t, w.pool, `
+		insert into agent_documents (name, content_type, size, sha256, is_text, content, thread_id, owner_kind, owner)
+		select 'a.txt', 'text/plain', 1, sha256('a'), true, 'a', 't', 'key', $1 from generate_series(1, $2)`,
+		channels.Owner("support"), documents.MaxPerThread)
+	got, err := p.chat.Accept(t.Context(), channels.Visit{
+		Key: "1", Channel: channels.Channel{Name: "support", Type: channels.Telegram}, Conversation: "t",
+		Text: "it is broken", Files: []channels.VisitFile{{Name: "photo.jpg", Type: "image/jpeg", Content: []byte("x")}},
+	})
+	require.NoError(t, err)
+	text := pgtest.Value[string](t, w.pool, `select content from agent_messages where execution_id = $1 and role = 'user'`,
+		got.ExecutionID)
+	assert.Contains(t, text, "it is broken\n[The file \"photo.jpg\" is missing: too many documents: limit per thread is")
 }
 
 // A file of another visitor answers no request, and its message is not stored.
