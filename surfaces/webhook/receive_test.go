@@ -127,7 +127,8 @@ func TestChallenges(t *testing.T) {
 		Signed: "v0:{timestamp}:{body}",
 	}
 	w.addEndpoint(t, webhooks.EndpointDefinition{
-		Name: "slack", Scheme: signature.HMAC, HMAC: slack, Challenge: webhooks.ChallengeSlack, Actions: actions,
+		Name: "slack", Scheme: signature.HMAC, HMAC: slack, ID: "body.event_id", Challenge: webhooks.ChallengeSlack,
+		Actions: actions,
 	})
 	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "plain", Scheme: signature.HMAC, HMAC: slack, Actions: actions})
 	w.addEndpoint(t, webhooks.EndpointDefinition{
@@ -373,6 +374,28 @@ func TestStripeRetriesAreNoConflict(t *testing.T) {
 		assert.Equal(t, c.status, got.status, i, got.body)
 		assert.Equal(t, c.conflict, got.Conflict, i, got.body)
 	}
+}
+
+// Slack signs a retry with a new time, so the endpoint names the event's id.
+func TestSlackRetriesAreOneDelivery(t *testing.T) {
+	t.Parallel()
+	w := newTestWebhooks(t)
+	w.addEndpoint(t, webhooks.EndpointDefinition{
+		Name: "slack", Scheme: signature.HMAC, ID: "body.event_id", Challenge: webhooks.ChallengeSlack,
+		HMAC: webhooks.HMAC{
+			Header: "X-Slack-Signature", Prefix: "v0=", TimestampHeader: "X-Slack-Request-Timestamp",
+			Signed: "v0:{timestamp}:{body}",
+		},
+		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
+	})
+	const body = `{"type": "event_callback", "event_id": "Ev1", "event": {"type": "message"}}`
+	for i, status := range []int{http.StatusAccepted, http.StatusOK} {
+		at := fmt.Sprint(time.Now().Unix() - 60 + 60*int64(i))
+		got := w.post(t, "/webhooks/slack", header("X-Slack-Request-Timestamp", at,
+			"X-Slack-Signature", "v0="+hmacHex(testSecret, []byte("v0:"+at+":"+body))), strings.NewReader(body))
+		assert.Truef(t, got.status == status && got.DeliveryID == "Ev1" && !got.Conflict, "%d %s", got.status, got.body)
+	}
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_executions where flow = 'webhook'`)
 }
 
 func TestSecretRotation(t *testing.T) {
