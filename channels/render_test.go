@@ -37,6 +37,7 @@ func TestHTMLOfTelegram(t *testing.T) {
 		"```go\na && b\n```":                             "<pre><code class=\"language-go\">a &amp;&amp; b</code></pre>",
 		"[web](https://a.b/?c=\"d\") [js](javascript:x)": "<a href=\"https://a.b/?c=&#34;d&#34;\">web</a> js",
 		"<script>alert(1)</script> & <b>x</b>":           "&lt;script&gt;alert(1)&lt;/script&gt; &amp; &lt;b&gt;x&lt;/b&gt;",
+		"<pre>\na\n</pre> b\n\nc":                        "&lt;pre&gt;\na\n&lt;/pre&gt; b\n\nc",
 		"> quoted":                                       "<blockquote>quoted</blockquote>",
 	} {
 		assert.Equal(t, want, telegram.HTML(markdown))

@@ -56,6 +56,9 @@ func (p *printer) block(n ast.Node) {
 	case *ast.CodeBlock:
 		p.out.WriteString("<pre>" + html.EscapeString(p.lines(n)) + "</pre>")
 	case *ast.HTMLBlock:
+		if n.HasClosure() { // Lines lacks this line
+			n.Lines().Append(n.ClosureLine)
+		}
 		p.out.WriteString(html.EscapeString(p.lines(n)))
 	case *ast.ThematicBreak:
 		p.out.WriteString("———")
