@@ -10,7 +10,6 @@ import (
 // Limits of Slack, in characters.
 const (
 	maxSection = 3000
-	maxAll     = 13_200
 	maxPart    = 12_000 // of Markdown in one message
 )
 

@@ -38,6 +38,7 @@ func TestMarkdownBecomesMrkdwn(t *testing.T) {
 // For any text, sections stay within the limits, fences stay balanced, and no mention appears.
 func TestSectionsStayWithinTheLimits(t *testing.T) {
 	t.Parallel()
+	const maxAll = 13_200 // characters of the sections of one message
 	for name, text := range map[string]string{
 		"words":          strings.Repeat("some words & more ", 2000),
 		"one word":       strings.Repeat("x", 40_000),
