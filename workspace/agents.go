@@ -23,6 +23,9 @@ func agentKind() kind {
 	read := k.read
 	k.read = func(l *loader, s source) {
 		read(l, s)
+		for _, key := range []string{"iterations", "tokens", "cost_usd", "day_usd"} {
+			l.rejectZero(s, "limits."+key, "leave it out for no limit")
+		}
 		document := &l.workspace.Agents[len(l.workspace.Agents)-1]
 		if file := document.Definition.InstructionsFile; file != "" {
 			text, err := readText(l.fsys, path.Join(path.Dir(l.name), file), file)

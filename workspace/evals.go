@@ -20,13 +20,19 @@ func evalKind() kind {
 	read := k.read
 	k.read = func(l *loader, s source) {
 		read(l, s)
+		l.rejectZero(s, "budget.cost_usd", "leave it out for no limit")
 		document := l.workspace.Evals[len(l.workspace.Evals)-1]
 		for i, c := range document.Definition.Cases {
 			for j, e := range c.Expect {
+				expect := fmt.Sprintf("cases[%d].expect[%d].", i, j)
+				l.rejectZero(s, expect+"called.times", "leave it out for at least one call; not_called forbids calls")
+				for _, limit := range []string{"answer.max_words", "within.iterations", "within.cost_usd"} {
+					l.rejectZero(s, expect+limit, "leave it out for no limit")
+				}
 				if e.Judge == nil || e.Judge.Labels == "" {
 					continue
 				}
-				at := fmt.Sprintf("cases[%d].expect[%d].judge.labels", i, j)
+				at := expect + "judge.labels"
 				text, err := readText(l.fsys, path.Join(path.Dir(l.name), e.Judge.Labels), e.Judge.Labels)
 				if err == nil {
 					e.Judge.Labelled, err = evals.ReadLabels([]byte(text))

@@ -56,7 +56,7 @@ func kindReader[D any](
 		decoding := s.decode(&document.Definition)
 		l.problems = append(l.problems, decoding...)
 		l.problems = append(l.problems, s.independentProblems(decoding, validate(document.Definition))...)
-		l.rejectZero("max_attempts", s)
+		l.rejectZero(s, "max_attempts", "write at least 1, or leave it out for the default")
 		l.addName(name, nameOf(document.Definition), s)
 		to := list(&l.workspace)
 		*to = append(*to, document)

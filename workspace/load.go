@@ -10,6 +10,7 @@ import (
 	"path"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -183,11 +184,16 @@ func (l *loader) addName(kind, name string, s source) {
 	l.first[kind+" "+name] = position
 }
 
-// rejectZero rejects a 0 for a number whose default a definition writes as 0.
-func (l *loader) rejectZero(key string, s source) {
-	node, n := lookup(s.node, key), 0
-	if node != nil && node.ShortTag() == "!!int" && node.Decode(&n) == nil && n == 0 {
-		l.problems.add(s.at(key), "%s: is 0; write at least 1, or leave it out for the default", key)
+// rejectZero rejects a 0 at a path of a number whose default a definition writes as 0. advice follows the path.
+func (l *loader) rejectZero(s source, path, advice string) {
+	node, n := s.node, 1.0
+	for _, step := range steps(path) {
+		if node = lookup(node, step); node == nil {
+			return
+		}
+	}
+	if slices.Contains([]string{"!!int", "!!float"}, node.ShortTag()) && node.Decode(&n) == nil && n == 0 {
+		l.problems.add(position(s.file, node), "%s: is 0; %s", path, advice)
 	}
 }
 

@@ -90,6 +90,22 @@ func TestLoadErrors(t *testing.T) {
 			"kind: automation\nname: a\ncron: '@daily'\nskill: b\nmax_attempts: 0\n",
 			`f.yaml:5:15: max_attempts: is 0; write at least 1, or leave it out for the default`,
 		},
+		"no money": {
+			"kind: agent\nname: a\nlimits:\n  iterations: 8\n  day_usd: 0\n",
+			`f.yaml:5:12: limits.day_usd: is 0; leave it out for no limit`,
+		},
+		"no budget": {
+			"kind: eval\nname: a\nbudget: {cost_usd: 0.0}\ncases: []\n",
+			`f.yaml:3:20: budget.cost_usd: is 0; leave it out for no limit`,
+		},
+		"no call": {
+			"kind: eval\nname: a\ncases:\n- {name: c, messages: [{user: hi}], expect: [{called: {skill: s, times: 0}}]}\n",
+			`f.yaml:4:73: cases[0].expect[0].called.times: is 0; leave it out for at least one call; not_called forbids calls`,
+		},
+		"no words": {
+			"kind: eval\nname: a\ncases:\n- {name: c, messages: [{user: hi}], expect: [{answer: {max_words: 0}}]}\n",
+			`f.yaml:4:67: cases[0].expect[0].answer.max_words: is 0; leave it out for no limit`,
+		},
 		"unknown key": {goodSkill + "handlr: x\n", `f.yaml:4:1: unknown key "handlr"; did you mean "handler"?`},
 		"far key":     {goodSkill + "zzzzzzzz: x\n", `f.yaml:4:1: unknown key "zzzzzzzz"; known are approvals, config, `},
 		"endless key": {goodSkill + strings.Repeat("h", 1000) + ": x\n", `f.yaml:4:1: unknown key "` +
