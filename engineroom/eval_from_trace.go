@@ -46,9 +46,10 @@ func (room *Room) readCase(ctx context.Context, id, suite string) (newCase, erro
 	result := newCase{Trace: id}
 	trace := activity.Trace{TraceID: id}
 	rows, err := room.Read.Query(ctx, `
-		select a.kind, a.skill_name, a.status, a.input, a.output, a.error_message, a.error_class, a.created_at
+		select a.kind, a.skill_name, a.purpose, a.execution_id::text as execution_id, a.status, a.input, a.output,
+		       a.error_message, a.error_class, a.created_at
 		  from agent_activity a
-		 where a.trace_id = @trace and a.kind in ('model', 'call')
+		 where a.trace_id = @trace and (a.kind in ('model', 'call') or a.kind = 'phase' and a.skill_name = 'delegate')
 		 order by a.created_at, a.id limit @limit + 1`, customPlan, postgres.Strict{"trace": id, "limit": maxCaseCalls})
 	trace.Activities, err = postgres.Collect(rows, err, "read trace "+id, pgx.RowToStructByNameLax[activity.Row])
 	switch {

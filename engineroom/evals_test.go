@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
@@ -211,6 +212,30 @@ func TestCaseFromTrace(t *testing.T) {
 	assert.Truef(t, status == http.StatusOK && strings.HasPrefix(text, "  - name: from "+id+"\n"), "%d %s", status, text)
 	rows.Quiet(t, pool, `update agent_activity set input = '{}'`)
 	wantTexts(t, server.URL+"/evals/from/"+id, "No case can be made")
+}
+
+// The page makes the same case as agent eval add, also for a turn that delegated a task.
+func TestCaseFromTraceLeavesOutDelegatedCalls(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	const id = "ch_01J8052XG1XHJAZ95GX5TCNBAZ"
+	rows.Quiet(t, pool, `
+		insert into agent_activity (trace_id, surface, execution_id, kind, skill_name, status, input, output) values
+		($1, 'chat', $2, 'model', 'model_call', 'success', '{"messages": [{"role": "user", "content": "Where is 7?"}]}', null),
+		($1, 'chat', $3, 'model', 'model_call', 'success', '{"messages": [{"role": "user", "content": "Refund it."}]}', null),
+		($1, 'chat', $3, 'call', 'refund', 'success', '{}', '{}'),
+		($1, 'chat', $2, 'phase', 'delegate', 'success', '{"task": "refund it"}', '{"answer": "Done."}'),
+		($1, 'chat', $2, 'phase', 'reflect', 'success', '{}', '{}')`,
+		id, "00000000-0000-0000-0000-000000000001", "00000000-0000-0000-0000-000000000002")
+	trace, err := activity.TraceOf(t.Context(), pool, id)
+	require.NoError(t, err)
+	made, err := evals.FromTrace(trace, "")
+	require.NoError(t, err)
+	want, err := made.YAML()
+	require.NoError(t, err)
+	_, text := testkit.Get(t, server.URL+"/evals/from/"+id+"/case.yaml")
+	assert.NoDiff(t, "kind: eval\nname: from-traces\ncases:\n"+want, text)
+	assert.Contains(t, text, "delegate")
 }
 
 // A key and Enter label, one key undoes, and two lead to the trials before and after. No single key labels, because g
