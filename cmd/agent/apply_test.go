@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"io"
 	"os"
 	"os/exec"
@@ -10,6 +11,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/creack/pty"
 	"github.com/jackc/pgx/v5"
@@ -346,6 +348,20 @@ func TestApplyWatch(t *testing.T) {
 	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 	err := cmd.Wait()
 	assert.Truef(t, err == nil, "after SIGTERM: %v\n%s", err, shown.String())
+}
+
+func TestWatchFollowsLinkToFolder(t *testing.T) {
+	t.Parallel()
+	dir, link := t.TempDir(), filepath.Join(t.TempDir(), "link")
+	require.NoError(t, os.Symlink(dir, link))
+	watched, err := watchDir(link)
+	require.NoError(t, err)
+	defer watched.Close()
+	testkit.WriteFile(t, filepath.Join(link, "one.yaml"), goodSkill)
+	ctx, stop := context.WithTimeout(t.Context(), 20*time.Second)
+	defer stop()
+	changed, err := watched.waitForChange(ctx)
+	assert.Truef(t, changed && err == nil, "the change was not seen: %v", err)
 }
 
 // apply reports a lost connection. The next file change uses a new one.

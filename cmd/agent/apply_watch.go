@@ -157,8 +157,11 @@ func watchDir(dir string) (*dirWatcher, error) {
 		return nil, hint(fmt.Errorf("watch %s: %w", dir, err),
 			"raise fs.inotify.max_user_instances, or apply without --watch")
 	}
-	f := &dirWatcher{Watcher: watcher, dir: filepath.Clean(dir)}
-	if err := f.add(f.dir); err != nil {
+	f := &dirWatcher{Watcher: watcher}
+	if f.dir, err = filepath.EvalSymlinks(dir); err == nil { // WalkDir does not follow a link
+		err = f.add(f.dir)
+	}
+	if err != nil {
 		watcher.Close()
 		return nil, hint(fmt.Errorf("watch %s: %w", dir, err), "raise fs.inotify.max_user_watches, or apply without --watch")
 	}
