@@ -8,7 +8,6 @@ import (
 	"maps"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 
 	"github.com/spf13/cobra"
@@ -34,8 +33,8 @@ func (c *cli) evalRunCommand() *cobra.Command {
 		Long: `Run the trials of suites in this process and print the results of each case. Skills are answered by the stubs
 of the case, memory and approvals by its script. A trial has no effect outside itself.
 
-Exit codes: 0 passed, 1 failed, 3 undecided because the budget was used up. With --against the comparison decides: 1 for
-worse, 3 for undecided, else 0. --resume continues an interrupted run; answered model calls are not paid again.
+Exit codes: 0 passed, 1 failed, 3 undecided. With --against the comparison decides: 1 for worse, 3 for undecided, else
+0. --resume continues an interrupted run; answered model calls are not paid again.
 
 --candidate DIR tries the workspace in DIR as if it were applied, and applies nothing. If a suite
 with gate: passes, agent apply DIR passes its gate.`,
@@ -121,11 +120,11 @@ func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []stri
 			return err
 		}
 	}
-	runs, err := c.startRuns(ctx, s, a, names, o)
+	starts, err := c.prepareRuns(ctx, s, a, names, o)
 	if err != nil {
 		return err
 	}
-	return c.playRuns(ctx, s, a, runs, o)
+	return c.playRuns(ctx, s, a, starts, o)
 }
 
 // checkJUnit creates or empties the file, so that an error shows before any model call is billed. A remote caller's
@@ -140,14 +139,26 @@ func (c *cli) checkJUnit(name string) error {
 	return nil
 }
 
-// playRuns plays the trials of runs, one run after the other, and prints the reports.
-func (c *cli) playRuns(ctx context.Context, s *session, a *app.App, runs []evals.Run, o evalOptions) error {
-	reports := make([]evals.Report, 0, len(runs))
-	for i, run := range runs {
-		c.onInterrupt(strings.Join(resumeHints(runs[i:]), "\n"))
+// startRun stores a run, or returns a stored one.
+type startRun func(context.Context) (evals.Run, error)
+
+func stored(run evals.Run) startRun {
+	return func(context.Context) (evals.Run, error) { return run, nil }
+}
+
+// playRuns starts each run after the one before has ended, plays its trials, and prints the reports at the end.
+func (c *cli) playRuns(ctx context.Context, s *session, a *app.App, starts []startRun, o evalOptions) error {
+	reports := make([]evals.Report, 0, len(starts))
+	for _, start := range starts {
+		run, err := start(ctx)
+		if err != nil {
+			return evalError(err)
+		}
+		resume := fmt.Sprintf("run %s has not ended; %s continues it", run.ID, resumeCommand(run))
+		c.onInterrupt(resume)
 		report, err := c.playRun(ctx, s, a, run, o)
 		if ctx.Err() != nil {
-			c.infof("%s", strings.Join(resumeHints(runs[i:]), "\n"))
+			c.infof("%s", resume)
 		}
 		if err != nil {
 			return err
@@ -169,41 +180,52 @@ func (c *cli) playRuns(ctx context.Context, s *session, a *app.App, runs []evals
 	return worstExit(reports)
 }
 
-// resumeHints explains how to resume unfinished runs.
-func resumeHints(runs []evals.Run) (lines []string) {
-	for _, r := range runs {
-		lines = append(lines, fmt.Sprintf("run %s has not ended; %s continues it", r.ID, resumeCommand(r)))
-	}
-	return lines
-}
-
-// startRuns stores a run of each suite, or returns the run to resume. Without names it starts all suites.
-func (c *cli) startRuns(
+// prepareRuns checks a run of each suite, or finds the run to resume. Without names it takes all suites.
+func (c *cli) prepareRuns(
 	ctx context.Context, s *session, a *app.App, names []string, o evalOptions,
-) ([]evals.Run, error) {
+) ([]startRun, error) {
 	if o.resume != "" {
 		run, err := findRun(ctx, s, o.resume)
 		if run.Kind == evals.OfShadow {
 			return nil, hint(fmt.Errorf("run %s is a shadow, which servers play", run.ID), "see agent eval show %s", run.ID)
 		}
-		return []evals.Run{run}, err
+		return []startRun{stored(run)}, err
 	}
+	subjects, err := c.findSubjects(ctx, s, names, o)
+	if err != nil {
+		return nil, err
+	}
+	starts := make([]startRun, len(subjects))
+	for i, subject := range subjects {
+		if _, err := a.Evals.Check(subject, o.Options); err != nil {
+			return nil, evalError(err)
+		}
+		starts[i] = func(ctx context.Context) (evals.Run, error) {
+			return a.Evals.StartSubject(ctx, subject, o.Options, o.candidate != "")
+		}
+	}
+	return starts, nil
+}
+
+// findSubjects returns the subjects of the named suites, or of all without names.
+func (c *cli) findSubjects(
+	ctx context.Context, s *session, names []string, o evalOptions,
+) (subjects []evals.Subject, err error) {
 	if o.candidate != "" {
-		return c.startCandidateRuns(ctx, s, a, names, o)
+		return c.findCandidates(ctx, s, names, o)
 	}
 	suites, err := findSuites(ctx, s, names)
 	if err != nil {
 		return nil, err
 	}
-	var runs []evals.Run
 	for _, suite := range suites {
-		run, err := a.Evals.Start(ctx, suite, o.Options)
+		subject, err := app.EvalInstallation(s.config, buildVersion()).Subject(ctx, s.Pool, suite)
 		if err != nil {
 			return nil, evalError(err)
 		}
-		runs = append(runs, run)
+		subjects = append(subjects, subject)
 	}
-	return runs, nil
+	return subjects, nil
 }
 
 // findSuites reads the named suites, or all without names.
@@ -257,10 +279,10 @@ func (c *cli) readCandidate(
 	return files, options, c.checkSentWorkspace(ctx, s, files)
 }
 
-// startCandidateRuns stores a run of each suite of a folder. Without names it starts all suites.
-func (c *cli) startCandidateRuns(
-	ctx context.Context, s *session, a *app.App, names []string, o evalOptions,
-) ([]evals.Run, error) {
+// findCandidates returns the named suites of a folder with their candidates, or all without names.
+func (c *cli) findCandidates(
+	ctx context.Context, s *session, names []string, o evalOptions,
+) (subjects []evals.Subject, err error) {
 	files, options, err := c.readCandidate(ctx, s, o)
 	if err != nil {
 		return nil, err
@@ -275,19 +297,14 @@ func (c *cli) startCandidateRuns(
 	if len(names) == 0 {
 		return nil, errNoSuites()
 	}
-	var runs []evals.Run
 	for _, name := range names {
 		subject, known := all[name]
 		if !known {
 			return nil, fmt.Errorf("%s has no eval %.100q%s", o.candidate, name, suggestion(name, slices.Sorted(maps.Keys(all))))
 		}
-		run, err := a.Evals.StartCandidate(ctx, subject, o.Options)
-		if err != nil {
-			return nil, evalError(err)
-		}
-		runs = append(runs, run)
+		subjects = append(subjects, subject)
 	}
-	return runs, nil
+	return subjects, nil
 }
 
 // playRun plays the trials of one run, and returns its report. On a terminal it shows the progress.

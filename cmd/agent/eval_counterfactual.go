@@ -105,7 +105,7 @@ func (c *cli) runCounterfactual(
 	if err != nil {
 		return err
 	}
-	return c.playRuns(ctx, s, a, []evals.Run{run}, o)
+	return c.playRuns(ctx, s, a, []startRun{stored(run)}, o)
 }
 
 // planCounterfactual prints the estimated cost of a counterfactual and stores it.

@@ -117,6 +117,29 @@ func TestEvalCommands(t *testing.T) {
 	p.mustFail(1, `the suite has a case "again" already`, "eval", "add", traceID, "--name", "again", "--to", path)
 }
 
+// A run is stored when its trials begin, so no run of the command waits as interrupted. An error of a later suite
+// starts none.
+func TestEvalRunStoresEachRunWhenItBegins(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	pool := pgtest.Pool(t, url, postgres.Options{})
+	server := modeltest.New(t)
+	server.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("It is not due.") })
+	p := newProgram(t, url, "OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=k", "AGENT_MODEL=unpriced")
+	first := strings.Replace(evalWorkspace, "budget: {cost_usd: 0.1}\n", "", 1)
+	_, suite, _ := strings.Cut(evalWorkspace, "---\n")
+	second := strings.Replace(suite, "name: orders", "name: second", 1)
+	p.must("apply", writeFolder(t, map[string]string{"a.yaml": first, "b.yaml": second}))
+	p.mustFail(2, "the model has no price", "eval", "run")
+	pgtest.Equal(t, pool, 0, `select count(*)::int from agent_eval_runs`)
+	p.must("apply", writeFolder(t, map[string]string{
+		"a.yaml": first, "b.yaml": strings.Replace(second, "budget: {cost_usd: 0.1}\n", "", 1),
+	}))
+	p.run("eval", "run")
+	pgtest.Equal(t, pool, true, `
+		select max(created_at) > min(finished_at) and count(*) = 2 from agent_eval_runs where finished_at is not null`)
+}
+
 // An outage becomes its own suite, here and through a server. Apply takes its file unchanged.
 func TestEvalAddFromOutage(t *testing.T) {
 	t.Parallel()

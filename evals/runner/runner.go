@@ -293,27 +293,30 @@ func (r *Runner) Start(ctx context.Context, s evals.Suite, o Options) (evals.Run
 	if err != nil {
 		return evals.Run{}, err
 	}
-	return r.insertRun(ctx, subject, o, false)
+	return r.StartSubject(ctx, subject, o, false)
 }
 
-// StartCandidate stores a run of a workspace that is not applied. [Runner.Work] plays it.
-func (r *Runner) StartCandidate(ctx context.Context, subject evals.Subject, o Options) (evals.Run, error) {
-	return r.insertRun(ctx, subject, o, true)
-}
-
-// insertRun stores a run with its trials.
-func (r *Runner) insertRun(ctx context.Context, subject evals.Subject, o Options, candidate bool) (evals.Run, error) {
+// StartSubject stores a run of a subject. candidate says that the subject's workspace is not applied.
+func (r *Runner) StartSubject(
+	ctx context.Context, subject evals.Subject, o Options, candidate bool,
+) (evals.Run, error) {
+	subject, err := r.Check(subject, o)
+	if err != nil {
+		return evals.Run{}, err
+	}
 	run := evals.Run{
 		Kind: evals.OfSuite, Trials: cmp.Or(o.Trials, subject.Suite.Definition.TrialCount()), Candidate: candidate,
 		Background: o.Background,
 	}
-	if err := r.overrideModel(&subject, o.Model); err != nil {
-		return evals.Run{}, err
-	}
-	if err := r.checkPrices(subject); err != nil {
-		return evals.Run{}, err
-	}
 	return r.insert(ctx, r.Pool, run, subject)
+}
+
+// Check returns a subject with the model of o, or an error if no run of it can start.
+func (r *Runner) Check(subject evals.Subject, o Options) (evals.Subject, error) {
+	if err := r.overrideModel(&subject, o.Model); err != nil {
+		return evals.Subject{}, err
+	}
+	return subject, r.checkPrices(subject)
 }
 
 // insert stores a run of a subject with its trials, and records the caller.
