@@ -245,7 +245,7 @@ func (r *Runner) recordedTurn(loop *reason.Loop, recorded evals.Recorded) reason
 func (r *Runner) workControl(
 	ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial),
 ) (problem string, err error) {
-	control, err := evals.GetRun(ctx, r.Pool, run.ControlID)
+	control, err := evals.GetRun(context.WithoutCancel(ctx), r.Pool, run.ControlID)
 	if err != nil {
 		return "", err
 	}

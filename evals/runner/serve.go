@@ -24,6 +24,9 @@ const (
 	serveRuns, serveTrials = 4, 8
 	// serveShadows bounds the shadows among these runs, because a shadow keeps its slot for its whole time.
 	serveShadows = 2
+	// interruptedTTL is the time after which servers end an interrupted run, and interruptedPoll the pause between polls
+	// for such runs.
+	interruptedTTL, interruptedPoll = 7 * 24 * time.Hour, time.Hour
 	// expiryGrace is the time after its deadline in which a failing run is tried again.
 	expiryGrace = time.Minute
 )
@@ -41,7 +44,8 @@ type claim struct {
 
 // Serve plays the runs that were started with Options.Background, until ctx ends. A process plays a run while it renews
 // its claim. If the process dies, the claim expires and another process claims the run. A run that cannot be played
-// ends as undecided, or as failed if one of its trials failed.
+// ends as undecided, or as failed if one of its trials failed. So does an interrupted run after interruptedTTL, because
+// retention keeps unfinished runs with the texts of their turns.
 func (r *Runner) Serve(ctx context.Context) error {
 	var playing sync.WaitGroup
 	defer playing.Wait()
@@ -49,11 +53,18 @@ func (r *Runner) Serve(ctx context.Context) error {
 	var failures logging.Failures
 	tick := time.NewTicker(servePoll)
 	defer tick.Stop()
+	var polled time.Time
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
 		case slots <- struct{}{}:
+		}
+		if time.Since(polled) > interruptedPoll {
+			polled = time.Now()
+			if err := r.expireInterrupted(ctx); err != nil && ctx.Err() == nil {
+				r.Logger.WarnContext(ctx, "interrupted runs of evals not ended, trying again in an hour", "error", err)
+			}
 		}
 		c, err := r.claimRun(ctx, len(shadows) < serveShadows)
 		failures.Log(ctx, r.Logger, "runs of evals not read, trying again", err)
@@ -76,6 +87,21 @@ func (r *Runner) Serve(ctx context.Context) error {
 		case <-tick.C:
 		}
 	}
+}
+
+// expireInterrupted leaves interrupted runs to servers after interruptedTTL. Their time is over, so a server ends them.
+// A run with a control ends its control.
+func (r *Runner) expireInterrupted(ctx context.Context) error {
+	_, err := r.Pool.Exec(ctx, `
+		update agent_eval_runs
+		   set served_until = clock_timestamp(), began_at = coalesce(began_at, created_at)
+		 where status = 'running' and served_until is null and (kind = 'suite' or control_id is not null)
+		   and greatest(began_at, created_at) < clock_timestamp() - @ttl::interval`,
+		postgres.Strict{"ttl": interruptedTTL})
+	if err != nil {
+		return fmt.Errorf("find interrupted runs: %w", err)
+	}
+	return nil
 }
 
 // claimRun claims a run that no server plays, or returns an empty claim. It claims a shadow only if shadows is set.

@@ -111,6 +111,29 @@ func TestFailingRunEndsAfterDeadline(t *testing.T) {
 	w.awaitStatus(t, run.ID, evals.Undecided)
 }
 
+// Retention keeps an unfinished run with the texts of its turns. A server ends an interrupted run, and plays no trial.
+func TestServerEndsInterruptedRuns(t *testing.T) {
+	t.Parallel()
+	w := newTestRunner(t)
+	w.script(func(string, []string) modeltest.Reply { return modeltest.Text("It is not due.") })
+	w.record(t, "order 7?")
+	p, err := w.runner.Plan(t.Context(), runner.Counterfactual{
+		Agent: "sales", Model: "gpt-4.1", Since: time.Hour, Sample: 1, Trials: 1, Timeout: time.Hour,
+	})
+	require.NoError(t, err)
+	run, err := w.runner.Store(t.Context(), p)
+	require.NoError(t, err)
+	suite, calls := w.start(t, ordersSuite(), runner.Options{}), len(w.model.Requests())
+	pgtest.Exec(t, w.pool, `update agent_eval_runs set created_at = created_at - interval '100 days'`)
+	young := w.start(t, ordersSuite(), runner.Options{})
+	w.serve(t)
+	for _, id := range []string{run.ID, run.ControlID, suite.ID} {
+		w.awaitStatus(t, id, evals.Undecided)
+	}
+	assert.Equal(t, calls, len(w.model.Requests()))
+	pgtest.Equal(t, w.pool, evals.Running, `select status from agent_eval_runs where id = $1`, young.ID)
+}
+
 // A process with an expired claim neither renews nor releases the claim of another process.
 func TestServerKeepsForeignClaim(t *testing.T) {
 	t.Parallel()
