@@ -261,8 +261,11 @@ func (b *environment) applyMemoryCall(skill string, raw, result json.RawMessage)
 	}
 }
 
-// evaluate decides the trial.
-func (b *environment) evaluate(c evals.Case, o reason.Outcome, failure error, latency time.Duration) evals.Trial {
+// evaluate decides the trial. The latency of a resumed trial contains the time in which no process played it, so it
+// fails no trial.
+func (b *environment) evaluate(
+	c evals.Case, o reason.Outcome, failure error, latency time.Duration, resumed bool,
+) evals.Trial {
 	t := evals.Trial{
 		Answer: o.Text, Iterations: o.Iterations, Tokens: int64(o.Usage.TotalTokens), CostUSD: o.CostUSD,
 		DurationMS: latency.Milliseconds(), Verdict: evals.Pass, Reasons: []string{}, Calls: redact.JSON(b.calls, maxCalls),
@@ -281,9 +284,14 @@ func (b *environment) evaluate(c evals.Case, o reason.Outcome, failure error, la
 		if b.recorded != nil {
 			t.Reasons = b.recorded.Follows(b.calls)
 		} else {
-			t.Reasons = evals.Judge(c, evals.Observed{
+			observed := evals.Observed{
 				Answer: o.Text, Calls: b.calls, Written: b.written, Iterations: o.Iterations, CostUSD: o.CostUSD, Latency: latency,
-			})
+			}
+			t.Reasons = evals.Judge(c, observed)
+			if observed.Latency = 0; resumed && len(t.Reasons) > 0 && len(evals.Judge(c, observed)) == 0 {
+				t.Verdict, t.Reasons = evals.UndecidedTrial, []string{"it was interrupted, so its latency is unknown"}
+				return t
+			}
 		}
 		if o.Ended != reason.Answered {
 			t.Reasons = append(t.Reasons, "the turn ended without an answer: "+o.Ended)

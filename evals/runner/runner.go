@@ -139,7 +139,8 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 	if err != nil {
 		return executions.Result{}, err
 	}
-	verdict := b.evaluate(c, outcome, failure, ended.Sub(start))
+	x, _ := executions.Current(ctx)
+	verdict := b.evaluate(c, outcome, failure, ended.Sub(start), x.Claim > 1)
 	if verdict.Verdict == evals.Pass {
 		list, err := r.judgeTrial(ctx, run, subject, data.calibrations, c, outcome.Text)
 		if err != nil {
@@ -147,7 +148,6 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 		}
 		verdict.ApplyJudgements(c, list)
 	}
-	x, _ := executions.Current(ctx)
 	verdict.Case, verdict.Trial, verdict.TraceID = in.Case, in.Trial, x.TraceID
 	_, err = executions.EndTx(ctx, "verdict", func(ctx context.Context, tx pgx.Tx) (evals.Verdict, error) {
 		return verdict.Verdict, storeVerdict(ctx, tx, in.Run, verdict)

@@ -362,6 +362,26 @@ func TestInterruptedRunRepeatsNoModelCall(t *testing.T) {
 		   group by 1, 2 having count(*) > 1) twice`)
 }
 
+// The time in which no process plays a trial is not its latency.
+func TestInterruptedTrialDoesNotFailByItsLatency(t *testing.T) {
+	t.Parallel()
+	w := newTestRunner(t)
+	ctx, interrupt := context.WithCancel(t.Context())
+	w.script(func(string, []string) modeltest.Reply {
+		interrupt()
+		return modeltest.Text("It is not due.")
+	})
+	d := ordersSuite()
+	d.Cases, d.Trials = d.Cases[:1], 1
+	d.Cases[0].Expect = []evals.Expectation{{Within: &evals.Within{Latency: "1ms"}}}
+	run := w.start(t, d, runner.Options{})
+	require.Error(t, w.runner.Work(ctx, run, 1, func(evals.Trial) {}), "the run was not interrupted")
+	require.NoError(t, w.runner.Work(t.Context(), run, 1, func(evals.Trial) {}))
+	report := w.report(t, run)
+	assert.Equal(t, evals.Undecided, report.Status, report.Cases[0].Reasons)
+	assert.Equal(t, evals.Failed, w.run(t, d, runner.Options{}).Status, "a run that was not interrupted")
+}
+
 func TestRunTimeout(t *testing.T) {
 	t.Parallel()
 	w := newTestRunner(t)
