@@ -152,7 +152,8 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 		return err
 	}
 	const one = "kind: agent\nname: one\ndefault: true\n"
-	const both = one + "---\nkind: agent\nname: two\n"
+	const both = one + "---\nkind: agent\nname: two\n---\nkind: skill\nname: look\ndescription: x\nhandler: builtin:x\n" +
+		"---\nkind: flow\nname: tidy\nactions: [{actionType: reason, parameters: {prompt: hi}}]\n"
 	keepFlows := workspace.Options{Prune: func(i workspace.Item) bool { return i.Kind == "agent" }}
 	for name, c := range map[string]struct {
 		use, free, want string
@@ -164,6 +165,20 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 			"agent two cannot be removed: automation \"nightly\" names it; run `agent automations disable \"nightly\"`, " +
 				"or keep the agent",
 			pruneAll,
+		},
+		"an automation of a skill": {
+			`insert into agent_automations (name, skill_name, source) values ('hourly', 'look', 'agent')`,
+			`update agent_automations set enabled = false, disabled_by = 'admin' where name = 'hourly'`,
+			"skill look cannot be removed: automation \"hourly\" names it; run `agent automations disable \"hourly\"`, " +
+				"or keep the skill",
+			pruneAll,
+		},
+		"an automation of a flow": {
+			`insert into agent_automations (name, flow, source) values ('daily', 'tidy', 'agent')`,
+			`update agent_automations set enabled = false, disabled_by = 'admin' where name = 'daily'`,
+			"flow tidy cannot be removed: automation \"daily\" names it; run `agent automations disable \"daily\"`, " +
+				"or keep the flow",
+			workspace.Options{Prune: func(i workspace.Item) bool { return i.Kind == "flow" }},
 		},
 		"an objective": {
 			`insert into agent_objectives (name, agent, goal, source) values ('grow', 'two', 'Grow.', 'admin')`,
@@ -192,8 +207,10 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 		if err := put(c.options, one); !errors.As(err, &used) || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: said %v, want %q", name, err, c.want)
 		}
-		_, err := (&agents.Directory{}).Find(t.Context(), pool, "two")
-		assert.NoError(t, err, name, "the agent is gone")
+		pgtest.Equal(t, pool, 3, `
+			select (select count(*) from agent_agents where name = 'two' and current)::int
+			     + (select count(*) from agent_skills where name = 'look')::int
+			     + (select count(*) from agent_flows where name = 'tidy' and current)::int`)
 		pgtest.Exec(t, pool, c.free)
 		assert.NoError(t, put(c.options, one), name, "freed, but")
 	}

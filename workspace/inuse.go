@@ -13,15 +13,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// InUseError reports agents that an apply cannot remove: they are in use, or no default agent would remain.
+// InUseError reports agents, skills and flows that an apply cannot remove: they are in use, or no default agent would
+// remain.
 type InUseError struct {
 	Reasons []string // one for each use or missing default, with advice
 }
 
 func (e *InUseError) Error() string { return strings.Join(e.Reasons, "\n") }
 
-// checkRemoved rejects the removal of agents in use, and a removal that leaves no default agent.
+// checkRemoved rejects the removal of agents, skills and flows in use, and a removal that leaves no default agent.
 func checkRemoved(ctx context.Context, tx pgx.Tx, diff Diff) error {
+	reasons, err := uses(ctx, tx, names(diff.Of(Remove)))
+	if err != nil {
+		return err
+	}
 	var removed []string
 	for _, item := range diff.Of(Remove) {
 		if item.Kind == "agent" {
@@ -29,11 +34,10 @@ func checkRemoved(ctx context.Context, tx pgx.Tx, diff Diff) error {
 		}
 	}
 	if len(removed) == 0 {
+		if len(reasons) > 0 {
+			return &InUseError{reasons}
+		}
 		return nil
-	}
-	reasons, err := agentUses(ctx, tx, removed)
-	if err != nil {
-		return err
 	}
 	flowReasons, err := flowUses(ctx, tx, removed)
 	if err != nil {
@@ -55,32 +59,33 @@ func checkRemoved(ctx context.Context, tx pgx.Tx, diff Diff) error {
 	return nil
 }
 
-// agentUses lists automations and objectives of removed agents. checkActors reports uses inside the workspace, with
-// their position in the file.
-func agentUses(ctx context.Context, db postgres.DB, removed []string) ([]string, error) {
+// uses lists automations and objectives that name a removed object. removed has entries like "skill one". checkActors
+// and checkCalls report uses inside the workspace, with their position in the file.
+func uses(ctx context.Context, db postgres.DB, removed []string) ([]string, error) {
 	rows, err := db.Query(ctx, `
-		select 'automation' as kind, a.name, a.agent, 'disable' as verb
-		  from agent_automations a
-		 where a.agent = any (@removed)
+		select 'automation' as kind, a.name, u.kind, u.name, 'disable' as verb
+		  from agent_automations a,
+		       lateral (values ('agent', a.agent), ('skill', a.skill_name), ('flow', a.flow)) u (kind, name)
+		 where u.kind || ' ' || u.name = any (@removed)
 		   and (a.enabled or a.disabled_by <> 'admin') -- any other actor may enable it again
 		union all
-		select 'objective', o.name, o.agent,
+		select 'objective', o.name, 'agent', o.agent,
 		       case o.status
 		         when 'proposed' then 'reject'
 		         else 'pause'
 		       end
 		  from agent_objectives o
-		 where o.agent = any (@removed) and o.status in ('active', 'proposed')
-		 order by 1, 2`, postgres.Strict{"removed": removed})
-	type use struct{ Kind, Name, Agent, Verb string }
-	uses, err := postgres.Collect(rows, err, "find uses of removed agents", pgx.RowToStructByPos[use])
+		 where 'agent ' || o.agent = any (@removed) and o.status in ('active', 'proposed')
+		 order by 1, 2, 3`, postgres.Strict{"removed": removed})
+	type use struct{ Kind, Name, Removed, RemovedName, Verb string }
+	list, err := postgres.Collect(rows, err, "find uses of removed objects", pgx.RowToStructByPos[use])
 	if err != nil {
 		return nil, err
 	}
-	reasons := make([]string, len(uses))
-	for i, u := range uses {
-		reasons[i] = fmt.Sprintf("agent %s cannot be removed: %s %q names it; run `agent %ss %s %q`, or keep the agent",
-			u.Agent, u.Kind, u.Name, u.Kind, u.Verb, u.Name)
+	reasons := make([]string, len(list))
+	for i, u := range list {
+		reasons[i] = fmt.Sprintf("%s %s cannot be removed: %s %q names it; run `agent %ss %s %q`, or keep the %s",
+			u.Removed, u.RemovedName, u.Kind, u.Name, u.Kind, u.Verb, u.Name, u.Removed)
 	}
 	return reasons, nil
 }
