@@ -73,6 +73,8 @@ func ReadLabels(text []byte) ([]JudgeLabel, error) {
 				strings.TrimPrefix(err.Error(), "json: "))
 		case label.Answer == "" || label.Pass == nil || len(label.Answer) > maxText:
 			return nil, fmt.Errorf(`label %d: must have "answer", of at most %d bytes, and "pass"`, len(all)+1, maxText)
+		case strings.Contains(label.Answer+label.Rubric, "\x00"):
+			return nil, fmt.Errorf("label %d: has the character U+0000, which PostgreSQL cannot store", len(all)+1)
 		case len(all) == maxLabelled:
 			return nil, fmt.Errorf("has more than %d labels", maxLabelled)
 		}

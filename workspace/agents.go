@@ -39,7 +39,8 @@ func agentKind() kind {
 	return k
 }
 
-// readText reads a text file of the workspace. given is the path as the document names it.
+// readText reads a text file of the workspace, with line feeds as the ends of lines and without a byte order mark.
+// given is the path as the document names it.
 func readText(fsys fs.FS, name, given string) (string, error) {
 	if !fs.ValidPath(name) {
 		return "", fmt.Errorf("%q is outside the workspace", given)
@@ -51,7 +52,8 @@ func readText(fsys fs.FS, name, given string) (string, error) {
 	case !utf8.Valid(raw):
 		return "", fmt.Errorf("%q is no text in UTF-8", given)
 	}
-	return strings.TrimSpace(string(raw)), nil
+	text := strings.TrimPrefix(string(raw), "\ufeff")
+	return strings.TrimSpace(strings.ReplaceAll(text, "\r\n", "\n")), nil
 }
 
 // agentRow is an agent in a diff.

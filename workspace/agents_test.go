@@ -20,7 +20,7 @@ func TestApplyAgents(t *testing.T) {
 	dir := fstest.MapFS{
 		"agents/sales.yaml": {Data: []byte(
 			"kind: agent\nname: sales\ninstructions_file: sales.md\nmemory: own\nkeys: [web]\n")},
-		"agents/sales.md": {Data: []byte("You are Nora of {{Tienda}} Sol.\n")},
+		"agents/sales.md": {Data: []byte("You are Nora of {{Tienda}} Sol.\nBe brief.\n")},
 	}
 	apply := func() {
 		t.Helper()
@@ -30,12 +30,14 @@ func TestApplyAgents(t *testing.T) {
 		require.NoError(t, err)
 	}
 	apply()
+	dir["agents/sales.md"].Data = []byte("\ufeffYou are Nora of {{Tienda}} Sol.\r\nBe brief.\r\n") // of Windows
 	apply()
 	d := &agents.Directory{Settings: agents.Settings{Name: "house", Timezone: "Europe/Madrid"}}
 	a, err := d.Find(t.Context(), pool, "")
 	require.NoError(t, err)
 	assert.Truef(t, a.Name == "sales" && a.Version == 1 && a.Default &&
-		a.Instructions == "You are Nora of {{Tienda}} Sol." && a.Timezone == "Europe/Madrid", "the agent is %+v", a)
+		a.Instructions == "You are Nora of {{Tienda}} Sol.\nBe brief." && a.Timezone == "Europe/Madrid",
+		"the agent is %+v", a)
 	dir["agents/sales.md"].Data = []byte("You are Nora.")
 	apply()
 	a, err = d.Find(t.Context(), pool, agents.Alias)

@@ -64,7 +64,7 @@ func TestLabelsOfJudgeAreReadFromTheirFile(t *testing.T) {
 	folder := func(labels string) fstest.MapFS {
 		return fstest.MapFS{"e/a.yaml": {Data: []byte(judged)}, "e/l/kind.jsonl": {Data: []byte(labels)}}
 	}
-	w, err := workspace.Load(folder(`{"answer": "No.", "pass": false}`))
+	w, err := workspace.Load(folder("\ufeff{\"answer\": \"No.\", \"pass\": false}\r\n"))
 	require.NoError(t, err)
 	j := w.Evals[0].Definition.Cases[0].Expect[1].Judge
 	assert.NoDiff(t, []evals.JudgeLabel{{Answer: "No."}}, j.Labelled)
@@ -72,6 +72,8 @@ func TestLabelsOfJudgeAreReadFromTheirFile(t *testing.T) {
 	assert.NoError(t, err, "an empty file of labels")
 	_, err = workspace.Load(folder(`{"answer": "No."}`))
 	assert.ErrorContains(t, err, `e/a.yaml:15:40: cases[0].expect[1].judge.labels: label 1: must have "answer"`)
+	_, err = workspace.Load(folder(`{"answer": "\u0000", "pass": true}`))
+	assert.ErrorContains(t, err, "label 1: has the character U+0000")
 	without := folder("")
 	delete(without, "e/l/kind.jsonl")
 	_, err = workspace.Load(without)
