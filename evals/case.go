@@ -126,8 +126,8 @@ func parseMessages(input json.RawMessage) (list []Message) {
 // newStub creates the stub of a call.
 func newStub(row activity.Row) Stub {
 	var s Stub
-	if json.Unmarshal(row.Input, &s.When) != nil {
-		s.When = nil
+	if input, err := decodeExact(row.Input); err == nil {
+		s.When, _ = input.(map[string]any)
 	}
 	delegated := row.Kind == activity.KindPhase // the input of delegate has even the parameters that the model omitted
 	for key, value := range s.When {
@@ -144,7 +144,8 @@ func newStub(row activity.Row) Stub {
 		}
 		return s
 	}
-	if json.Unmarshal(row.Output, &s.Returns) != nil || s.Returns == nil {
+	var err error
+	if s.Returns, err = decodeExact(row.Output); err != nil || s.Returns == nil {
 		s.Returns = map[string]any{}
 	}
 	if output, ok := s.Returns.(map[string]any); ok && delegated {

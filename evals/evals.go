@@ -14,6 +14,7 @@
 package evals
 
 import (
+	"bytes"
 	"cmp"
 	"encoding/json"
 	"errors"
@@ -68,6 +69,14 @@ type Case struct {
 	Skills    map[string][]Stub `yaml:"skills" json:"skills,omitempty"` // stubs by skill, including delegate
 	Approvals map[string]string `yaml:"approvals" json:"approvals,omitempty"`
 	Expect    []Expectation     `yaml:"expect" json:"expect"`
+}
+
+// UnmarshalJSON decodes a case, with all numbers of arguments, results and memory as they are written.
+func (c *Case) UnmarshalJSON(text []byte) error {
+	type plain Case
+	d := json.NewDecoder(bytes.NewReader(text))
+	d.UseNumber()
+	return d.Decode((*plain)(c))
 }
 
 // Message is a message of the user or the assistant. The last one is the user's.

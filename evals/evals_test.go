@@ -9,6 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -160,6 +161,40 @@ func TestFromTrace(t *testing.T) {
 	got, err = evals.FromTrace(turn, "")
 	require.NoError(t, err)
 	assert.Equal(t, 1, got.Expect[0].Within.Iterations, "the calls of a judge are not the agent's")
+}
+
+// An id with 19 digits has no float64.
+func TestLargeNumbersStayExact(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	args := json.RawMessage(`{"order":1234567890123456789,"sum":7.50}`)
+	made, err := evals.FromTrace(activity.Trace{Activities: []activity.Row{
+		{Kind: activity.KindModel, Status: activity.Success, Input: json.RawMessage(`{"messages":[{"role":"user","content":"x"}]}`)},
+		{Kind: activity.KindCall, Status: activity.Success, SkillName: "check", Input: args, Output: args},
+	}}, "")
+	require.NoError(t, err)
+	made.Memory = map[string]any{"a/b": json.Number("1234567890123456789")}
+	_, err = evals.Put(t.Context(), pool, evals.Definition{Name: "large", Cases: []evals.Case{made}})
+	require.NoError(t, err)
+	suite, err := evals.Get(t.Context(), pool, "large")
+	require.NoError(t, err)
+	got := suite.Definition.Cases[0]
+	text, err := json.Marshal([]any{got.Skills["check"], got.Memory})
+	require.NoError(t, err)
+	assert.Equal(t, `[[{"when":{"order":1234567890123456789,"sum":7.5},"returns":{"order":1234567890123456789,"sum":7.5}}],`+
+		`{"a/b":1234567890123456789}]`, string(text))
+	for number, want := range map[string]bool{"1234567890123456789": true, "1234567890123456788": false} {
+		call := json.RawMessage(`{"order":` + number + `,"sum":7.50}`)
+		assert.Equal(t, want, evals.Contains(call, got.Skills["check"][0].When), number)
+	}
+	assert.True(t, evals.Contains(json.RawMessage(`{"n":[7.0]}`), map[string]any{"n": []int{7}}))
+	subject := func(order string) evals.Subject {
+		s := suite
+		s.Definition.Cases = []evals.Case{{Memory: map[string]any{"a/b": json.Number(order)}}}
+		return evals.Subject{Suite: s}
+	}
+	assert.True(t, subject("1234567890123456789").SuiteDigest() != subject("1234567890123456788").SuiteDigest())
+	assert.Equal(t, subject("1e21").SuiteDigest(), subject("1000000000000000000000").SuiteDigest())
 }
 
 // A judge must agree with people. By the bounds of the intervals, its errors in both directions must be rare.

@@ -6,10 +6,12 @@ import (
 	"reflect"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
@@ -238,16 +240,42 @@ func Contains(args json.RawMessage, wanted map[string]any) bool {
 	if len(wanted) == 0 {
 		return true
 	}
-	var got any
-	if json.Unmarshal(args, &got) != nil {
+	got, err := decodeExact(args)
+	if err != nil {
 		return false
 	}
 	text, err := json.Marshal(wanted)
 	if err != nil {
 		return false
 	}
-	var decoded any
-	return json.Unmarshal(text, &decoded) == nil && contains(got, decoded)
+	decoded, err := decodeExact(text)
+	return err == nil && contains(got, decoded)
+}
+
+// decodeExact decodes JSON like [json.Unmarshal]. A whole number that a float64 would round stays a [json.Number].
+func decodeExact(text []byte) (any, error) {
+	tree, err := exactjson.Decode(text)
+	return unrounded(tree), err
+}
+
+func unrounded(tree any) any {
+	switch v := tree.(type) {
+	case map[string]any:
+		for key, item := range v {
+			v[key] = unrounded(item)
+		}
+	case []any:
+		for i, item := range v {
+			v[i] = unrounded(item)
+		}
+	case json.Number:
+		f, err := v.Float64()
+		text := v.String()
+		if err == nil && (strings.ContainsAny(text, ".eE") || strconv.FormatFloat(f, 'f', -1, 64) == text) {
+			return f
+		}
+	}
+	return tree
 }
 
 func contains(got, wanted any) bool {

@@ -137,8 +137,12 @@ func (r Recorded) Follows(calls []Call) []string {
 // null members. A redacted string equals every string. The value of memory_write is ignored, because the result of the
 // call does not depend on it.
 func equalArgs(skill string, got, recorded json.RawMessage) bool {
-	var a, b any
-	if json.Unmarshal(got, &a) != nil || json.Unmarshal(recorded, &b) != nil {
+	a, err := decodeExact(got)
+	if err != nil {
+		return false
+	}
+	b, err := decodeExact(recorded)
+	if err != nil {
 		return false
 	}
 	gotArgs, isObject := a.(map[string]any)

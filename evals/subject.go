@@ -140,7 +140,7 @@ func digest(value any) string {
 	text, err := json.Marshal(value)
 	var decoded any
 	if err == nil {
-		err = json.Unmarshal(text, &decoded)
+		decoded, err = decodeExact(text)
 	}
 	if err == nil {
 		text, err = json.Marshal(decoded)
