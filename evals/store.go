@@ -152,7 +152,7 @@ const (
 	Fail           Verdict = "fail"
 	Diverged       Verdict = "diverged"  // a call had no stub
 	Error          Verdict = "error"     // the trial ended without an answer
-	UndecidedTrial Verdict = "undecided" // the budget was used up
+	UndecidedTrial Verdict = "undecided" // nothing decided it, such as after the budget was used up
 )
 
 // Trial is one trial of a case. Verdict is empty until it is decided.

@@ -39,7 +39,8 @@ comment on column agent_eval_runs.agent is 'The agent under test.';
 comment on column agent_eval_runs.agent_version is 'Its version. 0: the agent of the settings.';
 comment on column agent_eval_runs.model is 'The model under test.';
 comment on column agent_eval_runs.trials is 'Trials of each case.';
-comment on column agent_eval_runs.status is 'The result. undecided: the budget was used up.';
+comment on column agent_eval_runs.status is
+  'The result. undecided: no trial failed, but one is undecided, or the run was given up.';
 comment on column agent_eval_runs.finished_at is 'When its last trial was decided.';
 comment on column agent_eval_runs.kind is
   'suite: a declared suite. counterfactual: a sample of recorded turns. shadow: turns as they complete.';
@@ -78,8 +79,8 @@ comment on column agent_eval_trials.case_name is 'The case of the suite.';
 comment on column agent_eval_trials.trial is 'The number of the trial, from 1 on.';
 comment on column agent_eval_trials.position is 'The place of the case in the suite.';
 comment on column agent_eval_trials.verdict is
-  'pass or fail: the expectations decided. diverged: a call had no stub. error: there was no answer. undecided: the '
-  'budget was used up. Null: not decided yet.';
+  'pass or fail: the expectations decided. diverged: a call had no stub. error: there was no answer. undecided: '
+  'nothing decided it, such as after the budget was used up. Null: not decided yet.';
 comment on column agent_eval_trials.reasons is 'Why it did not pass.';
 comment on column agent_eval_trials.answer is 'The beginning of the answer, redacted.';
 comment on column agent_eval_trials.calls is 'The calls in their order, with redacted arguments.';
