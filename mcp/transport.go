@@ -134,6 +134,7 @@ func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, err
 	if request.Method == http.MethodPost && request.Header.Get("Mcp-Session-Id") != "" {
 		switch response.StatusCode {
 		case http.StatusNotFound: // whatever the body is
+			cancel()
 			b.conn.stale.Store(true)
 			return nil, errors.Join(errSessionUnknown, response.Body.Close())
 		case http.StatusBadRequest: // some servers say so of an unknown session
