@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
@@ -313,6 +314,31 @@ func retry(t *testing.T, pool *pgxpool.Pool, failed automations.Run) automations
 	wg.Wait()
 	require.Equal(t, 1, len(won))
 	return won[0]
+}
+
+// TestReadyReadsOneRunOfABacklog, since each of its runs leads to another call of Ready.
+func TestReadyReadsOneRunOfABacklog(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	a := put(t, pool, automations.Definition{Name: "a", Signal: "pending_approvals > 3"})
+	pgtest.Exec(t, pool, `
+		insert into agent_automation_runs (automation_id, cause, status, scheduled_for, created_at, retry_at)
+		select $1::uuid, 'signal', s.status, now() - n * interval '1 s', now() - n * interval '1 s', now() + s.wait
+		  from generate_series(1, 3000) n,
+		       (values ('due', null), ('error', interval '1 hour')) s (status, wait)`, a.ID)
+	pgtest.Exec(t, pool, `analyze agent_automation_runs`)
+	recorded, recorder := pgtest.Recorded(t, pool)
+	ready, err := automations.Ready(t.Context(), recorded, 0)
+	require.NoError(t, err)
+	require.Equal(t, 1, len(ready))
+	assert.Truef(t, time.Since(ready[0].CreatedAt) > 3000*time.Second, "not the longest waiting one: %+v", ready[0])
+	q := recorder.Queries()[0]
+	rows, err := pool.Query(t.Context(), "explain (analyze, timing off, summary off) "+q.SQL, q.Args...)
+	require.NoError(t, err)
+	plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	text := strings.Join(plan, "\n")
+	assert.Truef(t, !strings.Contains(text, "rows=3000") && !strings.Contains(text, "Filter: 2"), "reads the backlog:\n%s", text)
 }
 
 func TestFinishIsComparedAndSet(t *testing.T) {

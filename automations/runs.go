@@ -106,15 +106,21 @@ func Payload(ctx context.Context, db postgres.DB, runID string) (json.RawMessage
 func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 	return postgres.Rows[Run](ctx, db, "list runs that are ready", `
 		with ready as (
-		  select distinct on (r.automation_id) r.*
-		    from agent_automation_runs r join agent_automations a on a.id = r.automation_id
-		   where (a.enabled or r.cause = 'manual' or `+trialPredicate+`)
-		     and (r.status = 'due' and (r.cause <> 'manual' or r.claimed_at <= clock_timestamp())
-		          or r.status = 'error' and r.retry_at <= clock_timestamp())
-		     and not exists (
-		       select from agent_automation_runs c
-		        where c.automation_id = r.automation_id and c.status = 'claimed')
-		   order by r.automation_id, coalesce(r.retry_at, r.created_at), r.id)
+		  select r.*
+		    from agent_automations a
+		   cross join lateral (
+		     select r.*
+		       from agent_automation_runs r
+		      where r.automation_id = a.id
+		        and r.status in ('due', 'error')
+		        and coalesce(r.retry_at, r.created_at) <= statement_timestamp()
+		        and (r.status = 'due' and (r.cause <> 'manual' or r.claimed_at <= statement_timestamp())
+		             or r.status = 'error' and r.retry_at is not null)
+		        and (a.enabled or r.cause = 'manual' or `+trialPredicate+`)
+		      order by coalesce(r.retry_at, r.created_at), r.id limit 1) r
+		   where not exists (
+		     select from agent_automation_runs c
+		      where c.automation_id = a.id and c.status = 'claimed'))
 		select `+runColumns+`
 		  from ready
 		 order by coalesce(retry_at, created_at), id
