@@ -338,7 +338,8 @@ func TestReadyReadsOneRunOfABacklog(t *testing.T) {
 	plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
 	text := strings.Join(plan, "\n")
-	assert.Truef(t, !strings.Contains(text, "rows=3000") && !strings.Contains(text, "Filter: 2"), "reads the backlog:\n%s", text)
+	assert.Truef(t, !strings.Contains(text, "rows=3000") && !strings.Contains(text, "Filter: 2"),
+		"reads the backlog:\n%s", text)
 }
 
 func TestFinishIsComparedAndSet(t *testing.T) {
@@ -579,20 +580,21 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 func TestRunThatActedIsNotRepeated(t *testing.T) {
 	t.Parallel()
 	for call, want := range map[string]string{
-		"'automation a', 'call', 'unknown', '', 'post'":        automations.Dead,
-		"'automation a', 'call', 'success', '', 'post'":        automations.Dead,
-		"'automation a', 'call', 'success', '', 'flow'":        automations.Dead,
-		"'automation a', 'call', 'success', '', 'insert'":      automations.Dead,
-		"'automation a', 'call', 'error', 'no_answer', 'post'": automations.Dead,
-		"'automation a', 'call', 'error', 'network', 'post'":   automations.Error,
-		"'automation a', 'call', 'error', 'handler', 'flow'":   automations.Error, // its execution failed
-		"'automation a', 'call', 'error', 'timeout', 'insert'": automations.Error, // rolled back
-		"'automation a', 'call', 'error', 'timeout', 'search'": automations.Error,
-		"'automation a', 'call', 'success', '', 'search'":      automations.Error,
-		"'automation a', 'call', 'unknown', '', 'search'":      automations.Error,
-		"'automation a', 'call', 'unknown', '', 'nothing'":     automations.Error, // a tool of the runtime
-		"'automation b', 'call', 'unknown', '', 'post'":        automations.Error,
-		"'automation a', 'model', 'unknown', '', 'post'":       automations.Error,
+		"'automation a', 'call', 'unknown', '', 'post'":          automations.Dead,
+		"'automation a', 'call', 'success', '', 'post'":          automations.Dead,
+		"'automation a', 'call', 'success', '', 'flow'":          automations.Dead,
+		"'automation a', 'call', 'success', '', 'insert'":        automations.Dead,
+		"'automation a', 'call', 'error', 'no_answer', 'post'":   automations.Dead,
+		"'automation a', 'call', 'error', 'network', 'post'":     automations.Error,
+		"'automation a', 'call', 'error', 'flow_failed', 'flow'": automations.Dead,
+		"'automation a', 'call', 'error', 'handler', 'flow'":     automations.Error, // there is no such flow
+		"'automation a', 'call', 'error', 'timeout', 'insert'":   automations.Error, // rolled back
+		"'automation a', 'call', 'error', 'timeout', 'search'":   automations.Error,
+		"'automation a', 'call', 'success', '', 'search'":        automations.Error,
+		"'automation a', 'call', 'unknown', '', 'search'":        automations.Error,
+		"'automation a', 'call', 'unknown', '', 'nothing'":       automations.Error, // a tool of the runtime
+		"'automation b', 'call', 'unknown', '', 'post'":          automations.Error,
+		"'automation a', 'model', 'unknown', '', 'post'":         automations.Error,
 	} {
 		pool := pgtest.DB(t)
 		pgtest.Exec(t, pool, `
@@ -614,6 +616,7 @@ func TestRunThatActedIsNotRepeated(t *testing.T) {
 		}
 		run = finish(t, pool, run, automations.Result{Error: "cancelled", Released: true})
 		assert.Equal(t, want, run.Status, call)
+		assert.Equal(t, want == automations.Dead, strings.Contains(*run.ErrorMessage, "may have acted"), call)
 	}
 }
 

@@ -44,28 +44,30 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 	}
 	rows, err := db.Query(ctx, `
 		with last as (
-		  select not exists (
-		           select from agent_automation_runs r
-		             join agent_automations a on a.id = r.automation_id
-		             join agent_activity x on x.execution_id = r.execution_id and x.purpose = 'automation ' || a.name
-		             join agent_skills s on s.id = x.skill_id
-		            where r.id = @id and @error::text <> '' and x.kind = 'call' and x.created_at >= r.claimed_at
-		              and (x.status in ('unknown', 'success')
-		                   or x.error_class = any(@uncertain::text[]) and s.handler not like 'sql:%')
-		              and (not s.idempotent or s.handler like 'flow:%' or s.config @> '{"writes": true}')) as safe)
+		  select min(x.skill_name) as acted
+		    from agent_automation_runs r
+		    join agent_automations a on a.id = r.automation_id
+		    join agent_activity x on x.execution_id = r.execution_id and x.purpose = 'automation ' || a.name
+		    join agent_skills s on s.id = x.skill_id
+		   where r.id = @id and @error::text <> '' and x.kind = 'call' and x.created_at >= r.claimed_at
+		     and (x.status in ('unknown', 'success')
+		          or x.error_class = any(@uncertain::text[]) and s.handler not like 'sql:%')
+		     and (not s.idempotent or s.handler like 'flow:%' or s.config @> '{"writes": true}'))
 		update agent_automation_runs r
 		   set status = case
 		                  when @skipped::boolean then 'skipped'
 		                  when @error::text = '' then 'success'
-		                  when (r.attempt < a.max_attempts or @released::boolean) and last.safe then 'error'
+		                  when (r.attempt < a.max_attempts or @released::boolean) and last.acted is null then 'error'
 		                  else 'dead'
 		                end,
 		       retry_at = case
 		                    when not @skipped::boolean and @error::text <> ''
-		                         and (r.attempt < a.max_attempts or @released::boolean) and last.safe
+		                         and (r.attempt < a.max_attempts or @released::boolean) and last.acted is null
 		                    then clock_timestamp() + make_interval(secs => @retry)
 		                  end,
-		       error_message = nullif(@error, ''), output = @output, finished_at = clock_timestamp()
+		       error_message = nullif(@error, '') || coalesce(
+		         '; not retried, because it called ' || last.acted || ', which may have acted: check that before a redrive', ''),
+		       output = @output, finished_at = clock_timestamp()
 		  from agent_automations a, last
 		 where r.id = @id and a.id = r.automation_id and r.status = 'claimed' and r.attempt = @attempt
 		returning r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at,

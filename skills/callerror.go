@@ -23,7 +23,10 @@ const (
 	ClassRefused     = "refused"     // a rule forbids the call
 	ClassUnavailable = "unavailable" // the server of an mcp: skill is unreachable
 	ClassPanic       = "panic"
-	ClassHandler     = "handler" // the handler failed or cannot run
+	ClassHandler     = "handler"     // the handler failed or cannot run
+	ClassFlowFailed  = "flow_failed" // the execution of a flow: skill failed
+	// ClassFlowCancelled says that the execution of a flow: skill was cancelled. It is no failure of the skill.
+	ClassFlowCancelled = "flow_cancelled"
 
 	// ClassConfiguration is the class of a call that this process cannot make, because a setting is missing or invalid.
 	// Self-heal does not count the call as a failure of the skill.
@@ -36,7 +39,7 @@ const (
 
 // UncertainClasses returns the classes of failed calls that may have taken effect.
 func UncertainClasses() []string {
-	return []string{ClassTimeout, ClassNoAnswer, ClassTooLarge, ClassPanic}
+	return []string{ClassTimeout, ClassNoAnswer, ClassTooLarge, ClassPanic, ClassFlowFailed, ClassFlowCancelled}
 }
 
 // CallError is a failed call.

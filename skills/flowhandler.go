@@ -73,7 +73,11 @@ func (h flowHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	}
 	got, err := r.flow(ctx, FlowRequest{Flow: h.flow, Input: input, Wait: h.wait, Key: c.IdempotencyKey})
 	if err == nil && h.wait && got.Status.Ended() && got.Status != executions.Completed {
-		return nil, newCallError(ClassHandler, "execution %s of flow %s is %s: %s", got.ExecutionID, h.flow, got.Status,
+		class := ClassFlowFailed
+		if got.Status == executions.Cancelled {
+			class = ClassFlowCancelled
+		}
+		return nil, newCallError(class, "execution %s of flow %s is %s: %s", got.ExecutionID, h.flow, got.Status,
 			got.Error)
 	}
 	return got, err

@@ -133,7 +133,7 @@ func TestFlowSkill(t *testing.T) {
 	for name, want := range map[string]string{"nobody": "is failed: there is nobody", "too much": "is failed: too much "} {
 		_, err := r.Invoke(t.Context(), skills.Call{Skill: greet, Args: json.RawMessage(`{"name": "` + name + `"}`)})
 		failed, ok := errors.AsType[*skills.CallError](err)
-		assert.Truef(t, ok && failed.Class == skills.ClassHandler && strings.HasPrefix(failed.Message, "execution ") &&
+		assert.Truef(t, ok && failed.Class == skills.ClassFlowFailed && strings.HasPrefix(failed.Message, "execution ") &&
 			strings.Contains(failed.Message, " of flow greet "+want), "the failed execution: %.200v", err)
 	}
 	if got := call(start, `{}`, ""); got.Status != executions.Pending && got.Status != executions.Running ||

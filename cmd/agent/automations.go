@@ -34,7 +34,7 @@ func (c *cli) automationsCommand() *cobra.Command {
 			}))
 	cmd.Long = `An automation calls a skill, starts a flow or runs a prompt on a schedule (in heartbeats), on an event, or
 when a condition over the agent's counters becomes true. Several missed times run once. A failed run retries after 1, 4,
-16 and then 60 minutes, and is dead after its last attempt.`
+16 and then 60 minutes. It is dead after its last attempt, and after one that called a skill which may have acted.`
 	return cmd
 }
 
@@ -225,7 +225,7 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 	f := automations.RunFilter{}
 	use, short, empty := "runs [NAME]", "List runs, newest first", "no run matches"
 	if dead {
-		use, short, empty = "dead [NAME]", "List dead runs, out of attempts", "no dead runs"
+		use, short, empty = "dead [NAME]", "List dead runs: out of attempts, or not safe to repeat", "no dead runs"
 		f.Status = automations.Dead
 	}
 	cmd := &cobra.Command{

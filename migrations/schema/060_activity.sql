@@ -263,7 +263,7 @@ comment on function lanekeeper.agent_count_key is
 create or replace function lanekeeper.agent_class_counts(p_class text) returns boolean
 language sql immutable parallel safe as $$
   select p_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted',
-                         'stall', 'disabled', 'on_trial', 'yielded', 'budget', 'configuration')
+                         'stall', 'disabled', 'on_trial', 'yielded', 'budget', 'configuration', 'flow_cancelled')
 $$;
 comment on function lanekeeper.agent_class_counts is
   'Whether a call with this class of error counts for the health of its skill. A refused, interrupted or misconfigured '
