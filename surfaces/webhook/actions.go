@@ -78,8 +78,11 @@ func (s *Surface) raiseEvent(ctx context.Context, c webhooks.Content, t task) (a
 		if err != nil {
 			return actionResult{}, err
 		}
-		delivered, err := threads.Deliver(ctx, s.Engine, tx, t.Action.EventName(), t.Key, payload,
-			fmt.Sprintf("webhook %s %d", x.ID, t.Number))
+		id := fmt.Sprintf("webhook %s %d", x.ID, t.Number)
+		delivered, err := threads.Deliver(ctx, s.Engine, tx, t.Action.EventName(), t.Key, payload, id)
+		if errors.Is(err, threads.ErrTooLong) { // the sender cannot shorten it
+			delivered, err = s.Engine.Deliver(ctx, tx, t.Action.EventName(), t.Key, payload, id)
+		}
 		return actionResult{
 			Event: t.Action.EventName(), Key: t.Key, EventID: delivered.EventID, Resumed: delivered.Resumed,
 		}, err

@@ -119,6 +119,10 @@ func TestDeliveredMessageIsInThread(t *testing.T) {
 	w.waitCompleted(t, waiting, `"thread": "ana"`)
 	pgtest.Equal(t, w.pool, thread.ID+" user received yes", `
 		select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
+	// The sender cannot shorten a message, so one that is too long for the thread resumes its flow, too.
+	waiting = w.startWaiter(t, executions.Response(thread.ID, time.Hour))
+	w.sendAccepted(t, "hire", "msg_3", `{"thread": "ana", "text": "`+strings.Repeat("y", threads.MaxContent+1)+`"}`)
+	w.waitCompleted(t, waiting, `"thread": "ana"`)
 }
 
 func TestUnmatchedDeliveryIsIgnored(t *testing.T) {
