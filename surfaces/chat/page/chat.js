@@ -364,7 +364,7 @@ async function read(response, turn, current) {
   if (current === generation) {
     store.removeItem("join");
     if (response.headers.get("X-Thread-Id")) store.setItem("thread", response.headers.get("X-Thread-Id"));
-    if (!turn.stopped) setStatus("The agent is answering …");
+    if (!turn.stopped && running === turn) setStatus("The agent is answering …");
   }
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", text = "", activity = "";
@@ -411,7 +411,10 @@ async function attach(request, turn, current) {
         ["shutting_down", "answer_restarted", "still_running"].includes(problem.code);
       if (!again || !turn.id || current !== generation) throw problem;
     }
-    if (end === "approval") turn.tries = 0;
+    if (end === "approval") { // it may take days, so the visitor can go on writing
+      turn.tries = 0;
+      release(turn);
+    }
     if (!turn.id || turn.tries >= 8 || current !== generation) throw new Error("The connection broke.");
     if (end === "broken") statusLine.textContent = "The connection broke; attaching again …";
     await new Promise((done) => setTimeout(done, Math.min(500 * 2 ** turn.tries, 8000)));
@@ -464,13 +467,17 @@ async function answer(request, current, retry, edit, id = "") {
     turn.box.flush();
     turn.box.box.removeAttribute("aria-busy");
     if (!turn.box.text && !turn.box.box.querySelector(".interrupted")) turn.box.remove();
-    if (running === turn) {
-      running = null;
-      send.hidden = false;
-      stop.hidden = true;
-      if (!conversation.hidden) message.focus({ preventScroll: true });
-    }
+    if (running === turn && !conversation.hidden) message.focus({ preventScroll: true });
+    release(turn);
   }
+}
+
+// release lets the visitor send the next message.
+function release(turn) {
+  if (running !== turn) return;
+  running = null;
+  send.hidden = false;
+  stop.hidden = true;
 }
 
 // ended shows why an answer is not complete.
