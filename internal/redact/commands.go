@@ -18,6 +18,7 @@ type argument int
 
 const (
 	whole           argument = iota // -p secret or -psecret
+	login                           // the same, but a word such as -path is another flag
 	glued                           // only -psecret; after a blank it is no secret
 	userAndPassword                 // -u user:secret
 )
@@ -29,8 +30,8 @@ var passwordCommands = [...]command{
 		"mysql", "mysqldump", "mysqladmin", "mysqlimport", "mysqlshow", "mysqlcheck", "mysqlsh", "mysqlslap",
 		"mariadb", "mariadb-dump", "mariadb-admin", "mariadb-import", "mariadb-show", "mariadb-check", "7z", "7za", "7zz",
 	}},
+	{login, "p", nil, []string{"login"}}, // of docker, helm registry, oc, az and others
 	{whole, "p", nil, []string{
-		"login", // of docker, helm registry, oc, az and others
 		"sshpass", "mongo", "mongosh", "mongodump", "mongorestore", "mongoexport", "mongoimport",
 	}},
 	{whole, "a", nil, []string{"redis-cli", "valkey-cli"}},
@@ -144,9 +145,15 @@ func (c *command) flagValue(s string, i, end int) (value int, ok bool) {
 		return 0, false
 	}
 	if at+1 < len(word) {
-		return i + at + 1, c.secret != whole || !strings.HasPrefix(word, "-pass") // -password is another flag
+		return i + at + 1, c.secret != login || !isLongFlag(word[1:])
 	}
 	return end + blanks(s[end:]), c.secret != glued
+}
+
+// isLongFlag reports whether a word is a flag such as path or path=value, and no letter with a glued secret.
+func isLongFlag(word string) bool {
+	name, _, _ := strings.Cut(word, "=")
+	return strings.Trim(name, "abcdefghijklmnopqrstuvwxyz-") == ""
 }
 
 // secretPart returns the secret in the argument s[i:to], without quotes.
