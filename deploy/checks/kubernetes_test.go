@@ -255,7 +255,7 @@ func TestTheChartRefusesWhatCannotBe(t *testing.T) {
 		"a misspelt setting": {map[string]any{"existingSecret": "s", "settings": map[string]any{"AGNET_MODEL": "m"}},
 			"AGNET_MODEL"},
 		"a setting that has a value of its own": {map[string]any{"existingSecret": "s",
-			"settings": map[string]any{"AGENT_SHUTDOWN_TIMEOUT": "2m"}}, "AGENT_SHUTDOWN_TIMEOUT"},
+			"settings": map[string]any{"AGENT_SHUTDOWN_TIMEOUT": "2m"}}, "shutdownSeconds"},
 		"no replica": {map[string]any{"existingSecret": "s", "replicas": 0}, "replicas"},
 		"an Ingress for none": {map[string]any{"existingSecret": "s", "ingress": map[string]any{"enabled": true}},
 			"ingress.host"},

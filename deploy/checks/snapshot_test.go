@@ -120,7 +120,8 @@ func archive(t *testing.T, name string, content []byte) {
 		}
 	}
 	for _, want := range []string{
-		"agent", "LICENSE", "README.md", "docs/settings.md", "deploy/compose.yaml", "deploy/systemd/lanekeeper.service",
+		"agent", "LICENSE", "README.md", "docs/settings.md", "deploy/helm/lanekeeper/Chart.yaml",
+		"deploy/monitoring/alerts.yaml", "deploy/systemd/lanekeeper.service",
 	} {
 		if !slices.Contains(found, want) {
 			t.Errorf("%s has no %s; it has %q", name, want, found)
