@@ -10,6 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/principals"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // finder finds the hits of one kind, best first. More than hitsShown hits tell that there are more than the page shows.
@@ -400,7 +401,11 @@ func (room *Room) findActions(ctx context.Context, q findQuery) ([]hit, error) {
 		customPlan, postgres.Strict{"low": low, "high": high, "limit": hitsShown + 1})
 	list := make([]hit, len(rows))
 	for i, r := range rows {
-		list[i] = r.hit("/traces/" + r.TraceID + "?span=" + r.ID + "#panel")
+		address := "/traces/" + r.TraceID + "?span=" + r.ID + "#panel"
+		if _, err := trace.ParseAny(r.TraceID); err != nil { // a row of another program, whose trace has no page
+			address = "/activity?row=" + r.ID + "#row-" + r.ID
+		}
+		list[i] = r.hit(address)
 	}
 	return list, err
 }
