@@ -102,7 +102,7 @@ func Validate(d Definition) error {
 // (external, external:NAME).
 func Triggers(d Definition) map[string]string {
 	return references(d, func(a *action) map[string]string {
-		if a.flow == "" || executions.IsExternal(a.flow) {
+		if a.flow == "" || executions.CanClaim(a.flow) {
 			return nil
 		}
 		return map[string]string{a.flowPath: a.flow}

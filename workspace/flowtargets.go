@@ -35,7 +35,7 @@ func checkTargets(ctx context.Context, tx pgx.Tx, w Workspace) error {
 		exists[name] = true
 	}
 	for _, t := range targets {
-		if !exists[t.flow] && !executions.IsExternal(t.flow) {
+		if !exists[t.flow] && !executions.CanClaim(t.flow) {
 			problems.add(t.at, "%s: %s", t.path, unknownFlow(t.flow, known))
 		}
 	}
