@@ -33,7 +33,7 @@ func (f Flow[In, Out]) SetSchedules(ctx context.Context, schedules ...Schedule[I
 	if executions.IsReserved(f.name) {
 		return fmt.Errorf("set the schedules of flow %s: it is Lanekeeper's own, which schedules it itself", f.name)
 	}
-	if f.spec.MaxAttempts != 0 || f.spec.ProgressSeconds != 0 {
+	if len(schedules) > 0 && (f.spec.MaxAttempts != 0 || f.spec.ProgressSeconds != 0) {
 		return fmt.Errorf("set the schedules of flow %s: scheduled executions have no MaxLostWorkers and ProgressTimeout; "+
 			"set the schedules with a Remote without these options", f.name)
 	}
