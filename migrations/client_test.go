@@ -77,8 +77,10 @@ func TestExternalWorkerReadsOnlyChildsValues(t *testing.T) {
 	for _, other := range []struct{ what, end, parent, want string }{
 		{"a child", "before", "$1::uuid", "secret secret secret secret"},
 		{"a child", "after", "$1::uuid", "secret secret secret secret"},
-		{"a child of the original of a fork", "before", "(select forked_from from agent_executions where id = $1::uuid)",
-			"secret secret secret secret"},
+		{
+			"a child of the original of a fork", "before", "(select forked_from from agent_executions where id = $1::uuid)",
+			"secret secret secret secret",
+		},
 		{"another's execution", "before", "null", ""},
 		{"another's execution", "after", "null", ""},
 	} {
