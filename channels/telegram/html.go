@@ -10,11 +10,13 @@ import (
 	"github.com/yuin/goldmark/extension"
 	extensions "github.com/yuin/goldmark/extension/ast"
 	"github.com/yuin/goldmark/text"
+	"github.com/yuin/goldmark/util"
 )
 
+// markdown parses the Markdown that models write: CommonMark with strikethrough, tables and bare links.
 var markdown = goldmark.New(goldmark.WithExtensions(extension.Strikethrough, extension.Table, extension.Linkify))
 
-// HTML converts Markdown to Telegram's HTML. It shows HTML in the Markdown verbatim.
+// HTML converts Markdown to Telegram's HTML. It shows HTML in the Markdown as text.
 func HTML(source string) string {
 	raw := []byte(source)
 	p := &printer{source: raw}
@@ -38,7 +40,7 @@ func (p *printer) blocks(n ast.Node, separator string) {
 	}
 }
 
-// block writes a block in the HTML subset of Telegram, which has no headings, rules, lists and tables.
+// block writes a block in the HTML subset of Telegram, which has no headings, rules, lists or tables.
 func (p *printer) block(n ast.Node) {
 	switch n := n.(type) {
 	case *ast.Heading:
@@ -92,11 +94,26 @@ func (p *printer) list(n *ast.List) {
 		}
 		item := &printer{source: p.source}
 		item.blocks(c, "\n")
-		p.out.WriteString(mark + strings.ReplaceAll(item.out.String(), "\n", "\n   "))
+		p.out.WriteString(mark + indented(item.out.String()))
 		if c.NextSibling() != nil {
 			p.out.WriteString("\n")
 		}
 	}
+}
+
+// indented indents the lines of a list's item after its first one, except those inside of code.
+func indented(item string) string {
+	var out strings.Builder
+	for i, line := range strings.Split(item, "\n") {
+		if i > 0 {
+			out.WriteString("\n")
+			if written := out.String(); strings.Count(written, "<pre>") == strings.Count(written, "</pre>") {
+				out.WriteString("   ")
+			}
+		}
+		out.WriteString(line)
+	}
+	return out.String()
 }
 
 // table writes a table as preformatted text.
@@ -129,22 +146,26 @@ func (p *printer) inline(n ast.Node) {
 	for c := n.FirstChild(); c != nil; c = c.NextSibling() {
 		switch c := c.(type) {
 		case *ast.Text:
-			p.out.WriteString(html.EscapeString(string(c.Segment.Value(p.source))))
+			p.text(c.Segment.Value(p.source), c.IsRaw())
 			if c.SoftLineBreak() || c.HardLineBreak() {
 				p.out.WriteString("\n")
 			}
 		case *ast.String:
 			p.out.WriteString(html.EscapeString(string(c.Value)))
-		case *ast.CodeSpan:
+		case *ast.CodeSpan: // its text is raw
 			p.within("code", c)
 		case *ast.Emphasis:
-			p.within(map[bool]string{true: "b", false: "i"}[c.Level > 1], c)
+			element := "i"
+			if c.Level > 1 {
+				element = "b"
+			}
+			p.within(element, c)
 		case *extensions.Strikethrough:
 			p.within("s", c)
 		case *ast.Link:
-			p.link(string(c.Destination), func() { p.inline(c) })
+			p.link(c.Destination, func() { p.inline(c) })
 		case *ast.Image:
-			p.link(string(c.Destination), func() { p.inline(c) })
+			p.link(c.Destination, func() { p.inline(c) })
 		case *ast.AutoLink:
 			p.out.WriteString(html.EscapeString(string(c.Label(p.source))))
 		case *ast.RawHTML:
@@ -158,8 +179,22 @@ func (p *printer) inline(n ast.Node) {
 	}
 }
 
+// text writes a piece of text. Unless it is raw, backslash escapes and entities stand for their characters.
+func (p *printer) text(piece []byte, raw bool) {
+	if !raw {
+		piece = unescaped(piece)
+	}
+	p.out.WriteString(html.EscapeString(string(piece)))
+}
+
+// unescaped resolves backslash escapes and entities, which the parser leaves to the printer.
+func unescaped(piece []byte) []byte {
+	return util.ResolveEntityNames(util.ResolveNumericReferences(util.UnescapePunctuations(piece)))
+}
+
 // link writes a link to a web page. Other destinations stay text.
-func (p *printer) link(to string, label func()) {
+func (p *printer) link(destination []byte, label func()) {
+	to := string(unescaped(destination))
 	if !strings.HasPrefix(to, "https://") && !strings.HasPrefix(to, "http://") {
 		label()
 		return
