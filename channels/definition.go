@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/mail"
 	"net/netip"
+	"net/url"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -39,9 +40,9 @@ type Definition struct {
 	Type        string            `yaml:"type" json:"type"`
 	Agent       string            `yaml:"agent" json:"agent,omitempty"`         // default: the default agent
 	Secrets     map[string]string `yaml:"secrets" json:"secrets"`               // references, by name
-	Settings    map[string]string `yaml:"settings" json:"settings,omitempty"`   // of the type
+	Settings    map[string]string `yaml:"settings" json:"settings,omitempty"`   // of the type, such as mode of telegram
 	Pairing     string            `yaml:"pairing" json:"pairing,omitempty"`     // required or open
-	ReportTo    string            `yaml:"report_to" json:"report_to,omitempty"` // a conversation
+	ReportTo    string            `yaml:"report_to" json:"report_to,omitempty"` // the conversation that gets reports, as the type names it
 }
 
 var (
@@ -78,21 +79,15 @@ func types() map[string]fields {
 	}
 }
 
-// emailFields returns the settings that package email reads.
+// emailFields returns the secrets and settings that package email reads.
 func emailFields() fields {
-	path := func(v string) string {
-		if filepath.IsAbs(v) {
-			return ""
-		}
-		return "must be an absolute path"
-	}
 	text := func(string) string { return "" }
 	return fields{
 		secrets: map[string]bool{"key": true, "password": false, "webhook": false},
 		settings: map[string]func(string) string{
-			"address": ownMailbox, "listen": hostPort, "max_bytes": mailBytes, "tls_cert": path, "tls_key": path,
+			"address": ownMailbox, "listen": hostPort, "max_bytes": mailBytes, "tls_cert": absolutePath, "tls_key": absolutePath,
 			"relays": networks, "authserv_id": text, "webhook_scheme": oneOf("bearer", "hmac", "standard"),
-			"smtp": hostPort, "smtp_tls": oneOf("starttls", "implicit", "none"), "smtp_ca": path, "username": text,
+			"smtp": serverAddress, "smtp_tls": oneOf("starttls", "implicit", "none"), "smtp_ca": absolutePath, "username": text,
 		},
 		required: []string{"address", "smtp"},
 	}
@@ -105,18 +100,33 @@ func ownMailbox(v string) string {
 	if err != nil {
 		return "must be an address, such as Support <support@example.com>"
 	}
-	local, _, _ := strings.Cut(a.Address, "@")
-	if len(local) > 20 || strings.Contains(local, "+") {
-		return "must have at most 20 characters before the @, and no +"
+	local := a.Address[:strings.LastIndexByte(a.Address, '@')]
+	if len(local) > 20 || strings.ContainsAny(local, "+@") {
+		return "must have at most 20 bytes before the @, and no +"
 	}
 	return ""
 }
 
+func absolutePath(v string) string {
+	if filepath.IsAbs(v) {
+		return ""
+	}
+	return "must be an absolute path"
+}
+
+// hostPort checks an address to listen on, whose host may be empty.
 func hostPort(v string) string {
 	if _, port, err := net.SplitHostPort(v); err != nil || port == "" {
 		return "must be host:port"
 	}
 	return ""
+}
+
+func serverAddress(v string) string {
+	if strings.HasPrefix(v, ":") {
+		return "must be host:port; the host is missing"
+	}
+	return hostPort(v)
 }
 
 func mailBytes(v string) string {
@@ -146,7 +156,7 @@ func oneOf(values ...string) func(string) string {
 }
 
 func webAddress(v string) string {
-	if strings.HasPrefix(v, "https://") || strings.HasPrefix(v, "http://") {
+	if u, err := url.Parse(v); err == nil && u.Host != "" && (u.Scheme == "https" || u.Scheme == "http") {
 		return ""
 	}
 	return "must be an https:// or http:// address"
@@ -158,16 +168,16 @@ func Validate(d Definition) error {
 	if !nameForm.MatchString(d.Name) {
 		problems.Add("name", "must be 1 to 64 of a-z, 0-9, _ and -, and begin with a letter or digit")
 	}
-	kind, known := types()[d.Type]
-	if !known {
-		problems.Add("type", "must be %s", strings.Join(slices.Sorted(maps.Keys(types())), ", "))
-		return errors.Join(problems...)
-	}
 	if d.Pairing != "" && d.Pairing != PairingRequired && d.Pairing != PairingOpen {
 		problems.Add("pairing", "must be %s or %s", PairingRequired, PairingOpen)
 	}
 	if len(d.ReportTo) > maxConversation {
 		problems.Add("report_to", "has more than %d bytes", maxConversation)
+	}
+	kind, known := types()[d.Type]
+	if !known { // which fields it has is unknown, too
+		problems.Add("type", "must be %s", strings.Join(slices.Sorted(maps.Keys(types())), ", "))
+		return errors.Join(problems...)
 	}
 	for _, name := range slices.Sorted(maps.Keys(kind.secrets)) {
 		if kind.secrets[name] && d.Secrets[name] == "" {
@@ -181,12 +191,12 @@ func Validate(d Definition) error {
 			problems.Add("secrets", "%q is unknown; a %s channel has %s", name, d.Type,
 				strings.Join(slices.Sorted(maps.Keys(kind.secrets)), ", "))
 		case !envForm.MatchString(d.Secrets[name]) && (!isFile || !filepath.IsAbs(path)):
-			problems.Add("secrets", "%s is no reference; a secret does not belong into a file that is shared: "+
+			problems.Add("secrets", "%s is no reference; a secret does not belong in a file that is shared: "+
 				"write ${NAME} of the environment or file:/absolute/path", name)
 		}
 	}
 	for _, name := range kind.required {
-		if d.Settings[name] == "" {
+		if _, has := d.Settings[name]; !has {
 			problems.Add("settings", "needs %s", name)
 		}
 	}
@@ -198,6 +208,9 @@ func Validate(d Definition) error {
 		} else if wrong := check(d.Settings[name]); wrong != "" {
 			problems.Add("settings", "%s %s", name, wrong)
 		}
+	}
+	if (d.Settings["tls_cert"] == "") != (d.Settings["tls_key"] == "") {
+		problems.Add("settings", "tls_cert and tls_key need each other")
 	}
 	if d.Type == Telegram && d.Settings["mode"] == "webhook" && d.Secrets["webhook"] == "" {
 		problems.Add("secrets", "needs webhook where settings.mode is webhook; it authenticates Telegram")

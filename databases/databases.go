@@ -76,7 +76,7 @@ func Validate(d Definition) error {
 	case !envPattern.MatchString(d.URLEnv):
 		// Not shown: it may be the URL itself, with a password.
 		problems.Add("url_env", "must be the name of an environment variable, like SHOP_DATABASE_URL; the URL itself "+
-			"does not belong into a file")
+			"does not belong in a file")
 	case d.URLEnv == "DATABASE_URL":
 		problems.Add("url_env", "DATABASE_URL is the agent's own database, which sql: skills without config.database "+
 			"query; name another variable")

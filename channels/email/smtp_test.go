@@ -233,10 +233,21 @@ func TestASettingThatCannotWorkIsRefused(t *testing.T) {
 		Settings: map[string]string{"address": "support@shop.example", "smtp": "localhost:25"},
 	}
 	require.NoError(t, channels.Validate(good))
-	for name, value := range map[string]string{
-		"address": "a-name-of-many-letters@shop.example", "smtp": "localhost", "listen": "2525", "max_bytes": "1",
-		"tls_cert": "cert.pem", "relays": "example.com", "webhook_scheme": "none", "smtp_tls": "maybe",
+	for _, c := range [][2]string{
+		{"address", "a-name-of-many-letters@shop.example"},
+		{"address", `"a@b"@shop.example`},
+		{"address", ""},
+		{"smtp", "localhost"},
+		{"smtp", ":587"},
+		{"listen", "2525"},
+		{"max_bytes", "1"},
+		{"tls_cert", "cert.pem"},
+		{"tls_cert", "/etc/cert.pem"},
+		{"relays", "example.com"},
+		{"webhook_scheme", "none"},
+		{"smtp_tls", "maybe"},
 	} {
+		name, value := c[0], c[1]
 		settings := map[string]string{"address": "support@shop.example", "smtp": "localhost:25"}
 		settings[name] = value
 		d := good
