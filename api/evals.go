@@ -16,16 +16,6 @@ type EvalStarter interface {
 	Start(ctx context.Context, s evals.Suite, o runner.Options) (evals.Run, error)
 }
 
-// listedEval is a suite with its newest run.
-type listedEval struct {
-	Name    string     `json:"name"`
-	Version int        `json:"version"`
-	Agent   string     `json:"agent"` // empty: the default agent
-	Cases   int        `json:"cases"`
-	Trials  int        `json:"trials"`
-	Last    *evals.Run `json:"last_run"`
-}
-
 // newEvalRun requests a run of a suite.
 type newEvalRun struct {
 	Suite  string `json:"suite"`
@@ -78,21 +68,9 @@ func evalError(err error) error {
 }
 
 func (s *server) listEvals(r request) (response, error) {
-	suites, err := evals.List(r.Context(), s.pool)
+	list, err := evals.ListWithRuns(r.Context(), s.pool)
 	if err != nil {
 		return response{}, err
-	}
-	list := make([]listedEval, len(suites))
-	for i, one := range suites {
-		d := one.Definition
-		list[i] = listedEval{one.Name, one.Version, d.Agent, len(d.Cases), d.TrialCount(), nil}
-		last, err := evals.Runs(r.Context(), s.pool, one.Name, 1)
-		if err != nil {
-			return response{}, err
-		}
-		if len(last) > 0 {
-			list[i].Last = &last[0]
-		}
 	}
 	return response{body: pageOf(list, "")}, nil
 }
@@ -190,7 +168,7 @@ func (s *server) evalRoutes() []route {
 	run := param{name: "run", about: "Id of a run", check: checkUUID}
 	return []route{
 		{
-			method: "GET", path: "/v1/evals", response: page[listedEval]{}, handle: s.listEvals,
+			method: "GET", path: "/v1/evals", response: page[evals.Listed]{}, handle: s.listEvals,
 			about: "Suites of evals by name, each with its newest run.",
 		}, {
 			method: "GET", path: "/v1/evals/runs", response: page[evals.Run]{}, handle: s.listEvalRuns,

@@ -61,6 +61,40 @@ func List(ctx context.Context, db postgres.DB) ([]Suite, error) {
 		select name, version, definition, source, created_at from agent_evals where current order by name`)
 }
 
+// Listed is a suite in a list, with its newest run.
+type Listed struct {
+	Name    string `json:"name"`
+	Version int    `json:"version"`
+	Agent   string `json:"agent"`
+	Cases   int    `json:"cases"`
+	Trials  int    `json:"trials"`
+	Last    *Run   `json:"last_run"`
+}
+
+// ListWithRuns returns the current suites by name.
+func ListWithRuns(ctx context.Context, db postgres.DB) ([]Listed, error) {
+	suites, err := List(ctx, db)
+	if err != nil {
+		return nil, err
+	}
+	list, names := make([]Listed, len(suites)), make([]string, len(suites))
+	for i, s := range suites {
+		d := s.Definition
+		names[i] = s.Name
+		list[i] = Listed{
+			Name: s.Name, Version: s.Version, Agent: d.Agent, Cases: len(d.Cases), Trials: d.TrialCount(),
+		}
+	}
+	runs, err := RunsOfSuites(ctx, db, names, 1)
+	if err != nil {
+		return nil, err
+	}
+	for i := range runs {
+		list[slices.Index(names, runs[i].Suite)].Last = &runs[i]
+	}
+	return list, nil
+}
+
 // Statuses of a run.
 const (
 	Running   = "running"

@@ -9,41 +9,30 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
+// evalListCommand lists suites, or runs.
 func (c *cli) evalListCommand() *cobra.Command {
 	var runs bool
 	cmd := &cobra.Command{
-		Use: "ls [SUITE]", Short: "List the suites; with SUITE or --runs the newest 50 runs",
+		Use: "ls [SUITE]", Short: fmt.Sprintf("List the suites; with SUITE or --runs the newest %d runs", maxRuns),
 		Args: positionalArgs(0, 1, "at most one suite"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			suite := cmp.Or(append(args, "")...)
 			if runs || suite != "" {
 				return c.listRuns(cmd.Context(), s, suite)
 			}
-			suites, err := evals.List(cmd.Context(), s.Pool)
+			listed, err := evals.ListWithRuns(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
-			listed := make([]listedEval, len(suites))
-			for i, one := range suites {
-				d := one.Definition
-				listed[i] = listedEval{one.Name, one.Version, d.Agent, len(d.Cases), d.TrialCount(), nil}
-				last, err := evals.Runs(cmd.Context(), s.Pool, one.Name, 1)
-				if err != nil {
-					return err
-				}
-				if len(last) > 0 {
-					listed[i].Last = &last[0]
-				}
-			}
 			return printRows(c, listed, "", "no eval; declare one as kind: eval in the workspace",
-				[]string{"EVAL", "VERSION", "AGENT", "CASES", "TRIALS", "LAST RUN", "RESULT"}, func(e listedEval) []string {
-					row := []string{e.Name, fmt.Sprint(e.Version), e.Agent, fmt.Sprint(e.Cases), fmt.Sprint(e.Trials), "", ""}
-					if e.Last != nil {
-						row[5], row[6] = e.Last.ID, e.Last.Status
+				[]string{"EVAL", "VERSION", "AGENT", "CASES", "TRIALS", "LAST RUN", "RESULT"}, func(e evals.Listed) []string {
+					last := postgres.Deref(e.Last)
+					return []string{
+						e.Name, fmt.Sprint(e.Version), e.Agent, fmt.Sprint(e.Cases), fmt.Sprint(e.Trials), last.ID, last.Status,
 					}
-					return row
 				})
 		}),
 	}
@@ -51,19 +40,10 @@ func (c *cli) evalListCommand() *cobra.Command {
 	return cmd
 }
 
-// listedEval is a suite with its newest run.
-type listedEval struct {
-	Name    string     `json:"name"`
-	Version int        `json:"version"`
-	Agent   string     `json:"agent"`
-	Cases   int        `json:"cases"`
-	Trials  int        `json:"trials"`
-	Last    *evals.Run `json:"last_run"`
-}
-
 // maxRuns bounds the listed runs.
 const maxRuns = 50
 
+// listRuns lists the newest runs of a suite, or of all.
 func (c *cli) listRuns(ctx context.Context, s *session, suite string) error {
 	runs, err := evals.Runs(ctx, s.Pool, suite, maxRuns)
 	if err == nil && len(runs) == 0 {

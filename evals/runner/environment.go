@@ -288,7 +288,8 @@ func (b *environment) evaluate(
 				Answer: o.Text, Calls: b.calls, Written: b.written, Iterations: o.Iterations, CostUSD: o.CostUSD, Latency: latency,
 			}
 			t.Reasons = evals.Judge(c, observed)
-			if observed.Latency = 0; resumed && len(t.Reasons) > 0 && len(evals.Judge(c, observed)) == 0 {
+			observed.Latency = 0
+			if resumed && o.Ended == reason.Answered && len(t.Reasons) > 0 && len(evals.Judge(c, observed)) == 0 {
 				t.Verdict, t.Reasons = evals.UndecidedTrial, []string{"it was interrupted, so its latency is unknown"}
 				return t
 			}
