@@ -149,12 +149,15 @@ func stored(run evals.Run) startRun {
 // playRuns starts each run after the one before has ended, plays its trials, and prints the reports at the end.
 func (c *cli) playRuns(ctx context.Context, s *session, a *app.App, starts []startRun, o evalOptions) error {
 	reports := make([]evals.Report, 0, len(starts))
-	for _, start := range starts {
+	for i, start := range starts {
 		run, err := start(ctx)
 		if err != nil {
 			return evalError(err)
 		}
 		resume := fmt.Sprintf("run %s has not ended; %s continues it", run.ID, resumeCommand(run))
+		if later := len(starts) - i - 1; later > 0 {
+			resume += fmt.Sprintf("; not begun: %d %s", later, plural("suite", later))
+		}
 		c.onInterrupt(resume)
 		report, err := c.playRun(ctx, s, a, run, o)
 		if ctx.Err() != nil {

@@ -32,7 +32,7 @@ func (o *operator) runCommand(ctx context.Context, line string, show func(operat
 	switch name {
 	case "/help":
 		if o.json {
-			return errors.New("/help prints no JSON")
+			return errors.New("/help prints no JSON; see `agent operate --help`")
 		}
 		_, err := fmt.Fprint(o.out, slashHelp)
 		return err
