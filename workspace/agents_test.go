@@ -170,7 +170,7 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 		},
 		"an automation of a skill": {
 			`insert into agent_automations (name, skill_name, source) values ('hourly', 'look', 'agent')`,
-			`update agent_automations set enabled = false, disabled_by = 'admin' where name = 'hourly'`,
+			`update agent_automations set enabled = false, disabled_by = 'ana' where name = 'hourly'`,
 			"skill look cannot be removed: automation \"hourly\" names it; run `agent automations disable \"hourly\"`, " +
 				"or keep the skill",
 			pruneAll,

@@ -62,7 +62,8 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Di
 
 // Apply makes the database match w in one transaction and records the change. Before it, Apply creates missing tables
 // agent_effects on the named databases of writing skills. Wrong references are [Problems]: a missing skill, invalid
-// arguments, a missing flow. Removal of an agent in use, or of the last default agent, is an [InUseError].
+// arguments, a missing flow. Removal of an agent, skill or flow in use, or of the last default agent, is an
+// [InUseError].
 func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Diff, error) {
 	var diff Diff
 	warnings, err := checkNamedDatabases(ctx, db, w, o, createLedgers)

@@ -150,6 +150,10 @@ func flowNames(ctx context.Context, db postgres.DB) ([]string, error) {
 // unknownFlow returns the message about an unknown flow. It names the known flows, except those that only the program
 // starts.
 func unknownFlow(name string, known []string) string {
+	if executions.IsExternal(name) {
+		return fmt.Sprintf("%.100q is not external or external:NAME, with a NAME of letters, digits and ._- that begins "+
+			"with a letter or digit", name)
+	}
 	if suggestion(name, known) != "" {
 		return unknownName("flow", name, name, known)
 	}

@@ -182,6 +182,7 @@ actions:
   - flow: nothing_like_it
   - automation: nightli
   - automation: nightly
+  - flow: "external:a:b"
 `
 	w := load(t, "a.yaml", text)
 	w.GoFlows = []string{"heartbeat"}
@@ -190,6 +191,8 @@ actions:
 a.yaml:13:7: flow: unknown flow "heartbea"; did you mean "heartbeat"?
 a.yaml:22:11: actions[2].flow: unknown flow "nothing_like_it"; known are onboarding; ` +
 		"a flow in Go is known while a program that registers it runs\n" +
-		`a.yaml:23:17: actions[3].automation: there is no automation "nightli"; did you mean "nightly"?`
+		`a.yaml:23:17: actions[3].automation: there is no automation "nightli"; did you mean "nightly"?
+a.yaml:25:11: actions[5].flow: "external:a:b" is not external or external:NAME, with a NAME of letters, digits ` +
+		"and ._- that begins with a letter or digit"
 	assert.Truef(t, err != nil && err.Error() == want, "got\n%v\nnot\n%s", err, want)
 }

@@ -67,7 +67,7 @@ func uses(ctx context.Context, db postgres.DB, removed []string) ([]string, erro
 		  from agent_automations a,
 		       lateral (values ('agent', a.agent), ('skill', a.skill_name), ('flow', a.flow)) u (kind, name)
 		 where u.kind || ' ' || u.name = any (@removed)
-		   and (a.enabled or a.disabled_by <> 'admin') -- any other actor may enable it again
+		   and (a.enabled or a.paused_for <> '' or a.disabled_by = 'proposal') -- those that automations.Disable ends
 		union all
 		select 'objective', o.name, 'agent', o.agent,
 		       case o.status
