@@ -767,7 +767,8 @@ func TestThePageShowsAnAnswerAfterALateApproval(t *testing.T) {
 	page := openPage(t, p, browser.Look{})
 	submit(page, "Refund me")
 	page.Shows("The answer will come into this conversation when that is done.")
-	page.Until("one can write meanwhile", `document.querySelector("#stop").hidden && !document.querySelector("#send").hidden`)
+	page.Until("one can write meanwhile, or stop it",
+		`!document.querySelector("#stop").hidden && !document.querySelector("#send").hidden`)
 	asked, err := approvals.Pending(t.Context(), w.pool, 10)
 	require.Truef(t, err == nil && len(asked) == 1, "%v, %v", asked, err)
 	_, err = approvals.Decide(t.Context(), w.pool, asked[0].ID, true, "admin", "")

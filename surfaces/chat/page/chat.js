@@ -298,8 +298,7 @@ async function showHistory(current, listed) {
     if (current !== generation) return;
     showItems(list);
     scroller.scrollTop = scroller.scrollHeight;
-    const active = list.data.filter((it) => it.status === "in_progress").pop();
-    if (active) resume(active.id.replace("msg_", ""), current);
+    for (const it of list.data.filter((it) => it.status === "in_progress").reverse()) resume(it.id.replace("msg_", ""), current);
   } catch (problem) {
     if (current !== generation) return;
     if (problem.status === 401) return logout();
@@ -364,7 +363,7 @@ async function read(response, turn, current) {
   if (current === generation) {
     store.removeItem("join");
     if (response.headers.get("X-Thread-Id")) store.setItem("thread", response.headers.get("X-Thread-Id"));
-    if (!turn.stopped && running === turn) setStatus("The agent is answering …");
+    if (!turn.stopped && running === turn && !turn.waiting) setStatus("The agent is answering …");
   }
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", text = "", activity = "";
@@ -413,10 +412,14 @@ async function attach(request, turn, current) {
     }
     if (end === "approval") { // it may take days, so the visitor can go on writing
       turn.tries = 0;
-      release(turn);
+      turn.waiting = true;
+      if (running === turn) {
+        send.hidden = false;
+        setStatus("");
+      }
     }
     if (!turn.id || turn.tries >= 8 || current !== generation) throw new Error("The connection broke.");
-    if (end === "broken") statusLine.textContent = "The connection broke; attaching again …";
+    if (end === "broken" && running === turn && !turn.waiting) statusLine.textContent = "The connection broke; attaching again …";
     await new Promise((done) => setTimeout(done, Math.min(500 * 2 ** turn.tries, 8000)));
     request = () => attachRequest(turn.id);
   }
@@ -457,7 +460,7 @@ async function answer(request, current, retry, edit, id = "") {
   turn.box.box.setAttribute("aria-busy", "true");
   try {
     await attach(request, turn, current);
-    if (current === generation) setStatus("");
+    if (current === generation && (!running || running === turn)) setStatus("");
   } catch (problem) {
     // The turn of a lost connection goes on: to send its message again would begin another one.
     const again = turn.id && !(problem instanceof Refusal) ? () => start() : retry && (() => retry(problem));
@@ -468,16 +471,12 @@ async function answer(request, current, retry, edit, id = "") {
     turn.box.box.removeAttribute("aria-busy");
     if (!turn.box.text && !turn.box.box.querySelector(".interrupted")) turn.box.remove();
     if (running === turn && !conversation.hidden) message.focus({ preventScroll: true });
-    release(turn);
+    if (running === turn) {
+      running = null;
+      send.hidden = false;
+      stop.hidden = true;
+    }
   }
-}
-
-// release lets the visitor send the next message.
-function release(turn) {
-  if (running !== turn) return;
-  running = null;
-  send.hidden = false;
-  stop.hidden = true;
 }
 
 // ended shows why an answer is not complete.
@@ -517,7 +516,7 @@ function resume(execution, current) {
 async function submit(event) {
   event?.preventDefault();
   const text = message.value.trim(), chosen = attached;
-  if (!text && !chosen.length || running) return;
+  if (!text && !chosen.length || running && !running.waiting) return;
   message.value = "";
   setFiles([]);
   grow();
@@ -628,7 +627,7 @@ message.addEventListener("input", grow);
 message.addEventListener("keydown", (event) => {
   if (composes(event)) return;
   if (event.key === "Enter" && !event.shiftKey) submit(event);
-  if (event.key === "Escape" && !stop.hidden) stop.click();
+  if (event.key === "Escape" && !stop.hidden && !running?.waiting) stop.click();
 });
 message.addEventListener("paste", (event) => {
   const pasted = [...event.clipboardData.files];
@@ -674,7 +673,7 @@ agents.addEventListener("change", () => {
 });
 byId("close").addEventListener("click", () => window.parent.postMessage({ chat: "close" }, "*"));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !composes(event) && options.get("embed") === "button" && stop.hidden) byId("close").click();
+  if (event.key === "Escape" && !composes(event) && options.get("embed") === "button" && (stop.hidden || running?.waiting)) byId("close").click();
 });
 window.addEventListener("hashchange", () => {
   const given = new URLSearchParams(location.hash.slice(1)); // the link to the message box changes the hash, too
