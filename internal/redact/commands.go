@@ -150,10 +150,15 @@ func (c *command) flagValue(s string, i, end int) (value int, ok bool) {
 	return end + blanks(s[end:]), c.secret != glued
 }
 
-// isLongFlag reports whether a word is a flag such as path or path=value, and no letter with a glued secret.
+// longFlags are flags of login commands that begin with p, and no -p with a glued secret.
+var longFlags = []string{
+	"password", "password-stdin", "passcode", "path", "port", "print", "profile", "project", "provider", "plugin",
+}
+
+// isLongFlag reports whether a word is one of longFlags, such as path or path=value.
 func isLongFlag(word string) bool {
 	name, _, _ := strings.Cut(word, "=")
-	return strings.Trim(name, "abcdefghijklmnopqrstuvwxyz-") == ""
+	return slices.Contains(longFlags, strings.ToLower(name))
 }
 
 // secretPart returns the secret in the argument s[i:to], without quotes.

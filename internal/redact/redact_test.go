@@ -55,7 +55,7 @@ func TestJSONByName(t *testing.T) {
 		"env":             {`["env","A=1","timeout","5","curl","-u","a:b"]`, `["env","A=1","timeout","5","curl","-u","a:[redacted]"]`},
 		"sqlcmd":          {`["SQLCMD.EXE","-P","x"]`, `["SQLCMD.EXE","-P","[redacted]"]`},
 		"docker":          {`["docker","login","-p","x"]`, `["docker","login","-p","[redacted]"]`},
-		"docker, glued":   {`["docker","login","-pS3cret"]`, `["docker","login","-p[redacted]"]`},
+		"docker, glued":   {`["docker","login","-phunter"]`, `["docker","login","-p[redacted]"]`},
 		"another flag":    {`["vault","login","-path=gh","-print"]`, `["vault","login","-path=gh","-print"]`},
 		"sshpass":         {`["sshpass","-passw0rd","ssh"]`, `["sshpass","-p[redacted]","ssh"]`},
 		"helm":            {`["helm","registry","login","-p","x"]`, `["helm","registry","login","-p","[redacted]"]`},
