@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -107,22 +106,22 @@ func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 		         order by l.lane limit @limit for update skip locked) l`,
 		postgres.Strict{"limit": pruneBatch})
 	var deleteErr error
-	for deleted := int64(pruneBatch); deleted == pruneBatch; {
-		var done pgconn.CommandTag
-		done, deleteErr = db.Exec(ctx, `
+	last := ""
+	for deleted := pruneBatch; deleted == pruneBatch && deleteErr == nil; {
+		deleteErr = db.QueryRow(ctx, `
 			with old as (
 			  select l.lane, l.execution_id, l.fencing_token, l.locked_at, l.expires_at from agent_locks l
-			   where l.expires_at < statement_timestamp() - make_interval(secs => @free)
+			   where l.lane > @last and l.expires_at < statement_timestamp() - make_interval(secs => @free)
 			     and not exists (select from agent_lock_loans n where n.lane = l.lane)
 			   order by l.lane limit @limit for update skip locked),
 			held as (
 			  insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended)
 			  select o.lane, o.execution_id, o.fencing_token, o.locked_at, o.expires_at, 'expired' from old o
 			   where o.execution_id is not null
-			  on conflict do nothing)
-			delete from agent_locks l using old where l.lane = old.lane`,
-			postgres.Strict{"free": free.Seconds(), "limit": pruneBatch})
-		deleted = done.RowsAffected()
+			  on conflict do nothing),
+			gone as (delete from agent_locks l using old where l.lane = old.lane returning l.lane)
+			select count(*), coalesce(max(lane), '') from gone`,
+			postgres.Strict{"last": last, "free": free.Seconds(), "limit": pruneBatch}).Scan(&deleted, &last)
 	}
 	if err := errors.Join(returnErr, deleteErr); err != nil {
 		return fmt.Errorf("prune lanes: %w", err)
