@@ -222,6 +222,26 @@ func (s *server) vacuum(ctx context.Context) error {
 	return nil
 }
 
+// rollBackPrepared rolls back the prepared transactions of a killed test. They would keep its database, and hold back
+// what other tests wait for.
+func (s *server) rollBackPrepared(ctx context.Context, database string) error {
+	ids, err := s.names(ctx, "select gid from pg_prepared_xacts where database = $1", database)
+	if err != nil || len(ids) == 0 {
+		return err
+	}
+	conn, err := pgx.Connect(ctx, s.urlOf(database))
+	if err != nil {
+		return fmt.Errorf("connect to %s: %w", database, err)
+	}
+	for _, id := range ids {
+		_, err := conn.Exec(ctx, "rollback prepared '"+strings.ReplaceAll(id, "'", "''")+"'")
+		if err != nil && !postgres.IsCode(err, "42704") { // another sweep was faster
+			return errors.Join(err, conn.Close(ctx))
+		}
+	}
+	return conn.Close(ctx)
+}
+
 var ownedName = regexp.MustCompile(`^(?:` + testPrefix + `|` + buildPrefix + `)(\d+)_`)
 
 // sweep drops databases of killed test binaries, and templates of old schemas.
@@ -235,7 +255,7 @@ func (s *server) sweep(ctx context.Context) error {
 		if match := ownedName.FindStringSubmatch(name); match != nil {
 			pid, err := strconv.Atoi(match[1])
 			if err == nil && errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) {
-				if err := s.drop(ctx, name); err != nil {
+				if err := errors.Join(s.rollBackPrepared(ctx, name), s.drop(ctx, name)); err != nil {
 					return err
 				}
 			}
