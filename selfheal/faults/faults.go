@@ -78,7 +78,7 @@ var classes = map[byte]string{
 // notCounted are the classes of errors that lanekeeper.agent_class_counts leaves out. A test keeps both lists equal.
 var notCounted = []string{
 	"invalid_params", "unknown_tool", "denied", "stale", "cancelled", "interrupted", "stall", "disabled", "on_trial",
-	"yielded", "budget", "configuration",
+	"yielded", "budget", "configuration", "flow_cancelled",
 }
 
 // Embedded returns the set of this release.
