@@ -27,7 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// parkedFlow is a running process with a flow that requests approval, waits, and makes an approved call.
+// parkedFlow is a running engine with a flow that requests approval, waits, and makes an approved call.
 type parkedFlow struct {
 	t      *testing.T
 	pool   *pgxpool.Pool
@@ -35,7 +35,7 @@ type parkedFlow struct {
 	acted  atomic.Int32
 }
 
-// startParked starts an engine with the flow.
+// startParked starts an engine with the flow, whose call has the arguments args. change edits the options.
 func startParked(t *testing.T, args string, change ...func(*executions.Options)) *parkedFlow {
 	t.Helper()
 	pool, s := setUp(t)
@@ -49,6 +49,7 @@ func startParked(t *testing.T, args string, change ...func(*executions.Options))
 	return p
 }
 
+// flow ends with "called", or with how the approval ended: STATUS by NAME: REASON.
 func (p *parkedFlow) flow(ctx context.Context, s skills.Skill, args json.RawMessage) (executions.Result, error) {
 	asked, err := approvals.Ask(ctx, approvals.Request{
 		Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: args,
@@ -109,8 +110,8 @@ func TestFiftyDecisionsTakeEffectOnce(t *testing.T) {
 	x := enginetest.Await(p.t, p.pool, id, executions.Completed)
 	decided, err := approvals.Get(t.Context(), p.pool, approval)
 	require.NoError(t, err)
-	called := map[string]int32{"consumed": 1, "rejected": 0}[decided.Status]
-	assert.Truef(t, won.Load() == 1 && p.acted.Load() == called && (called == 1) == (x.ResultSummary == "called"),
+	called, ended := map[string]int32{"consumed": 1, "rejected": 0}[decided.Status]
+	assert.Truef(t, ended && won.Load() == 1 && p.acted.Load() == called && (called == 1) == (x.ResultSummary == "called"),
 		"%d decided, the approval is %s, %d calls, the run says %q", won.Load(), decided.Status, p.acted.Load(),
 		x.ResultSummary)
 	assert.Equal(t, 1, pgtest.Value[int](t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`))
@@ -134,7 +135,7 @@ func TestRejectionEndsWait(t *testing.T) {
 	assert.Truef(t, approvals.IsUsed(err), "a rejected approval became approved: %v", err)
 }
 
-// A decision resumes the waiting execution at once, also a decision by plain SQL. No sweep runs in this test.
+// A decision resumes the waiting execution at once, also a decision by plain SQL. No sweep runs after it.
 func TestSQLDecisionResumesExecution(t *testing.T) {
 	t.Parallel()
 	p := startParked(t, `{}`, func(o *executions.Options) { o.SweepEvery = time.Hour })
@@ -147,18 +148,19 @@ func TestSQLDecisionResumesExecution(t *testing.T) {
 func TestParkedApprovalBelongsToItsExecution(t *testing.T) {
 	t.Parallel()
 	p := startParked(t, `{"table":"x"}`)
-	first, one := p.start()
-	second, other := p.start()
-	require.True(t, one != other, "both executions wait for the same approval")
-	_, err := approvals.Decide(t.Context(), p.pool, one, true, "admin", "")
+	first, ofFirst := p.start()
+	second, ofSecond := p.start()
+	require.True(t, ofFirst != ofSecond, "both executions wait for the same approval")
+	_, err := approvals.Decide(t.Context(), p.pool, ofFirst, true, "admin", "")
 	require.NoError(t, err)
 	enginetest.Await(p.t, p.pool, first, executions.Completed)
-	err = callApproved(t, p.pool, one, func() { t.Error("acted") })
+	err = callApproved(t, p.pool, ofFirst, func() { t.Error("acted") })
 	assert.Truef(t, approvals.IsUsed(err), "use of a used approval: %v", err)
 	unused, err := approvals.Approved(t.Context(), p.pool, 5)
 	assert.Truef(t, err == nil && len(unused) == 0, "a heartbeat would make %+v, %v", unused, err)
-	pgtest.Exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, other) // approved silently
-	err = callApproved(t, p.pool, other, func() { t.Error("called with the approval of another execution") })
+	// An approval without its event resumes nothing.
+	pgtest.Exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, ofSecond)
+	err = callApproved(t, p.pool, ofSecond, func() { t.Error("called with the approval of another execution") })
 	assert.Truef(t, approvals.IsUsed(err), "use of another execution's approval: %v", err)
 	x, err := executions.Get(t.Context(), p.pool, second)
 	assert.Truef(t, err == nil && x.Status == executions.Waiting, "the second is %s, %v", x.Status, err)
@@ -202,7 +204,7 @@ func TestChangedSkillResumesWaitingExecution(t *testing.T) {
 		"removed": {`delete from agent_skills where name = 'drop'`, "the skill drop was removed"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			p := startParked(t, `{"table":"x"}`)
+			p := startParked(t, `{"table":"x"}`, func(o *executions.Options) { o.SweepEvery = time.Hour })
 			id, approval := p.start()
 			pgtest.Exec(t, p.pool, c.change)
 			assert.Equal(t, "expired by : "+c.want, enginetest.Await(p.t, p.pool, id, executions.Completed).ResultSummary)
@@ -224,8 +226,8 @@ func TestChangedSkillClosesRecordedApprovals(t *testing.T) {
 	pool, s := setUp(t)
 	pending, granted := requestApproval(t, pool, s, `{"table":"x"}`), requestApproval(t, pool, s, `{"table":"y"}`)
 	require.NoError(t, approve(t, pool, granted))
-	pgtest.Exec(t, pool, `update agent_skills set description = description || '.', revision = revision
-		where name = 'drop'`)
+	// another text is no other call
+	pgtest.Exec(t, pool, `update agent_skills set description = description || '.' where name = 'drop'`)
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'expired'`))
 	pgtest.Exec(t, pool, `update agent_skills set revision = 2 where name = 'drop'`)
 	for _, id := range []string{pending, granted} {

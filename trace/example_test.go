@@ -14,6 +14,7 @@ func ExampleNew() {
 	// Output: hb_ 29 heartbeat
 }
 
+// Parse accepts lower case, and returns the id in its standard form.
 func ExampleParse() {
 	id, err := trace.Parse("hb_01jd3v7k8zq6w2m5t9x4c1b0ae")
 	if err != nil {
@@ -29,15 +30,15 @@ func ExampleParse() {
 	// 2024-11-20
 }
 
-func ExampleParse_wrong() {
+func ExampleParse_invalid() {
 	_, err := trace.Parse("01JD3V7K8ZQ6W2M5T9X4C1B0AE")
-	fmt.Println(strings.Replace(err.Error(), "; ", ";\n", 1))
+	fmt.Println(strings.Replace(err.Error(), "; ", ";\n", 1)) // on two lines
 	// Output:
 	// parse trace id "01JD3V7K8ZQ6W2M5T9X4C1B0AE": not a trace id: it has no surface prefix;
 	// a trace id looks like hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE
 }
 
-// An id copied from a tracing tool does not have its surface.
+// An id copied from a tracing tool names no surface, so ParseAny returns an id for each, for trace_id = any(ids).
 func ExampleParseAny() {
 	ids, err := trace.ParseAny("019347b3cd1fb9b82a1749e91815814e")
 	if err != nil {

@@ -1,27 +1,30 @@
 // Package failover tests the product's promises when the database fails, and when a new release starts while the old
 // one serves. It uses the real program and real PostgreSQL servers.
 //
-// Outages (outage_test.go). Two processes of `agent serve` work under load: scheduled heartbeats,
-// executions that call skills, wait for events and send messages, and visitors' questions. At the worst moment, with
-// running calls of skills and of the model, the database
+// Outages (outage_test.go). Two processes of `agent serve` work under load: scheduled heartbeats, executions that call
+// skills, wait for events and send messages, and visitors' questions. While calls of skills and of the model run, one
+// of three things happens:
 //
-//   - restarts, gracefully and by a crash, and stays down for a while, in the long form for longer than a worker's
-//     lease;
-//   - or the primary is killed, or runs on and rejects writes, and its synchronous standby is promoted. DATABASE_URL
-//     names both, with target_session_attrs=read-write.
+//   - One process is killed, and then the database restarts, gracefully and by a crash. It stays down for some seconds,
+//     in the long form for longer than a worker's lease. The other process stays up and alive (/healthz), reports that
+//     it is not ready (/readyz), logs the outage, and recovers without a restart.
+//   - The primary is killed, and its synchronous standby is promoted. DATABASE_URL names both, with
+//     target_session_attrs=read-write.
+//   - The database is dumped and restored elsewhere. The executions continue there, and the holders from before the
+//     dump are fenced.
 //
-// The processes stay up, stay alive (/healthz), report that they are not ready (/readyz), log it, and recover without a
-// restart. Then load_test.go compares the acknowledged work with the database. Every confirmed start, event, message
-// and answer exists and has ended. A non-repeatable call was made once. The log shows repeated work. The fencing tokens
-// of each lane only grow.
+// After the first two, load_test.go compares the acknowledged work with the database. Every confirmed start, event,
+// message and answer exists and has ended. A call that must not be repeated was made once, and each repeated call has
+// its own row in the log. The fencing tokens of each lane only grow.
 //
-// Upgrades (upgrade_test.go, outage_test.go). Several processes apply migrations at once, while others serve. They are
-// killed between any two of their requests to the server. The program upgrades data of a released version, and its
-// waiting executions finish. Each command rejects a newer schema.
+// Upgrades (upgrade_test.go, outage_test.go). Two processes migrate an empty database at once. A newer version migrates
+// while two processes serve. An `agent migrate` is killed at one of its requests to the server, and the next one
+// completes the migration. Data of a released version is upgraded, and its waiting executions finish. `agent serve`
+// rejects a newer schema.
 //
-// Read replicas (replica_test.go). Pages and why read from a streaming standby: they equal the primary's, report the
-// lag, and still work when either server is down.
+// Read replicas (replica_test.go). The pages and the answers of `why` come from a streaming standby: they equal the
+// primary's, report the lag, and still come when either server is down.
 //
-// An ordinary run stops the database for some seconds. With AGENT_OUTAGES=long it stops it for a minute, and kills a
-// migration at every request. The package exports nothing.
+// With AGENT_OUTAGES=long the database stops for a minute, and a migration is killed at each of its requests in turn.
+// The package exports nothing.
 package failover
