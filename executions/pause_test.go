@@ -433,6 +433,18 @@ func waitFlow(w executions.WaitFor) executions.Func {
 	}
 }
 
+// Logical replication does not copy sequences, so the next id may be taken.
+func TestPauseIsNotLostToATakenID(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `select pause_agent('first'); select resume_agent()`)
+	pgtest.Exec(t, pool, `alter table agent_pauses alter column id restart`)
+	_, err := pool.Exec(t.Context(), `select pause_agent('second')`)
+	assert.Truef(t, postgres.IsCode(err, "23505"), "got %v", err)
+	pgtest.Exec(t, pool, `select pause_agent('third')`)
+	assert.True(t, pgtest.Value[bool](t, pool, `select exists (select from agent_pauses where resumed_at is null)`), "paused")
+}
+
 func TestPauseRequiresReasonAndAuthor(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

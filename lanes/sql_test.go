@@ -97,6 +97,18 @@ func TestPruneDeletesAllFreeLanes(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_locks`))
 }
 
+// TestRenewalChangesLengthOfLease, from which agent_thread_locks computes the time of the last renewal.
+func TestRenewalChangesLengthOfLease(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `insert into agent_threads (id, channel) values ('x', 'chat')`)
+	got := mustAcquire(t, db, "thread:x", "me", 600)
+	pgtest.Exec(t, db, `select renew_agent_lock('thread:x', 'me', $1, 3600)`, got)
+	pgtest.Equal(t, db, true, `
+		select execution_locked_at between clock_timestamp() - interval '5 minutes' and clock_timestamp()
+		  from agent_thread_locks`)
+}
+
 func TestOtherOwnersAndOldTokensChangeNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -139,6 +139,8 @@ func TestPromptsKeptForeverGoWithActivity(t *testing.T) {
 	_, err = retention.Run(t.Context(), pool, retention.Options{})
 	require.NoError(t, err)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_prompts`))
+	_, err = pool.Exec(t.Context(), `select set_agent_retention('{"activity": null}', 'admin')`)
+	assert.Truef(t, postgres.IsCode(err, "22023"), "a missing value: %v", err)
 	_, err = retention.Set(t.Context(), pool, map[string]string{"activity": "forever"}, "admin", "")
 	require.NoError(t, err)
 	_, err = retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}, Restart: true})

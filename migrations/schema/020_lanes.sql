@@ -562,7 +562,8 @@ begin
   with want as (select w.* from unnest(p_lanes, p_owners, p_tokens, p_ttls) w (lane, owner, token, ttl)),
   done as (
     update agent_locks l
-       set expires_at = case when l.parked then l.expires_at else now_ + make_interval(secs => w.ttl) end
+       set expires_at = case when l.parked then l.expires_at else now_ + make_interval(secs => w.ttl) end,
+           ttl_seconds = w.ttl
       from want w
      where l.lane = w.lane and l.fencing_token = w.token and l.locked_by = w.owner
        and l.lane = any (mine) and l.expires_at > now_

@@ -1293,12 +1293,15 @@ begin
     null;         -- an open transaction has claimed executions; they stop before their first step
   end;
   insert into agent_pauses as n (paused_by, reason, trace_id) values (p_by, p_reason, lanekeeper.agent_trace_id('op'))
-  on conflict do nothing returning n.* into p;
+  on conflict ((true)) where resumed_at is null do nothing returning n.* into p;
   if not found then
     return query
       select false, n.paused_at, n.paused_by, n.reason, n.trace_id, null::uuid
         from agent_pauses n
        where n.resumed_at is null;
+    if not found then
+      raise exception 'the pause that was on has just ended: pause again' using errcode = '40001';
+    end if;
     return;
   end if;
   insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, finished_at,

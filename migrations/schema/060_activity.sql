@@ -276,7 +276,7 @@ returns table (skill text, calls bigint, prompt_tokens bigint, completion_tokens
                cost_usd numeric, unknown_tokens bigint, unknown_usd numeric)
 language sql immutable parallel safe as $$
   select '', 1::bigint, p_prompt, p_completion, p_tokens, p_cost, p_unknown, p_unknown_usd
-   where p_led_to = '{}' or not p_led_to @? '$.keyvalue().value ? (@ > 0)'
+   where jsonb_typeof(p_led_to) <> 'object' or not p_led_to @? '$.keyvalue().value ? (@ > 0)'
   union all
   select c.skill, (c.place = 1)::int::bigint,
          (div(p_prompt * c.upto, c.total) - div(p_prompt * (c.upto - c.n), c.total))::bigint,
@@ -289,7 +289,7 @@ language sql immutable parallel safe as $$
     from (select l.skill, l.n, sum(l.n) over (order by l.skill collate "C") as upto, sum(l.n) over () as total,
                  row_number() over (order by l.n desc, l.skill collate "C") as place
             from (select k.key as skill, least((k.value #>> '{}')::numeric, 1e6) as n
-                    from jsonb_each(case when p_led_to <> '{}' then p_led_to else '{}' end) k
+                    from jsonb_each(case when jsonb_typeof(p_led_to) = 'object' then p_led_to else '{}' end) k
                    where jsonb_typeof(k.value) = 'number') l
            where l.n > 0) c
 $$;

@@ -83,7 +83,7 @@ begin
         hint = 'Kinds: ' || (select string_agg(r.kind, ', ' order by r.kind) from agent_retention r) || '.';
     end if;
     begin
-      span := nullif(wish.said, 'forever')::interval;
+      span := nullif(coalesce(wish.said, ''), 'forever')::interval;
     exception when others then
       raise exception '% is not a retention time for %: give a number of days such as 90d, or forever',
         quote_literal(left(wish.said, 40)), wish.key
