@@ -357,7 +357,7 @@ func TestUnresponsiveDatabaseDoesNotBlockDepartedCaller(t *testing.T) {
 func newWorker(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	return pgtest.Value[string](t, pool, `
-		insert into agent_workers (name, expires_at) values ('test', clock_timestamp() + interval '30 seconds')
+		insert into agent_workers (name, expires_at) values ('test', clock_timestamp() + interval '10 minutes')
 		  returning id::text`)
 }
 
