@@ -255,27 +255,17 @@ func Contains(args json.RawMessage, wanted map[string]any) bool {
 // decodeExact decodes JSON like [json.Unmarshal]. A whole number that a float64 would round stays a [json.Number].
 func decodeExact(text []byte) (any, error) {
 	tree, err := exactjson.Decode(text)
-	return unrounded(tree), err
+	return exactjson.MapNumbers(tree, floatOrNumber), err
 }
 
-func unrounded(tree any) any {
-	switch v := tree.(type) {
-	case map[string]any:
-		for key, item := range v {
-			v[key] = unrounded(item)
-		}
-	case []any:
-		for i, item := range v {
-			v[i] = unrounded(item)
-		}
-	case json.Number:
-		f, err := v.Float64()
-		text := v.String()
-		if err == nil && (strings.ContainsAny(text, ".eE") || strconv.FormatFloat(f, 'f', -1, 64) == text) {
-			return f
-		}
+// floatOrNumber returns a number as a float64, unless that rounds a whole number.
+func floatOrNumber(n json.Number) any {
+	f, err := n.Float64()
+	text := n.String()
+	if err == nil && (strings.ContainsAny(text, ".eE") || strconv.FormatFloat(f, 'f', -1, 64) == text) {
+		return f
 	}
-	return tree
+	return n
 }
 
 func contains(got, wanted any) bool {

@@ -10,17 +10,22 @@ import (
 // PlainNumbers rewrites all numbers of a decoded value in place, as PostgreSQL's jsonb does: 1e0 becomes 1. Numbers
 // with exponents over 400 stay.
 func PlainNumbers(tree any) any {
+	return MapNumbers(tree, func(n json.Number) any { return plainNumber(n) })
+}
+
+// MapNumbers replaces all numbers of a decoded value in place.
+func MapNumbers(tree any, f func(json.Number) any) any {
 	switch v := tree.(type) {
 	case map[string]any:
 		for key, item := range v {
-			v[key] = PlainNumbers(item)
+			v[key] = MapNumbers(item, f)
 		}
 	case []any:
 		for i, item := range v {
-			v[i] = PlainNumbers(item)
+			v[i] = MapNumbers(item, f)
 		}
 	case json.Number:
-		return plainNumber(v)
+		return f(v)
 	}
 	return tree
 }
