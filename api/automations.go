@@ -84,7 +84,7 @@ func (s *server) getAutomation(r request) (response, error) {
 	}
 	a.Arguments = redact.JSON(a.Arguments, maxShown)
 	for i := range runs {
-		runs[i].Output = redact.JSON(runs[i].Output, maxShown)
+		redactRun(&runs[i])
 	}
 	return response{body: automationDetail{a, orEmpty(runs)}, trace: a.LastTraceID, revision: a.Revision}, nil
 }
@@ -164,6 +164,14 @@ func (s *server) redriveRun(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	run.Output = redact.JSON(run.Output, maxShown)
+	redactRun(&run)
 	return response{body: run, status: http.StatusAccepted, trace: done.TraceID}, nil
+}
+
+// redactRun redacts the texts of a run. An error may have the reason of an admin who rejected its call.
+func redactRun(run *automations.Run) {
+	run.Output = redact.JSON(run.Output, maxShown)
+	if run.ErrorMessage != nil {
+		run.ErrorMessage = new(redact.Text(*run.ErrorMessage, maxShown))
+	}
 }

@@ -110,6 +110,9 @@ func (room *Room) automationsList(ctx context.Context, req *pageRequest) (any, e
 	if err != nil {
 		return nil, err
 	}
+	for i := range all {
+		all[i].RunError = redact.Text(all[i].RunError, maxShown)
+	}
 	list, links := paginate(req, all, maxAutomations, func(a automationRow) string { return a.ID })
 	return map[string]any{"Automations": list, "State": filter.State, "Name": filter.Name, "Links": links}, nil
 }
@@ -134,11 +137,12 @@ const runColumns = `r.id::text, a.name as automation, r.cause, r.status, left(r.
 	coalesce(left(r.error_message, 1000), '') as error, coalesce(left(r.output::text, 8192), '') as output, r.attempt,
 	r.scheduled_for, r.created_at, r.retry_at, r.finished_at, r.execution_id::text`
 
-// readRuns collects runs of a query, with redacted outputs.
+// readRuns collects runs of a query, with redacted outputs and errors.
 func readRuns(rows pgx.Rows, err error) ([]automationRun, error) {
 	list, err := postgres.Collect(rows, err, "list runs", pgx.RowToStructByName[automationRun])
 	for i := range list {
 		list[i].Output = cut(2000, redact.Text(list[i].Output, maxShown))
+		list[i].Error = redact.Text(list[i].Error, maxShown)
 	}
 	return list, err
 }
