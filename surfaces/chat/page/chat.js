@@ -298,7 +298,8 @@ async function showHistory(current, listed) {
     if (current !== generation) return;
     showItems(list);
     scroller.scrollTop = scroller.scrollHeight;
-    for (const it of list.data.filter((it) => it.status === "in_progress").reverse()) resume(it.id.replace("msg_", ""), current);
+    const active = list.data.filter((it) => it.status === "in_progress").reverse(); // oldest first
+    for (const it of active) resume(it.id.replace("msg_", ""), current);
   } catch (problem) {
     if (current !== generation) return;
     if (problem.status === 401) return logout();
@@ -470,11 +471,11 @@ async function answer(request, current, retry, edit, id = "") {
     turn.box.flush();
     turn.box.box.removeAttribute("aria-busy");
     if (!turn.box.text && !turn.box.box.querySelector(".interrupted")) turn.box.remove();
-    if (running === turn && !conversation.hidden) message.focus({ preventScroll: true });
     if (running === turn) {
       running = null;
       send.hidden = false;
       stop.hidden = true;
+      if (!conversation.hidden) message.focus({ preventScroll: true });
     }
   }
 }
