@@ -249,7 +249,7 @@ func TestMonitoringOverHTTP(t *testing.T) {
 	assert.Truef(t, len(got) == 1 && got[0]["flow"] == "b", "stuck: %v", got)
 }
 
-// The outputs of long executions may be large, so the latest is the one that leaves the database.
+// Outputs may be large, so the handler reads the latest checkpoint alone.
 func TestExecutionDetailReadsOneCheckpoint(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -255,15 +255,21 @@ func TestUnconfirmedRequestForApprovalIsShownAgain(t *testing.T) {
 	assert.Equal(t, "approved mara", s.status(id))
 }
 
-// A file that could not be read at first still comes with its message.
-func TestFileIsReadAgainAfterAFailure(t *testing.T) {
-	t.Parallel()
+// newVisitedStand returns a stand that passes on its visits, and answers each.
+func newVisitedStand(t *testing.T) (*stand, <-chan channels.Visit) {
+	t.Helper()
 	visits := make(chan channels.Visit, 1)
-	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen},
+	return newStand(t, channels.Definition{Pairing: channels.PairingOpen},
 		func(_ context.Context, v channels.Visit) (channels.Accepted, error) {
 			visits <- v
 			return channels.Accepted{}, &channels.RefusedError{Message: "thank you"}
-		})
+		}), visits
+}
+
+// A file that could not be read at first still comes with its message.
+func TestFileIsReadAgainAfterAFailure(t *testing.T) {
+	t.Parallel()
+	s, visits := newVisitedStand(t)
 	var failed atomic.Bool
 	s.bot.Fail(func(method string, _ map[string]any) telegramtest.Fault {
 		if method == "getFile" && !failed.Swap(true) {
@@ -279,12 +285,7 @@ func TestFileIsReadAgainAfterAFailure(t *testing.T) {
 // A message enters without its empty file.
 func TestEmptyFileIsMissing(t *testing.T) {
 	t.Parallel()
-	visits := make(chan channels.Visit, 1)
-	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen},
-		func(_ context.Context, v channels.Visit) (channels.Accepted, error) {
-			visits <- v
-			return channels.Accepted{}, &channels.RefusedError{Message: "thank you"}
-		})
+	s, visits := newVisitedStand(t)
 	s.bot.Attach(9, 9, "Mara", "see this", "a.txt", "text/plain", nil)
 	v := testkit.Receive(t, visits)
 	assert.Equal(t, "see this\n[The file \"a.txt\" is missing: it is empty.]", v.Text)

@@ -1,6 +1,6 @@
 -- The newest calls of each enabled skill that count: inside the window and since the skill was last enabled.
--- The view agent_skill_calls defines these calls. The floors turn times into ranges of ids, so each skill is one
--- range of the index (skill_name, id), of which the query reads the end.
+-- The view agent_skill_calls defines these calls. The floors turn times into ranges of ids, so the query
+-- reads for each skill the end of one range of the index (skill_name, id).
 with counted as materialized (
   select s.id, s.name, greatest(s.enabled_at, (select clock_timestamp() - @window::interval)) as since
     from agent_skills s

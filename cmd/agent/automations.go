@@ -34,7 +34,7 @@ func (c *cli) automationsCommand() *cobra.Command {
 			}))
 	cmd.Long = `An automation calls a skill, starts a flow or runs a prompt on a schedule (in heartbeats), on an event, or
 when a condition over the agent's counters becomes true. Several missed times run once. A failed run retries after 1, 4,
-16 and then 60 minutes. It is dead after its last attempt, and after one that called a skill which may have acted.`
+16 and then 60 minutes. It is dead after its last attempt, or at once if a call of the attempt may have had an effect.`
 	return cmd
 }
 

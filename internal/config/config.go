@@ -51,7 +51,7 @@ type Config struct {
 	Timezone      string `env:"AGENT_TIMEZONE" envDefault:"UTC" help:"an IANA time zone, for example Europe/Madrid"`
 
 	Workers         int           `env:"AGENT_WORKERS" envDefault:"10" help:"how many background executions run at once, from 1 to 1000"`
-	RunLimits       []string      `env:"AGENT_LIMITS" help:"how many runs of a flow or surface go on at once, for example flow:onboarding=5,surface:webhook=20; others wait in the queue, but turns over HTTP and runs of commands start at once. The same in every process: the one that starts last sets the list, in place of set_agent_limits"`
+	RunLimits       []string      `env:"AGENT_LIMITS" help:"how many runs of a flow or surface go on at once, for example flow:onboarding=5,surface:webhook=20; others wait in the queue, but turns over HTTP and runs of commands start at once. Give every process the same value: the process that starts last sets all limits, also in place of set_agent_limits"`
 	WorkerLease     time.Duration `env:"AGENT_WORKER_LEASE" envDefault:"30s" help:"how long a worker may be silent before its work goes elsewhere, in whole seconds from 1s to 10m"`
 	DrainDelay      time.Duration `env:"AGENT_DRAIN_DELAY" envDefault:"0s" help:"how long a process that is being stopped goes on serving while it says that it is not ready, for example 5s behind a load balancer"`
 	ShutdownTimeout time.Duration `env:"AGENT_SHUTDOWN_TIMEOUT" envDefault:"25s" help:"how long requests under way may take to end at a stop, and after them running steps, for example 25s"`

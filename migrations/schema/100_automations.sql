@@ -42,7 +42,8 @@ comment on column agent_automations.signal_armed is 'The signal has been false s
 comment on column agent_automations.skill_name is 'The skill that a run calls, with arguments.';
 comment on column agent_automations.arguments is 'The arguments of the skill or flow.';
 comment on column agent_automations.prompt is 'The goal that a run gives to a model.';
-comment on column agent_automations.max_attempts is 'The number of failures after which a run is dead. It is dead earlier if a call may have acted.';
+comment on column agent_automations.max_attempts is
+  'The number of failures after which a run is dead. It is dead earlier if a call may have acted.';
 comment on column agent_automations.disabled_reason is 'Why it was disabled.';
 comment on column agent_automations.disabled_by is 'The person or program that disabled it. Empty: it is enabled.';
 comment on column agent_automations.disabled_at is 'When it was disabled.';

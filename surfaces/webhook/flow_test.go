@@ -119,7 +119,7 @@ func TestDeliveredMessageIsInThread(t *testing.T) {
 	w.waitCompleted(t, waiting, `"thread": "ana"`)
 	pgtest.Equal(t, w.pool, thread.ID+" user received yes", `
 		select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
-	// The sender cannot shorten a message, so one that is too long for the thread resumes its flow, too.
+	// A message that is too long for the thread resumes its flow, too: its sender cannot shorten it.
 	waiting = w.startWaiter(t, executions.Response(thread.ID, time.Hour))
 	w.sendAccepted(t, "hire", "msg_3", `{"thread": "ana", "text": "`+strings.Repeat("y", threads.MaxContent+1)+`"}`)
 	w.waitCompleted(t, waiting, `"thread": "ana"`)
