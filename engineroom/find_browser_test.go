@@ -177,6 +177,39 @@ func TestFindDialogWithKeys(t *testing.T) {
 	withoutScript.Until("the link opens the skill", `document.querySelector("h1")?.textContent.includes("fetch_news")`)
 }
 
+// The first Enter must not open what the list showed before, and the second must not end in the form.
+func TestFindOpensAfterTwoEnters(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	rows.Skill(t, pool, "fetch_price", "Fetches.", "", "")
+	mux := muxOf(room)
+	entered := make(chan struct{})
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/find/results" && r.FormValue("q") != "" {
+			<-entered
+		}
+		assert.True(t, r.URL.Path != "/find", "the form is sent")
+		mux.ServeHTTP(w, r)
+	}))
+	t.Cleanup(server.Close)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/lanes")
+	p.Click("#find-open")
+	p.Until("the first list is there", `document.getElementById("find-q").getAttribute("aria-expanded") === "true"`)
+	p.Eval(`(() => {
+		const input = document.getElementById("find-q");
+		input.value = "fetch";
+		for (let n = 0; n < 2; n++) {
+			input.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", bubbles: true, cancelable: true}));
+		}
+		return 1;
+	})()`, new(int))
+	close(entered)
+	p.Until("the skill is opened", `location.pathname === "/skills/fetch_price"`)
+}
+
 func TestFindSaysWhyItIsRefused(t *testing.T) {
 	t.Parallel()
 	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})

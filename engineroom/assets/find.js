@@ -39,9 +39,10 @@
       ...mine.map(([href, title], i) => make("a", { role: "option", id: "find-mine-" + i, "aria-selected": "false", tabindex: "-1", href },
         make("span", { class: "hit-title" }, title), make("span", { class: "mono muted hit-path" }, href))));
   };
+  // Resolves to false when a later question replaced this one.
   const ask = async () => {
     const text = input.value.trim();
-    if (text === shown) return;
+    if (text === shown) return true;
     asking?.abort();
     asking = new AbortController();
     let html, trouble = "The server does not answer.";
@@ -51,7 +52,7 @@
       if (!answer.ok) throw new Error(answer.statusText);
       html = await answer.text();
     } catch (e) {
-      if (e.name === "AbortError") return;
+      if (e.name === "AbortError") return false;
       html = "";
     }
     shown = text;
@@ -64,6 +65,7 @@
     if (text) choose(0);
     else input.removeAttribute("aria-activedescendant");
     $("said").textContent = text ? options().length + (options().length === 1 ? " result" : " results") : "";
+    return true;
   };
   const open = () => {
     if (dialog.open || !$("find-open").hasAttribute("href")) return;
@@ -96,7 +98,11 @@
     else if (e.key === "Escape") dialog.close(); // once, also with a text
     else if (e.key === "Enter" && (all[chosen] || input.value.trim() !== shown)) {
       clearTimeout(timer); // also before the results of what was typed last are here
-      ask().then(() => { if (options()[chosen]) options()[chosen].click(); else input.form.submit(); });
+      ask().then((latest) => { // not for the first Enter of two: the list may still be that of the text before
+        if (!latest) return;
+        if (options()[chosen]) options()[chosen].click();
+        else input.form.submit();
+      });
     } else return;
     e.preventDefault();
   });
