@@ -76,15 +76,19 @@ type op struct {
 	promised  bool     // an owner waits for the lane
 	heirs     []string // possible waiters at a release
 	answered  bool
+	horizon   int64 // without an answer: the last answer on the lane, after which no answer can show its effect
 }
 
 func (o *op) from() int64 { return o.Call / 1000 }
 
 func (o *op) until() int64 {
-	if o.Return == 0 {
-		return never
+	switch {
+	case o.Return != 0:
+		return o.Return/1000 + 1
+	case o.horizon != 0:
+		return o.horizon
 	}
-	return o.Return/1000 + 1
+	return never
 }
 
 func (o *op) end() int64 {
@@ -261,8 +265,12 @@ const checkLimit = 20 * time.Second
 // check returns why the history of a lane is not linearizable, or nil.
 func check(lane string, ops []*op, first state, limit time.Duration) error {
 	history := make([]porcupine.Operation, 0, len(ops)+1)
-	var last int64
+	var last, horizon int64
+	for _, o := range ops {
+		horizon = max(horizon, o.Return/1000+1)
+	}
 	for i, o := range ops {
+		o.horizon = horizon
 		if o.Kind == kindUnknown {
 			return fmt.Errorf("lane %s: a statement about lanes that the recorder does not know: %s", lane, o.Owner)
 		}

@@ -96,6 +96,9 @@ func step(s state, o *op) (bool, state) {
 		return true, s
 	}
 	now := max(s.clock, o.from())
+	if now > o.until() { // the state is of a later moment
+		return s.over && o.Return == 0, s
+	}
 	if o.Return == 0 {
 		after, counts := s.unanswered(o, now)
 		return counts || s.over, after
@@ -269,7 +272,7 @@ func (s state) unanswered(o *op, now int64) (state, bool) {
 			after.clock, after.from, after.to, after.exact = now, now+o.TTL, never, false
 			return after, true
 		}
-		if after, at, ok := s.ifFree(now, never); ok && s.family.depth == 0 {
+		if after, at, ok := s.ifFree(now, o.until()); ok && s.family.depth == 0 {
 			return after.grantTo(o.Owner, 0, at, at+o.TTL, never), true
 		}
 		return s.applyUnansweredBorrow(o, now)
