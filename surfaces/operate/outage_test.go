@@ -58,7 +58,7 @@ func TestTurnOutlastsOutage(t *testing.T) {
 	through := pgproxy.Listen(t, url, away.link)
 	w := newTestDatabaseOn(t, pgtest.Pool(t, through.URL("operate"), postgres.Options{MaxConns: 8}),
 		modeltest.ToolCall("look", `{}`), modeltest.Text("Done."))
-	w.lease = time.Second
+	w.lease = 3 * time.Second
 	var calls, lost atomic.Int64
 	w.builtin(t, "look", "auto", func(ctx context.Context, _ skills.Call) (any, error) {
 		if calls.Add(1) > 1 {
