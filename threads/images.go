@@ -58,8 +58,9 @@ func saveImages(ctx context.Context, db postgres.DB, posted []Message, drafts []
 	return nil
 }
 
-// Images reads the images of messages, by the message's id. Messages without any cost no query.
-func Images(ctx context.Context, db postgres.DB, messages []Message) (map[string][]Image, error) {
+// Images reads the images of messages, by the message's id. Without withData it leaves Data nil. Messages without any
+// image cost no query.
+func Images(ctx context.Context, db postgres.DB, messages []Message, withData bool) (map[string][]Image, error) {
 	var ids []string
 	for _, m := range messages {
 		if m.Images > 0 {
@@ -70,9 +71,9 @@ func Images(ctx context.Context, db postgres.DB, messages []Message) (map[string
 		return nil, nil
 	}
 	rows, err := db.Query(ctx, `
-		select message_id::text, coalesce(url, ''), coalesce(media_type, ''), data, detail
+		select message_id::text, coalesce(url, ''), coalesce(media_type, ''), case when @with_data then data end, detail
 		  from agent_message_images where message_id = any (@ids::uuid[]) order by message_id, place`,
-		postgres.Strict{"ids": ids})
+		postgres.Strict{"ids": ids, "with_data": withData})
 	if err != nil {
 		return nil, fmt.Errorf("read images: %w", err)
 	}

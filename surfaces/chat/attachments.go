@@ -141,7 +141,7 @@ func (c *Chat) checkImages(a *UserMessage) error {
 
 // loadImages returns the images of messages as the model reads them, by message id.
 func (c *Chat) loadImages(ctx context.Context, messages []threads.Message) (map[string][]models.Part, error) {
-	byMessage, err := threads.Images(ctx, c.Pool, messages)
+	byMessage, err := threads.Images(ctx, c.Pool, messages, true)
 	parts := make(map[string][]models.Part, len(byMessage))
 	for id, list := range byMessage {
 		for _, image := range list {

@@ -133,7 +133,7 @@ type itemContent struct {
 func (c *Chat) items(
 	ctx context.Context, p itemPage, list []threads.Message, active []item, more bool,
 ) ([]item, error) {
-	images, err := threads.Images(ctx, c.Front, list)
+	images, err := threads.Images(ctx, c.Front, list, false)
 	if err != nil {
 		return nil, err
 	}

@@ -2,14 +2,19 @@ package chat_test
 
 import (
 	"encoding/json"
+	"io"
+	"net"
 	"net/http"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
@@ -121,4 +126,38 @@ func TestConversationListsItsItems(t *testing.T) {
 	}
 	r, body = p.get(t, "/v1/conversations/maria/items", "X-Visitor-Token", "vis_"+strings.Repeat("a", 43))
 	assert.Truef(t, r.StatusCode == http.StatusNotFound, "another visitor: %d %s", r.StatusCode, body)
+}
+
+// countingLink counts the bytes that the database sends.
+type countingLink struct {
+	client, server net.Conn
+	sent           *atomic.Int64
+}
+
+func (l countingLink) Upstream() { _, _ = io.Copy(l.server, l.client) }
+
+func (l countingLink) Downstream() { _, _ = io.Copy(l, l.server) }
+
+func (l countingLink) Write(b []byte) (int, error) {
+	l.sent.Add(int64(len(b)))
+	return l.client.Write(b)
+}
+
+func TestConversationListsImagesWithoutTheirBytes(t *testing.T) {
+	t.Parallel()
+	const size = 1 << 20
+	w := newWorld(t, modeltest.Text("A dot."))
+	var sent atomic.Int64
+	proxy := pgproxy.Listen(t, w.pool.Config().ConnString(), func(client, server net.Conn) pgproxy.Link {
+		return countingLink{client, server, &sent}
+	})
+	front := pgtest.Pool(t, proxy.URL(""), postgres.Options{MaxConns: 4})
+	p := w.process(t, func(c *chat.Chat) { c.Front, c.MaxBody = front, 4*size })
+	r, body := p.post(t, shows("Look.", pixel(strings.Repeat("x", size)), picture), inThread("s")...)
+	require.Equal(t, http.StatusOK, r.StatusCode, body)
+	before := sent.Load()
+	_, body = p.get(t, "/v1/conversations/s/items")
+	assert.Contains(t, body, `"type":"input_file","filename":"image"`, picture)
+	n := sent.Load() - before
+	assert.Truef(t, n > 0 && n < size, "the database sent %d bytes", n)
 }

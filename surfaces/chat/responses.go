@@ -240,7 +240,7 @@ func (c *Chat) inputItems(w http.ResponseWriter, r *http.Request, _ trace.ID) er
 	if err != nil {
 		return err
 	}
-	images, err := threads.Images(r.Context(), c.Front, messages)
+	images, err := threads.Images(r.Context(), c.Front, messages, true)
 	if err != nil {
 		return err
 	}
