@@ -6,7 +6,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/documents"
-	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -117,14 +116,7 @@ func (s *server) sendDocument(w http.ResponseWriter, r request) error {
 	if err != nil {
 		return err
 	}
-	content, err := documents.Content(r.Context(), s.pool, id)
-	if err != nil {
-		return err
-	}
-	if err := documents.WriteAttachment(w, d, content); err != nil {
-		s.log.DebugContext(r.Context(), "write response", "path", problem.Path(r.Request), "error", err)
-	}
-	return nil
+	return documents.WriteAttachment(r.Context(), w, s.pool, d)
 }
 
 func (s *server) deleteDocument(r request) (response, error) {

@@ -88,6 +88,41 @@ func TestADocumentIsKeptAsItCame(t *testing.T) {
 	}
 }
 
+// pieceWriter calls wrote after each write, with its size.
+type pieceWriter struct {
+	*httptest.ResponseRecorder
+	wrote func(n int)
+}
+
+func (w pieceWriter) Write(b []byte) (int, error) {
+	n, err := w.ResponseRecorder.Write(b)
+	w.wrote(n)
+	return n, err
+}
+
+func TestAttachmentIsReadInPieces(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	content := bytes.Repeat([]byte("0123456789a"), 30_000)
+	d := added(t, pool, documents.Upload{Name: "a.bin", Content: content})
+	largest := 0
+	w := pieceWriter{httptest.NewRecorder(), func(n int) { largest = max(largest, n) }}
+	require.NoError(t, documents.WriteAttachment(t.Context(), w, pool, d))
+	assert.True(t, bytes.Equal(content, w.Body.Bytes()), "the content differs")
+	assert.Equal(t, "330000", w.Header().Get("Content-Length"))
+	assert.Truef(t, largest <= 64<<10, "a piece has %d bytes", largest)
+
+	w = pieceWriter{httptest.NewRecorder(), func(int) { // the document is deleted meanwhile
+		_, err := documents.Delete(t.Context(), pool, d.ID)
+		require.NoError(t, err)
+	}}
+	defer func() {
+		assert.Equal(t, any(http.ErrAbortHandler), recover())
+		assert.ErrorIs(t, documents.WriteAttachment(t.Context(), w, pool, d), documents.ErrNotFound)
+	}()
+	_ = documents.WriteAttachment(t.Context(), w, pool, d)
+}
+
 func TestNameAndTypeAreCleaned(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -178,12 +178,8 @@ func (c *Chat) sendFile(w http.ResponseWriter, r *http.Request, _ trace.ID) erro
 	if err != nil {
 		return err
 	}
-	content, err := documents.Content(r.Context(), c.Front, d.ID)
-	if err != nil {
+	if err := documents.WriteAttachment(r.Context(), w, c.Front, d); err != nil {
 		return fileError(err)
-	}
-	if err := documents.WriteAttachment(w, d, content); err != nil {
-		c.Logger.DebugContext(r.Context(), "answer not sent", "error", err)
 	}
 	return nil
 }
