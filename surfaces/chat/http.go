@@ -1,6 +1,7 @@
 package chat
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -23,10 +24,10 @@ func (c *Chat) handler(serve func(http.ResponseWriter, *http.Request, trace.ID) 
 		err := serve(w, r, id)
 		var refusal *Refusal
 		switch {
-		case err == nil, r.Context().Err() != nil && !errors.As(err, &refusal):
+		case err == nil:
 		case errors.As(err, &refusal):
 			refusal.write(w, r, c.Logger)
-		default:
+		case !errors.Is(context.Cause(r.Context()), context.Canceled): // else the client left
 			problem.WriteOpenAI(w, r, err, string(id), c.Logger)
 		}
 	})

@@ -2,11 +2,13 @@ package chat_test
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
@@ -14,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -324,4 +327,21 @@ func TestMaxTokensBoundsAnswer(t *testing.T) {
 	got, err = p.client(inThread("m")...).CreateChatCompletion(t.Context(), req)
 	require.NoError(t, err)
 	assert.Equal(t, long, got.Choices[0].Message.Content)
+}
+
+// The context of a request can end while its client waits: at a deadline, or in a shutdown.
+func TestRequestWhoseContextEndsIsAnError(t *testing.T) {
+	t.Parallel()
+	p := newWorld(t).process(t)
+	expired, release := context.WithTimeout(t.Context(), 0)
+	defer release()
+	stopped, stop := context.WithCancelCause(t.Context())
+	stop(executions.ErrDraining)
+	for code, ctx := range map[string]context.Context{"database_away": expired, "service_unavailable": stopped} {
+		w := httptest.NewRecorder()
+		p.chat.ModelsHandler().ServeHTTP(w, httptest.NewRequestWithContext(ctx, http.MethodGet, "/v1/models", nil))
+		require.Equal(t, http.StatusServiceUnavailable, w.Code, code)
+		assert.Equal(t, code, failureOf(t, w.Body.String()).Code)
+		assert.Equal(t, "2", w.Header().Get("Retry-After"), code)
+	}
 }
