@@ -30,6 +30,8 @@ const (
 	codeInterrupted = "interrupted"
 )
 
+const codeShuttingDown = "shutting_down"
+
 // approvalNotice ends a connection that waited too long for an approval. It is not stored in the thread.
 const approvalNotice = "An admin has to approve a step before I can go on. The answer will come into this " +
 	"conversation when that is done."
@@ -285,7 +287,7 @@ func (f *follower) stopCause(ctx context.Context) error {
 }
 
 func (f *follower) shutdownError() error {
-	r := serverError(http.StatusServiceUnavailable, "shutting_down",
+	r := serverError(http.StatusServiceUnavailable, codeShuttingDown,
 		"This server restarts. Your answer is still in progress. Attach to it: GET /v1/chat/completions/"+
 			CompletionID(f.id))
 	r.stored, r.CompletionID = true, CompletionID(f.id)

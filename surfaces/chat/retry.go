@@ -174,7 +174,8 @@ func (w *recordingWriter) Write(p []byte) (int, error) {
 // Unwrap lets http.ResponseController flush.
 func (w *recordingWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-// sendAnswer sends an answer and records whether the client received it.
+// sendAnswer sends an answer and records whether the client received it. After a shutdown a client may retry, because
+// the same turn answers its retry.
 func (c *Chat) sendAnswer(
 	w http.ResponseWriter, r *http.Request, t *retry, show func(http.ResponseWriter) error,
 ) error {
@@ -182,5 +183,8 @@ func (c *Chat) sendAnswer(
 	err := show(recorder)
 	draining := errors.Is(c.Engine.Live(), executions.ErrDraining)
 	c.recordDelivery(r.Context(), t, recorder.err == nil && r.Context().Err() == nil && !draining)
+	if refusal, ok := errors.AsType[*Refusal](err); ok && t != nil && refusal.Code == codeShuttingDown {
+		refusal.stored = false
+	}
 	return err
 }

@@ -7,12 +7,14 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/openai/openai-go/v3"
 	"github.com/openai/openai-go/v3/option"
+	gopenai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/budgets"
@@ -223,6 +225,59 @@ func TestRetryAfterKilledProcessGetsTurn(t *testing.T) {
 			testkit.Receive(t, over)
 		})
 	}
+}
+
+// retriesTo sends retries to another host, like a load balancer after the end of a process.
+type retriesTo string
+
+func (host retriesTo) RoundTrip(r *http.Request) (*http.Response, error) {
+	if r.Header.Get(countHeader) != "0" {
+		r = r.Clone(r.Context())
+		r.URL.Host = string(host)
+	}
+	return http.DefaultTransport.RoundTrip(r)
+}
+
+// A process shuts down before the model has answered. The official client sends its request again, and gets the turn
+// from another process. The request of a new visitor is not recognised, so its client must not send it again.
+func TestRetryAfterShutdownGetsTurn(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	g, reply := gated()
+	var calls atomic.Int32
+	w.model.Handle(func(int, gopenai.ChatCompletionRequest) modeltest.Reply {
+		if calls.Add(1) <= 2 {
+			return reply
+		}
+		return modeltest.Text("Done.")
+	})
+	first, keeper := w.silent(t)
+	stop := testkit.Run(t, first.engine.Run, keeper.Run, first.chat.Run)
+	second := w.process(t)
+	client := first.official("site", option.WithMaxRetries(2), option.WithHeader("X-Thread-Id", "t"),
+		option.WithHTTPClient(&http.Client{Transport: retriesTo(strings.TrimPrefix(second.url, "http://"))}))
+	var group errgroup.Group
+	group.Go(func() error {
+		got, err := client.Chat.Completions.New(t.Context(), ask("yes"))
+		if err == nil && got.Choices[0].Message.Content != "Done." {
+			err = fmt.Errorf("the answer is %s", got.RawJSON())
+		}
+		return err
+	})
+	testkit.Receive(t, g.asked)
+	group.Go(func() error {
+		r, body := first.post(t, yes, "X-Visitor-Token", "new")
+		if r.StatusCode != http.StatusServiceUnavailable || r.Header.Get("X-Should-Retry") != "false" {
+			return fmt.Errorf("new visitor: %d %v %s", r.StatusCode, r.Header, body)
+		}
+		return nil
+	})
+	testkit.Receive(t, g.asked)
+	stop()
+	assert.NoError(t, group.Wait())
+	assert.Equal(t, 2, w.turns(t))
+	assert.NoDiff(t, []string{"user: yes", "assistant: Done."}, w.transcript(t, "t"))
+	pgtest.Until(t, w.pool, 0, `select count(*) from agent_executions where completed_at is null`)
 }
 
 // limited gives a process a daily limit of tokens, in Madrid.
