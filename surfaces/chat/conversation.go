@@ -1,6 +1,7 @@
 package chat
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -125,6 +126,7 @@ type itemContent struct {
 	Type     string `json:"type"`
 	Text     string `json:"text,omitempty"`
 	URL      string `json:"image_url,omitempty"`
+	Detail   string `json:"detail,omitempty"`
 	FileID   string `json:"file_id,omitempty"`
 	Filename string `json:"filename,omitempty"`
 }
@@ -172,7 +174,9 @@ func itemOf(m threads.Message, images []threads.Image) item {
 	for _, image := range images {
 		switch {
 		case image.URL != "":
-			it.Content = append(it.Content, itemContent{Type: "input_image", URL: image.URL})
+			it.Content = append(it.Content, itemContent{
+				Type: "input_image", URL: image.URL, Detail: cmp.Or(image.Detail, "auto"),
+			})
 		case len(files) == 0: // a part without data stands for the stored bytes, which are not sent again
 			it.Content = append(it.Content, itemContent{Type: "input_file", Filename: "image"})
 		}

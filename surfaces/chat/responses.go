@@ -1,7 +1,6 @@
 package chat
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -240,35 +239,20 @@ func (c *Chat) inputItems(w http.ResponseWriter, r *http.Request, _ trace.ID) er
 	if err != nil {
 		return err
 	}
-	images, err := threads.Images(r.Context(), c.Front, messages, true)
+	images, err := threads.Images(r.Context(), c.Front, messages, false)
 	if err != nil {
 		return err
 	}
 	stamp(w, started.exec.TraceID, started.name)
-	data := make([]map[string]any, len(messages))
+	data := make([]item, len(messages))
 	list := map[string]any{"object": "list", "data": data, "has_more": false, "first_id": nil, "last_id": nil}
 	for i, m := range messages {
-		data[i] = map[string]any{
-			"id": itemPrefix + m.ID, "type": "message", "role": m.Role, "status": "completed",
-			"content": inputContent(m, images[m.ID]),
-		}
-		if list["last_id"] = data[i]["id"]; i == 0 {
-			list["first_id"] = data[i]["id"]
+		data[i] = itemOf(m, images[m.ID])
+		if list["last_id"] = data[i].ID; i == 0 {
+			list["first_id"] = data[i].ID
 		}
 	}
 	return responsewire.WriteJSON(w, list)
-}
-
-// inputContent converts a message to the content of an input item.
-func inputContent(m threads.Message, images []threads.Image) []map[string]any {
-	parts := []map[string]any{{"type": "input_text", "text": m.Content}}
-	for _, image := range images {
-		part := image.Part().Image
-		parts = append(parts, map[string]any{
-			"type": "input_image", "image_url": part.URL, "detail": cmp.Or(part.Detail, "auto"),
-		})
-	}
-	return parts
 }
 
 // newResponse returns an active response of a turn.

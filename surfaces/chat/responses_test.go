@@ -192,6 +192,24 @@ func TestResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 	assert.NoDiff(t, want, w.transcript(t, "c"))
 }
 
+func TestInputItemsAreThoseOfTheConversation(t *testing.T) {
+	t.Parallel()
+	p := newWorld(t, modeltest.Text("The same.")).process(t)
+	file := p.upload(t, "note.txt", "a dot")
+	r, body := p.respond(t, "POST", "", `{"model":"agent","input":[{"role":"user","content":[`+
+		`{"type":"input_text","text":"Compare."},{"type":"input_file","file_id":"`+file+`"},`+
+		`{"type":"input_image","image_url":"`+picture+`"}]}]}`, inThread("s")...)
+	require.Equal(t, http.StatusOK, r.StatusCode, body)
+	var response struct{ ID string }
+	require.NoError(t, json.Unmarshal([]byte(body), &response))
+	want := `[{"type":"input_text","text":"Compare."},{"type":"input_file","file_id":"` + file +
+		`","filename":"note.txt"},{"type":"input_image","image_url":"` + picture + `","detail":"auto"}]`
+	for _, path := range []string{"/v1/responses/" + response.ID + "/input_items", "/v1/conversations/s/items"} {
+		_, body := p.get(t, path)
+		assert.Contains(t, body, `"role":"user","status":"completed","content":`+want)
+	}
+}
+
 func TestStreamOfCancelledResponseEndsCancelled(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()
