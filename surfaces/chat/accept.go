@@ -258,7 +258,8 @@ func threadError(err error) error {
 		r.RetryAfter = retryDelay
 		return r
 	case errors.Is(err, threads.ErrInvalid):
-		return badRequest("thread_id", "invalid_thread_id", "A thread id is 1 to %d printable characters.", threads.MaxID)
+		return badRequest("thread_id", "invalid_thread_id", "A thread id is 1 to %d printable characters in Unicode NFC.",
+			threads.MaxID)
 	}
 	return err
 }

@@ -164,7 +164,8 @@ func (c *Chat) newMessage(r *http.Request, req *request, secret string) (*UserMe
 	}
 	if msg.Name != "" && threads.CheckID(msg.Name) != nil {
 		return nil, badRequest("thread_id", "invalid_thread_id",
-			"A thread id (X-Thread-Id, metadata.thread_id or user) is 1 to %d printable characters.", threads.MaxID)
+			"A thread id (X-Thread-Id, metadata.thread_id or user) is 1 to %d printable characters in Unicode NFC.",
+			threads.MaxID)
 	}
 	if len(msg.Key) > 255 || strings.TrimSpace(msg.Key) != msg.Key || !utf8.ValidString(msg.Key) {
 		return nil, badRequest("Idempotency-Key", "invalid_value",

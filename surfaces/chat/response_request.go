@@ -152,7 +152,7 @@ func (c *Chat) responseMessage(r *http.Request, q responseRequest, secret string
 	}
 	if a.Name != "" && threads.CheckID(a.Name) != nil {
 		return a, badRequest("conversation", "invalid_thread_id",
-			"A conversation's id is 1 to %d printable characters.", threads.MaxID)
+			"A conversation's id is 1 to %d printable characters in Unicode NFC.", threads.MaxID)
 	}
 	if err := c.dereference(r.Context(), a, q.Input.latest); err != nil {
 		return a, err

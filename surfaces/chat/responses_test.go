@@ -90,7 +90,7 @@ func TestOfficialClientHoldsConversationOfResponses(t *testing.T) {
 	})
 	var failure *openai.Error
 	assert.Truef(t, errors.As(err, &failure) && failure.StatusCode == http.StatusConflict &&
-		failure.Code == "previous_response_not_last" && strings.Contains(failure.Message, last.ID),
+		failure.Code == "previous_response_not_last" && strings.Contains(failure.Message, first.Conversation.ID),
 		"a response that is not the last: %v", err)
 }
 

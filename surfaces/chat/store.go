@@ -221,8 +221,8 @@ func (a *UserMessage) checkLast(ctx context.Context, tx pgx.Tx) error {
 		return nil
 	}
 	r := conflict("previous_response_not_last",
-		"The conversation has later messages than this response. Continue its last one, %s, or send the messages without "+
-			"previous_response_id for a conversation of its own.", responsePrefix+postgres.Deref(id))
+		"The conversation has later messages than this response. To continue it, send conversation %q instead of "+
+			"previous_response_id. For a conversation of their own, send the messages without either.", a.Name)
 	r.Param = "previous_response_id"
 	return r
 }

@@ -59,6 +59,26 @@ func TestThreadIsNamedInFourWays(t *testing.T) {
 	}
 }
 
+func TestThreadNameOutsideNFCIsRefused(t *testing.T) {
+	t.Parallel()
+	const name = "Zoe\u0308"
+	p := newWorld(t).process(t)
+	for want, send := range map[string]func() (*http.Response, string){
+		"metadata.thread_id": func() (*http.Response, string) {
+			return p.post(t, `{"model":"agent","user":"`+name+`","messages":[{"role":"user","content":"hi"}]}`)
+		},
+		"conversation": func() (*http.Response, string) {
+			return p.respond(t, "POST", "", `{"model":"agent","input":"hi","conversation":"`+name+`"}`)
+		},
+		"thread id": func() (*http.Response, string) { return p.get(t, "/v1/conversations/"+name+"/items") },
+	} {
+		r, body := send()
+		f := failureOf(t, body)
+		assert.Truef(t, r.StatusCode == http.StatusBadRequest && f.Code == "invalid_thread_id" &&
+			strings.Contains(f.Message, want) && strings.Contains(f.Message, "NFC"), "%s: %d %s", want, r.StatusCode, body)
+	}
+}
+
 func TestHistoryIsDatabasesNotClients(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Nice to meet you."), modeltest.Text("You are Ada."))
