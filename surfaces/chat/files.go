@@ -27,7 +27,7 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 	if created {
 		token = ""
 	}
-	if err := c.allow(r, c.Visitor(r), "", token); err != nil {
+	if err := c.allowUpload(r, c.Visitor(r), token); err != nil {
 		return err
 	}
 	form, err := documents.ReadForm(r, c.DocumentBytes, false)

@@ -12,10 +12,20 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 )
 
-// allow applies the rate limits. The visitor is the key with its token, else its user, else its address. A client may
-// invent tokens and users, so the address has a limit for many visitors, which is checked first. It also counts the
-// messages that the visitor's own limit then refuses.
+// allow applies the rate limits to a message. The visitor is the key with its token, else its user, else its address. A
+// client may invent tokens and users, so the address has a limit for many visitors, which is checked first. It also
+// counts the messages that the visitor's own limit then refuses.
 func (c *Chat) allow(r *http.Request, owner, user, token string) error {
+	return c.allowRate(r, "messages", 1, owner, user, token)
+}
+
+// allowUpload applies the rate limits of uploads: a visitor may upload the files of all its messages.
+func (c *Chat) allowUpload(r *http.Request, owner, token string) error {
+	return c.allowRate(r, "files", maxFiles, owner+"\x00files", "", token)
+}
+
+// allowRate is allow for what, with share times the rate of messages for a visitor.
+func (c *Chat) allowRate(r *http.Request, what string, share int, owner, user, token string) error {
 	address := c.Address(r)
 	name := "\x00user " + user // no user is named like an address or a token
 	if token != "" {
@@ -23,16 +33,16 @@ func (c *Chat) allow(r *http.Request, owner, user, token string) error {
 	}
 	var wait time.Duration
 	if user == "" && token == "" {
-		wait = c.limits.reserve(owner+"\x00@"+address, 1)
+		wait = c.limits.reserve(owner+"\x00@"+address, share)
 	} else if wait = c.limits.reserve(owner+"\x00@@"+address, visitorsPerAddress); wait == 0 {
-		wait = c.limits.reserve(owner+name, 1)
+		wait = c.limits.reserve(owner+name, share)
 	}
 	if wait == 0 {
 		return nil
 	}
 	return &Refusal{
 		Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
-		Message: "Too many messages. Please wait a moment.", RetryAfter: max(wait, time.Second),
+		Message: "Too many " + what + ". Please wait a moment.", RetryAfter: max(wait, time.Second),
 	}
 }
 

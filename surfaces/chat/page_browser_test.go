@@ -197,6 +197,36 @@ func TestThePageSendsFiles(t *testing.T) {
 	noProblems(t, page)
 }
 
+// busyOnce answers the first message with 429.
+type busyOnce struct{ sent atomic.Bool }
+
+func (b *busyOnce) RoundTrip(r *http.Request) (*http.Response, error) {
+	if r.URL.Path != "/v1/chat/completions" || b.sent.Swap(true) {
+		return http.DefaultTransport.RoundTrip(r)
+	}
+	return &http.Response{
+		StatusCode: http.StatusTooManyRequests, Header: http.Header{}, Body: http.NoBody, Request: r,
+	}, nil
+}
+
+// The rate of messages does not limit the files of one message. A refused message is repeated without another upload.
+func TestThePageUploadsTheFilesOfAMessageOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Ten."))
+	page := browser.Open(t, browser.Look{})
+	page.Go(siteThrough(t, w.process(t, func(c *chat.Chat) { c.Rate = 3 }), &busyOnce{}, nil) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	page.Expect("429")
+	page.Eval(`(setFiles([..."0123456789"].map((n) => new File(["id"], n + ".csv", { type: "text/csv" }))), 1)`, new(int))
+	submit(page, "How many?")
+	page.Shows("The server answers 429.")
+	page.Click(".interrupted button")
+	page.Until("the answer is shown", shown+`.endsWith("nora Ten.")`)
+	pgtest.Equal(t, w.pool, "10 of 10",
+		`select count(thread_id) || ' of ' || count(*) from agent_documents`)
+	noProblems(t, page)
+}
+
 // markdown has typical output of models, and text that must never run.
 const markdown = "# Hours\n\nWe open at **nine**, see [our site](https://example.com/hours).\n\n" +
 	"<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>\n\n" +
