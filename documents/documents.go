@@ -6,7 +6,8 @@
 // of a text type, in chunks. Binary documents expose only name, type and size.
 //
 // A document belongs to one thread or one execution and is deleted with it (package retention). An admin's document may
-// belong to neither. An upload by a key or a visitor is unused until a message has it. It expires after [UnusedTTL].
+// belong to neither. An upload by a key or a visitor is unused until a message has it. It expires after [UnusedTTL],
+// and that of a visitor after [VisitorTTL].
 //
 // The activity of an upload has the name, the size and the SHA-256 ([Document.Audit]). Text that a model reads is part
 // of its prompt and of the call's result, which are recorded and redacted like others.
@@ -47,8 +48,12 @@ const (
 	// MaxUnused and MaxUnusedBytes bound the unused uploads of a chat key and its visitors together.
 	MaxUnused      = 1000
 	MaxUnusedBytes = 256 << 20
-	// UnusedTTL is the lifetime of an unused upload.
-	UnusedTTL = 24 * time.Hour
+	// MaxVisitorUnused and MaxVisitorUnusedBytes bound those of one visitor.
+	MaxVisitorUnused      = 20
+	MaxVisitorUnusedBytes = 10 * DefaultMaxBytes
+	// UnusedTTL is the lifetime of an unused upload of a chat key, and VisitorTTL that of a visitor's.
+	UnusedTTL  = 24 * time.Hour
+	VisitorTTL = time.Hour
 )
 
 // Document is a row without its content.
@@ -103,6 +108,10 @@ func Add(ctx context.Context, tx pgx.Tx, u Upload) (Document, error) {
 	if err := checkQuota(ctx, tx, u); err != nil {
 		return Document{}, err
 	}
+	ttl := UnusedTTL
+	if u.By.Kind == threads.ByVisitor {
+		ttl = VisitorTTL
+	}
 	name, sum := CleanName(u.Name), sha256.Sum256(u.Content)
 	mediaType := contentType(name, u.ContentType, u.Content)
 	rows, err := tx.Query(ctx, `
@@ -114,7 +123,7 @@ func Add(ctx context.Context, tx pgx.Tx, u Upload) (Document, error) {
 		"name": name, "type": mediaType, "size": len(u.Content), "sum": sum[:], "is_text": isText(mediaType, u.Content),
 		"content": u.Content,
 		"thread":  u.ThreadID, "execution": u.ExecutionID, "trace": u.TraceID, "kind": string(u.By.Kind),
-		"owner": postgres.Text(u.By.Owner), "visitor": u.By.Proof, "unused": u.isUnused(), "ttl": UnusedTTL.Seconds(),
+		"owner": postgres.Text(u.By.Owner), "visitor": u.By.Proof, "unused": u.isUnused(), "ttl": ttl.Seconds(),
 	})
 	return collectOne(rows, err, "store document")
 }

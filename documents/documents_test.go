@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 	"testing/iotest"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -189,7 +190,30 @@ func TestAThreadHasABoundedNumberOfDocuments(t *testing.T) {
 	assert.Equal(t, 6, len(refused))
 }
 
-// A visitor's upload that no message uses is deleted after a day.
+// A visitor that uses up its share of unused uploads leaves the others theirs, and frees it after an hour.
+func TestUnusedUploadsAreBoundedPerVisitor(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	first, second := threads.Visitor("site", "vis_1"), threads.Visitor("site", "vis_2")
+	for range documents.MaxVisitorUnused {
+		added(t, pool, documents.Upload{Content: []byte("x"), By: first})
+	}
+	_, err := add(t.Context(), pool, documents.Upload{Content: []byte("x"), By: first})
+	assert.ErrorIs(t, err, documents.ErrTooMany, "one too many")
+	for range documents.MaxVisitorUnused + 1 {
+		added(t, pool, documents.Upload{Content: []byte("x"), By: threads.Key("site")})
+	}
+	pgtest.Exec(t, pool, `alter table agent_documents drop constraint agent_documents_check`)
+	large := added(t, pool, documents.Upload{Content: []byte("x"), By: second})
+	pgtest.Exec(t, pool, `update agent_documents set size = $1 where id = $2`, documents.MaxVisitorUnusedBytes, large.ID)
+	_, err = add(t.Context(), pool, documents.Upload{Content: []byte("x"), By: second})
+	assert.ErrorIs(t, err, documents.ErrTooMany, "too large")
+	assert.Equal(t, documents.VisitorTTL, large.ExpiresAt.Sub(large.CreatedAt).Round(time.Minute))
+	pgtest.Exec(t, pool, `update agent_documents set expires_at = now() - interval '1 s' where visitor <> ''`)
+	added(t, pool, documents.Upload{Content: []byte("x"), By: first})
+}
+
+// An upload that no message uses is deleted.
 func TestUnusedUploadsGo(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// quota bounds the documents of one owner: a thread or a chat key.
+// quota bounds the documents of one owner: a thread, a chat key or a visitor.
 type quota struct {
 	lock               string                                            // the advisory lock's name, before the owner
 	queueCount         func(b *pgx.Batch, owner string) *pgx.QueuedQuery // the number of documents and their bytes
@@ -36,9 +36,24 @@ var (
 				 where owner = @owner and owner_kind <> 'admin' and expires_at >= statement_timestamp()`,
 				postgres.Strict{"owner": owner})
 		},
-		MaxUnused, MaxUnusedBytes, "limit per chat key is %d unused uploads and %d bytes",
+		MaxUnused, MaxUnusedBytes, "limit per chat key is %d unused uploads and %d bytes; try again later",
 	}
 )
+
+// visitorQuota bounds the documents of a visitor of a chat key.
+func visitorQuota(proof string) quota {
+	return quota{
+		keyQuota.lock,
+		func(b *pgx.Batch, owner string) *pgx.QueuedQuery {
+			return b.Queue(`
+				select count(*), coalesce(sum(size), 0) from agent_documents
+				 where owner = @owner and visitor = @visitor and expires_at >= statement_timestamp()`,
+				postgres.Strict{"owner": owner, "visitor": proof})
+		},
+		MaxVisitorUnused, MaxVisitorUnusedBytes,
+		"limit per visitor is %d unused uploads and %d bytes; use or delete one, or try again in an hour",
+	}
+}
 
 // check runs b, locks the owner's documents until the transaction ends, and returns [ErrTooMany] if a document of
 // addBytes exceeds the quota.
@@ -57,12 +72,17 @@ func (q quota) check(ctx context.Context, tx pgx.Tx, b *pgx.Batch, owner string,
 	return nil
 }
 
-// checkQuota applies the quota of the upload's thread, or that of its chat key for an unused upload.
+// checkQuota applies the quota of the upload's thread, or those of its visitor and its chat key for an unused upload.
 func checkQuota(ctx context.Context, tx pgx.Tx, u Upload) error {
 	switch size := int64(len(u.Content)); {
 	case u.ThreadID != "":
 		return checkThreadQuota(ctx, tx, u.ThreadID, size)
 	case u.isUnused():
+		if u.By.Kind == threads.ByVisitor {
+			if err := visitorQuota(u.By.Proof).check(ctx, tx, &pgx.Batch{}, u.By.Owner, size); err != nil {
+				return err
+			}
+		}
 		return keyQuota.check(ctx, tx, &pgx.Batch{}, u.By.Owner, size)
 	}
 	return nil
