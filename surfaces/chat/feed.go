@@ -36,6 +36,9 @@ type feed struct {
 	awaitsApproval bool            // this turn, or the turn before it, waits for an approval
 	end            *executions.Execution
 	changed        chan struct{}
+
+	polling  sync.Mutex // held by the follower that reads the turn
+	polledAt time.Time  // guarded by polling
 }
 
 func newFeed() *feed { return &feed{changed: make(chan struct{})} }

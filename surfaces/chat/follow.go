@@ -225,14 +225,20 @@ func (f *follower) usageSoFar(ctx context.Context) openai.Usage {
 	}
 }
 
-// poll reads the state of a turn that another process runs, and checks whether this process shuts down.
+// poll reads the state of a turn that another process runs into the feed, for all followers. It also checks whether
+// this process shuts down.
 func (f *follower) poll(ctx context.Context, v view) error {
 	if errors.Is(f.Engine.Live(), executions.ErrDraining) {
 		return f.shutdownError()
 	}
-	if v.runsHere {
+	if v.runsHere || !f.feed.polling.TryLock() {
 		return nil
 	}
+	defer f.feed.polling.Unlock()
+	if time.Since(f.feed.polledAt) < pollInterval/2 {
+		return nil
+	}
+	f.feed.polledAt = time.Now()
 	x, err := executions.Get(ctx, f.Front, f.id)
 	if err != nil {
 		return f.logReadError(ctx, err)
