@@ -58,6 +58,18 @@ func saveImages(ctx context.Context, db postgres.DB, posted []Message, drafts []
 	return nil
 }
 
+// ImageBytes returns the size of the stored images of a thread, in bytes.
+func ImageBytes(ctx context.Context, db postgres.DB, thread string) (size int64, err error) {
+	err = db.QueryRow(ctx, `
+		select coalesce(sum(octet_length(i.data)), 0)
+		  from agent_messages m join agent_message_images i on i.message_id = m.id
+		 where m.thread_id = @thread`, postgres.Strict{"thread": thread}).Scan(&size)
+	if err != nil {
+		return 0, fmt.Errorf("measure images: %w", err)
+	}
+	return size, nil
+}
+
 // Images reads the images of messages, by the message's id. Without withData it leaves Data nil. Messages without any
 // image cost no query.
 func Images(ctx context.Context, db postgres.DB, messages []Message, withData bool) (map[string][]Image, error) {

@@ -93,17 +93,30 @@ func documentIDs(docs [][]documents.Document) (ids []string) {
 }
 
 // collectImages returns the images of each message, including those among its files if the model takes images. Of the
-// files, it leaves out images above MaxImageSize, above MaxImages, or beyond maxImageBytes: the model then reads only
-// their names and sizes.
+// files, it leaves out images above MaxImageSize, above MaxImages, beyond maxImageBytes, or for which the thread has no
+// room: the model then reads only their names and sizes. It refuses other images for which the thread has no room.
 func (c *Chat) collectImages(
 	ctx context.Context, tx pgx.Tx, a *UserMessage, docs [][]documents.Document,
 ) ([][]threads.Image, error) {
 	images := make([][]threads.Image, len(a.Texts))
 	copy(images, a.Images)
-	if !c.agentTakesImages(a) {
+	if !c.agentTakesImages(a) || len(slices.Concat(docs...))+len(slices.Concat(images...)) == 0 {
 		return images, nil
 	}
-	remaining := int64(maxImageBytes)
+	stored, err := threads.ImageBytes(ctx, tx, a.thread)
+	if err != nil {
+		return nil, err
+	}
+	var size int64
+	for _, image := range slices.Concat(images...) {
+		size += int64(len(image.Data))
+	}
+	room := documents.MaxThreadBytes - stored - size
+	if size > 0 && room < 0 {
+		return nil, fileError(fmt.Errorf("%w: limit per thread is %d bytes of images", documents.ErrTooMany,
+			documents.MaxThreadBytes))
+	}
+	remaining := min(maxImageBytes, room)
 	for i, list := range docs {
 		for _, d := range list {
 			if !slices.Contains(imageTypes(), d.ContentType) || len(images[i]) >= threads.MaxImages ||

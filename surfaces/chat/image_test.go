@@ -7,9 +7,11 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/openai/openai-go/v3/option"
 	gopenai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -181,4 +183,42 @@ func TestUnsupportedPartIsNamed(t *testing.T) {
 	w := newWorld(t)
 	_, body := w.process(t).post(t, `{"model":"agent","messages":[{"role":"user","content":[{"type":"input_audio"}]}]}`)
 	assert.Contains(t, body, "not a part of type", "input_audio")
+}
+
+// A thread that has its share of images gets no copy of a file. The model then reads the name of that. An included
+// image is refused.
+func TestImagesOfThreadAreBounded(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(int, gopenai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("ok") })
+	p := w.process(t, func(c *chat.Chat) { c.MaxBody = 4 << 20 })
+	p.answerTo(t, "s", "hi")
+	pgtest.Exec(t, w.pool, `alter table agent_message_images alter column data set storage extended`) // compressed
+	pgtest.Exec(t, w.pool, `
+		with m as (
+		  insert into agent_messages (thread_id, role, content, channel, trace_id, status)
+		  select id, 'user', '', 'chat', '', 'withdrawn' from agent_threads returning id)
+		insert into agent_message_images (message_id, place, media_type, data)
+		select m.id, 1, 'image/png', convert_to(repeat('x', $1::int), 'UTF8') from m`, threads.MaxImageSize)
+	pgtest.Exec(t, w.pool, `
+		insert into agent_message_images (message_id, place, media_type, data)
+		select message_id, n, media_type, data from agent_message_images, generate_series(2, $1::int) n`,
+		documents.MaxThreadBytes/threads.MaxImageSize)
+	stored := func() int64 {
+		return pgtest.Value[int64](t, w.pool, `select sum(octet_length(data)) from agent_message_images`)
+	}
+	before, file := stored(), "\x89PNG\x0d\x0a\x1a\x0a"
+	small := p.upload(t, "small.png", file, option.WithHeader("X-Thread-Id", "s"))
+	large := p.upload(t, "large.png", file+strings.Repeat("x", 2<<20), option.WithHeader("X-Thread-Id", "s"))
+	client := p.official("site", option.WithHeader("X-Thread-Id", "s"))
+	for _, id := range []string{small, large} {
+		_, err := client.Chat.Completions.New(t.Context(), withFile(id))
+		require.NoError(t, err)
+	}
+	assert.Equal(t, before+int64(len(file)), stored())
+	r, body := p.post(t, shows("hi", pixel(strings.Repeat("x", 1<<20))), inThread("s")...)
+	f := failureOf(t, body)
+	assert.Truef(t, r.StatusCode == http.StatusConflict && f.Code == "too_many_files", "%d %s", r.StatusCode, body)
+	_, body = p.post(t, shows("hi", picture), inThread("s")...)
+	assert.Contains(t, body, "ok")
 }
