@@ -52,6 +52,21 @@ func DraftOf(ctx context.Context, db postgres.DB, execution string) (Draft, erro
 	return d, nil
 }
 
+// EndDraft locks a thread until tx ends, and deletes the draft of an execution. The caller posts the text, unless
+// another transaction has posted it as an interrupted message: interrupted is its place; nil: there is none.
+func EndDraft(ctx context.Context, tx pgx.Tx, thread, execution string) (interrupted *int64, err error) {
+	args := postgres.Strict{"id": execution}
+	b := &pgx.Batch{}
+	b.Queue(`select from agent_threads where id = @thread for no key update`, postgres.Strict{"thread": thread})
+	b.Queue(`delete from agent_message_drafts where execution_id = @id`, args)
+	b.Queue(`select max(seq) from agent_messages where execution_id = @id and interrupted`, args).
+		QueryRow(func(row pgx.Row) error { return row.Scan(&interrupted) })
+	if err := tx.SendBatch(ctx, b).Close(); err != nil {
+		return nil, fmt.Errorf("end draft: %w", err)
+	}
+	return interrupted, nil
+}
+
 // DeleteDraft deletes the draft of an execution, whose answer is a message now.
 func DeleteDraft(ctx context.Context, db postgres.DB, execution string) error {
 	_, err := db.Exec(ctx, `delete from agent_message_drafts where execution_id = @id`, postgres.Strict{"id": execution})

@@ -86,7 +86,8 @@ func (c *Chat) interruptTurn(
 	return ended, c.storePartialAnswer(ctx, tx, thread, traceID, b)
 }
 
-// storePartialAnswer stores the text of a cancelled turn.
+// storePartialAnswer stores the text of a cancelled turn once. A turn whose cancel is only requested may have stored
+// its answer meanwhile.
 func (c *Chat) storePartialAnswer(ctx context.Context, tx pgx.Tx, thread, traceID string, b activeTurn) error {
 	text, runsHere := c.feeds.liveText(b.ExecutionID)
 	if !runsHere {
@@ -96,8 +97,12 @@ func (c *Chat) storePartialAnswer(ctx context.Context, tx pgx.Tx, thread, traceI
 		}
 		text = draft.Content
 	}
+	interrupted, err := threads.EndDraft(ctx, tx, thread, b.ExecutionID)
+	if err != nil || interrupted != nil {
+		return err
+	}
 	x, err := executions.Get(ctx, tx, b.ExecutionID)
-	if err != nil {
+	if err != nil || x.Status == executions.Completed {
 		return err
 	}
 	in, err := readInput(&x)
@@ -108,13 +113,12 @@ func (c *Chat) storePartialAnswer(ctx context.Context, tx pgx.Tx, thread, traceI
 	if err != nil {
 		return err
 	}
-	if text = trimFlowText(text, flowText); text != "" {
-		if _, err := threads.Post(ctx, tx, threads.NewMessage{
-			ThreadID: thread, Role: threads.Assistant, Content: text, Channel: channel, ExecutionID: b.ExecutionID,
-			TraceID: traceID, Status: threads.Sent, Turn: b.Turn, Interrupted: true,
-		}); err != nil {
-			return err
-		}
+	if text = trimFlowText(text, flowText); text == "" {
+		return nil
 	}
-	return threads.DeleteDraft(ctx, tx, b.ExecutionID)
+	_, err = threads.Post(ctx, tx, threads.NewMessage{
+		ThreadID: thread, Role: threads.Assistant, Content: text, Channel: channel, ExecutionID: b.ExecutionID,
+		TraceID: traceID, Status: threads.Sent, Turn: b.Turn, Interrupted: true,
+	})
+	return err
 }

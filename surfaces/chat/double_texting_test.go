@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	openai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
@@ -122,4 +124,59 @@ func TestInterruptingKeepsWhatLockedTurnHasSaid(t *testing.T) {
 	assert.Equal(t, "cancelled completed", pgtest.Value[string](t, w.pool,
 		`select string_agg(status, ' ' order by created_at) from agent_executions`))
 	_ = stream.Close()
+}
+
+// A cancel that finds the answer about to be stored stores no copy of it, whichever of them has the thread first.
+func TestLateCancelStoresNoSecondAnswer(t *testing.T) {
+	t.Parallel()
+	for name, lock := range map[string]string{
+		"answer first": `select from agent_threads for no key update`,
+		"cancel first": `select pg_advisory_xact_lock(hashtextextended('step ' || id || 'answer', 0)) from agent_executions`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			g, reply := gated()
+			w := newWorld(t, reply)
+			p, _ := w.silent(t) // it does not notice the cancel
+			front, recorder := pgtest.Recorded(t, w.pool)
+			other, _ := w.silent(t, func(c *chat.Chat) { c.Front = front })
+			stream, err := p.client(inThread("i")...).CreateChatCompletionStream(t.Context(), says("coffee"))
+			require.NoError(t, err)
+			testkit.Receive(t, g.asked)
+			pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() + interval '1 hour'`)
+			send(t, g.pieces, "Coffee is")
+			pgtest.Exec(t, w.pool, `
+				insert into agent_message_drafts (execution_id, claim, content, settled)
+				select id, claim, 'Coffee is', 0 from agent_executions`)
+			tx := pgtest.Begin(t, w.pool)
+			pgtest.Exec(t, tx, lock)
+			close(g.pieces)
+			waiters := `
+				select count(*)::int from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`
+			pgtest.Until(t, w.pool, 1, waiters)
+			id := pgtest.Value[string](t, w.pool, `select id::text from agent_executions`)
+			cancelled := make(chan struct{})
+			go func() {
+				defer close(cancelled)
+				other.respond(t, "POST", "/resp_"+id+"/cancel", "{}")
+			}()
+			pgtest.Eventually(t, func() bool {
+				select {
+				case <-cancelled:
+					return true
+				default:
+				}
+				return pgtest.Value[int](t, w.pool, waiters) == 2 &&
+					slices.ContainsFunc(recorder.Queries(), func(q pgx.TraceQueryStartData) bool {
+						return strings.Contains(q.SQL, "lock_timeout = 400") // the longest that it waits
+					})
+			}, "the cancel waits for the thread, or has returned")
+			require.NoError(t, tx.Rollback(t.Context()))
+			text, err := streamed(t, stream)
+			assert.Truef(t, err == nil && text == "Coffee is", "%q, %v", text, err)
+			testkit.Receive(t, cancelled)
+			lines := w.transcript(t, "i")
+			assert.Truef(t, len(lines) == 2 && strings.HasPrefix(lines[1], "assistant: Coffee is"), "%q", lines)
+		})
+	}
 }

@@ -233,19 +233,23 @@ func (t *turn) storeAnswer(
 			return answer{}, err
 		}
 		a := t.newAnswer(text, finish, o) // not in a replay, where the feed lacks the text
-		m, err := t.post(ctx, tx, trimFlowText(a.Text, t.flowText), false)
+		seq, err := threads.EndDraft(ctx, tx, t.in.Thread, t.exec.ID)
 		if err != nil {
 			return answer{}, err
 		}
-		if err := threads.DeleteDraft(ctx, tx, t.exec.ID); err != nil {
-			return answer{}, err
+		if seq == nil { // else a late cancel has stored the text
+			m, err := t.post(ctx, tx, trimFlowText(a.Text, t.flowText), false)
+			if err != nil {
+				return answer{}, err
+			}
+			seq = m.Seq
 		}
 		if needsSummary {
 			if _, _, err := t.Engine.StartTx(ctx, tx, t.summarySpec()); err != nil {
 				return answer{}, err
 			}
 		}
-		a.Seq = *m.Seq
+		a.Seq = *seq
 		return a, nil
 	}, toResult)
 }
