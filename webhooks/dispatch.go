@@ -54,7 +54,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		Claim: func(ctx context.Context, limit int, full []string) ([]message, error) {
 			return claimDue(ctx, d.Pool, limit, outbox.MaxPerTarget, full, lease)
 		},
-		NextDue: func(ctx context.Context, _ []string) (time.Duration, error) { return nextDue(ctx, d.Pool) },
+		NextDue: func(ctx context.Context, full []string) (time.Duration, error) { return nextDue(ctx, d.Pool, full) },
 	}
 	if d.Listener != nil {
 		wake, stop := d.Listener.Subscribe("agent_webhooks")

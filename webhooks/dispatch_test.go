@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/outbox"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -247,6 +248,34 @@ func TestSlowTargetDoesNotBlockOthers(t *testing.T) {
 	if slow.count() > 4 {
 		t.Errorf("%d requests at once to the slow one", slow.count())
 	}
+}
+
+// The backlogs of other targets do not take the slots of an older message.
+func TestOldestMessageIsClaimedFirst(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for name, event := range map[string]string{"busy": "execution.completed", "idle": "execution.failed"} {
+		putTarget(t, pool, webhooks.TargetDefinition{Name: name, URL: "https://example.com", Events: []string{event}})
+	}
+	for _, event := range []string{"execution.completed", "execution.failed", "execution.completed"} {
+		emitEvent(t, pool, event)
+	}
+	for _, want := range []string{"busy", "idle", "busy"} {
+		got, err := webhooks.ClaimTarget(t.Context(), pool)
+		assert.Truef(t, err == nil && got == want, "claimed a message to %q, want %q; %v", got, want, err)
+	}
+}
+
+func TestFullTargetIsNotDue(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	putTarget(t, pool, webhooks.TargetDefinition{URL: "https://example.com"})
+	emitEvent(t, pool, "execution.completed")
+	pause, err := webhooks.NextDue(t.Context(), pool, []string{})
+	assert.Truef(t, err == nil && pause <= 0, "%v, %v", pause, err)
+	full := pgtest.Column[string](t, pool, `select id::text from agent_webhook_targets`)
+	pause, err = webhooks.NextDue(t.Context(), pool, full)
+	assert.Truef(t, err == nil && pause == outbox.MaxPause, "%v, %v", pause, err)
 }
 
 func TestEventsJoinCausingTransaction(t *testing.T) {

@@ -59,8 +59,8 @@ type message struct {
 	SentAt     time.Time
 }
 
-// claimDue claims up to limit due messages, at most perTarget for each target, and none for the targets in full. A
-// claimed message is not due again before the lease ends.
+// claimDue claims up to limit due messages, the oldest first: at most perTarget for each target, and none for the
+// targets in full. A claimed message is not due again before the lease ends.
 func claimDue(
 	ctx context.Context, db postgres.DB, limit, perTarget int, full []string, lease time.Duration,
 ) ([]message, error) {
@@ -68,11 +68,11 @@ func claimDue(
 		with due as (
 		  select o.id from agent_webhook_targets t
 		   cross join lateral (
-		     select m.id from agent_webhook_outbox m
+		     select m.id, m.next_attempt_at from agent_webhook_outbox m
 		      where m.target_id = t.id and m.status = 'pending' and m.next_attempt_at <= statement_timestamp()
 		      order by m.next_attempt_at limit @each for update skip locked) o
 		   where t.enabled and t.blocked_until <= clock_timestamp() and t.id <> all(@full::uuid[])
-		   limit @limit),
+		   order by o.next_attempt_at limit @limit),
 		claimed as (
 		  update agent_webhook_outbox o
 		     set attempts = o.attempts + 1, leased = true, next_attempt_at = clock_timestamp() + make_interval(secs => @lease)
@@ -85,15 +85,16 @@ func claimDue(
 		postgres.Strict{"limit": limit, "each": perTarget, "full": full, "lease": lease.Seconds()})
 }
 
-// nextDue returns the time until a message is due, by the database's clock; outbox.MaxPause without messages.
-func nextDue(ctx context.Context, db postgres.DB) (time.Duration, error) {
+// nextDue returns the time until a message is due to a target that is not in full, by the database's clock;
+// outbox.MaxPause without messages.
+func nextDue(ctx context.Context, db postgres.DB, full []string) (time.Duration, error) {
 	var seconds *float64
 	err := db.QueryRow(ctx, `
 		select extract(epoch from min(greatest(o.next_attempt_at, t.blocked_until)) - clock_timestamp())::float8
 		  from agent_webhook_targets t
 		  cross join lateral (select m.next_attempt_at from agent_webhook_outbox m
 		                       where m.target_id = t.id and m.status = 'pending' order by m.next_attempt_at limit 1) o
-		 where t.enabled`).Scan(&seconds)
+		 where t.enabled and t.id <> all(@full::uuid[])`, postgres.Strict{"full": full}).Scan(&seconds)
 	if err != nil {
 		return 0, fmt.Errorf("find due webhooks: %w", err)
 	}
