@@ -200,7 +200,8 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 		select count(*) from agent_channel_buttons where approval_id = $1 and conversation = '@ops' and message_ref <> ''`, named)
 	all := s.bot.Sent(0)
 	m = all[len(all)-1]
-	assert.Contains(t, s.click("in a named chat", 903, 1, m.ID, m.Buttons["Approve"]), "You have approved")
+	assert.Contains(t, s.click("in a named chat", 903, 1, m.ID, m.Buttons["Reject"]), "You have rejected")
+	assert.Equal(t, "rejected mara", s.status(named))
 
 	s.bot.Fail(func(string, map[string]any) telegramtest.Fault { return telegramtest.Broken })
 	s.request(`{"order": "D-4"}`)

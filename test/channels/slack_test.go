@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
@@ -151,7 +152,7 @@ func TestSlackIsAnsweredOnceDespiteFaults(t *testing.T) {
 
 // A call requested in Slack waits for a button. An approver presses it in the channel for reports. No decision comes
 // from an account without a principal, a principal without the right, or the requester. Used buttons, expired ones, and
-// those with other arguments do not decide either.
+// those with other arguments do not decide either. A pending request follows the conversation for reports.
 func TestSlackButtonApprovesCall(t *testing.T) {
 	t.Parallel()
 	var paid atomic.Int32
@@ -167,7 +168,7 @@ func TestSlackButtonApprovesCall(t *testing.T) {
 			return modeltest.Text("It is paid back.")
 		}
 		text := modeltest.Said(last)
-		return modeltest.ToolCall("refund", `{"order": `+text[strings.LastIndex(text, " ")+1:]+`}`)
+		return modeltest.ToolCall("refund", `{"order": `+text[strings.LastIndex(text, " ")+1:]+`, "note": "<!channel>"}`)
 	})
 	fake, w := newSlack(t, model, fmt.Sprintf(`report_to: C0OPS
 ---
@@ -177,7 +178,7 @@ description: Pay an order back.
 scope: external
 trust: approve
 approvals: {four_eyes: true}
-parameters: {type: object, required: [order], properties: {order: {type: integer}}}
+parameters: {type: object, required: [order], properties: {order: {type: integer}, note: {type: string}}}
 handler: http:POST %s/refunds
 `, shop.URL))
 	for account, p := range map[string]principals.CreateParams{
@@ -191,11 +192,11 @@ handler: http:POST %s/refunds
 	}
 	w.serve()
 	w.waitUntil("the socket", func() bool { return fake.Connected() == 1 })
-	ask := func(user, conversation string, order int) (shown slacktest.Message) {
+	at := "C0OPS"
+	awaitRequest := func(order int) (shown slacktest.Message) {
 		t.Helper()
-		fake.Say(user, conversation, fmt.Sprint("money back for order ", order), "")
 		w.waitUntil("the request", func() bool {
-			for _, m := range answers(fake, "C0OPS", "") {
+			for _, m := range answers(fake, at, "") {
 				if strings.Contains(string(m.Blocks), fmt.Sprintf(`\"order\": %d`, order)) {
 					shown = m
 				}
@@ -204,23 +205,30 @@ handler: http:POST %s/refunds
 		})
 		return shown
 	}
+	ask := func(user, conversation string, order int) slacktest.Message {
+		t.Helper()
+		fake.Say(user, conversation, fmt.Sprint("money back for order ", order), "")
+		return awaitRequest(order)
+	}
 	expect := func(want string) {
 		t.Helper()
 		w.waitUntil(want, func() bool {
-			all := answers(fake, "C0OPS", "")
+			all := answers(fake, at, "")
 			return strings.Contains(all[len(all)-1].Text, want)
 		})
 	}
 	shown := ask("U1", "D1", 7)
-	require.NoError(t, fake.Click("U9", "C0OPS", shown.TS, "Approve"))
-	expect("not linked")
-	require.NoError(t, fake.Click("U0BEN", "C0OPS", shown.TS, "Approve"))
-	expect("may not decide")
-	require.NoError(t, fake.Click("U1", "C0OPS", shown.TS, "Approve"))
-	expect("You requested this call")
+	assert.Contains(t, string(shown.Blocks), "lt;!channel") // escaped
+	click := func(user, label, want string) {
+		t.Helper()
+		require.NoError(t, fake.Click(user, at, shown.TS, label))
+		expect(want)
+	}
+	click("U9", "Approve", "not linked")
+	click("U0BEN", "Approve", "may not decide")
+	click("U1", "Approve", "You requested this call")
 	assert.Equal(t, 0, int(paid.Load()))
-	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
-	expect("You have approved")
+	click("U0ANA", "Approve", "You have approved")
 	w.waitUntil("the answer", func() bool {
 		all := answers(fake, "D1", "")
 		return len(all) > 0 && all[len(all)-1].Text == "It is paid back."
@@ -229,18 +237,20 @@ handler: http:POST %s/refunds
 	fake.ClickAgain(false) // repeats the event
 	fake.ClickAgain(true)
 	expect("used already")
+	w.waitUntil("no buttons", func() bool { return fake.Click("U0ANA", at, shown.TS, "Approve") != nil })
 	shown = ask("U2", "D2", 8)
-	_, err := w.pool.Exec(t.Context(), `update agent_channel_buttons set arguments_hash = 'of others' where used_at is null`)
-	require.NoError(t, err)
-	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
-	expect("arguments have changed")
+	pgtest.Exec(t, w.pool, `update agent_channel_buttons set arguments_hash = 'of others' where used_at is null`)
+	click("U0ANA", "Approve", "arguments have changed")
 	shown = ask("U3", "D3", 9)
-	_, err = w.pool.Exec(t.Context(), `update agent_channel_buttons set expires_at = now() where used_at is null`)
-	require.NoError(t, err)
-	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
-	expect("expired")
+	pgtest.Exec(t, w.pool, `update agent_channel_buttons set expires_at = now() where used_at is null`)
+	click("U0ANA", "Approve", "expired")
+	pgtest.Exec(t, w.pool, `update agent_channels set report_to = 'U0ANA'`)
+	pgtest.Exec(t, w.pool, `select pg_notify('agent_channels', '')`)
+	at = "D0ANA" // a message to a user's id is in a conversation with another id
+	shown = awaitRequest(8)
+	click("U0ANA", "Reject", "You have rejected")
 	assert.Equal(t, 1, int(paid.Load()))
-	assert.Equal(t, "approved pending pending", value[string](w, `
+	assert.Equal(t, "approved rejected pending", value[string](w, `
 		select string_agg(case status when 'consumed' then 'approved' else status end, ' ' order by id) from agent_approvals`))
 }
 
