@@ -110,6 +110,7 @@ func expectedAccess() map[string]api.Access {
 		"PUT /v1/executions/id/lock/lock_id",
 		"DELETE /v1/executions/id/lock/lock_id", "POST /v1/executions/id/lock/lock_id", "PUT /v1/locks", "POST /v1/locks",
 		"POST /v1/executions/id/checkpoints",
+		"GET /v1/webhooks/deliveries", "GET /v1/webhooks/deliveries/id",
 		"GET /v1/webhooks/targets", "POST /v1/webhooks/targets/id/enable", "POST /v1/webhooks/targets/id/disable",
 		"POST /v1/webhooks/endpoints/id/enable", "POST /v1/webhooks/endpoints/id/disable",
 		"POST /v1/webhooks/outbox/id/resend",

@@ -84,6 +84,15 @@ func (a *agent) automation(name string) string {
 	return name
 }
 
+// delivery stores a received webhook.
+func (a *agent) delivery(id string) string {
+	a.t.Helper()
+	pgtest.Exec(a.t, a.pool, `
+		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256)
+		values ('orders', @id, 'wh_1', 'wh_2', '{}', '')`, postgres.Strict{"id": id})
+	return id
+}
+
 // approval makes a call of the skill drop that needs approval. With park, the execution waits for it.
 func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 	a.t.Helper()

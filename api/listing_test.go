@@ -79,7 +79,10 @@ func (a *agent) listings() map[string]listing {
 			return a.automation(fmt.Sprintf("automation_%d", n))
 		}},
 		"approvals": {"/v1/approvals", "id", func(n int) string { return a.approval(fmt.Sprintf(`{"n":%d}`, n), false).ID }},
-		"memory":    {"/v1/memory", "key", func(n int) string { return a.storeMemory(fmt.Sprintf("key_%d", n), "general") }},
+		"deliveries": {"/v1/webhooks/deliveries", "delivery_id", func(n int) string {
+			return a.delivery(fmt.Sprintf("delivery_%d", n))
+		}},
+		"memory": {"/v1/memory", "key", func(n int) string { return a.storeMemory(fmt.Sprintf("key_%d", n), "general") }},
 		"lanes": {"/v1/lanes", "lane", func(n int) string {
 			lane := fmt.Sprintf("lane:%03d", (n*37)%101)
 			a.holdLane(lane, "somebody")
@@ -169,6 +172,7 @@ func TestListingFilters(t *testing.T) {
 	a.skill("say")
 	a.post("/v1/skills/say/disable", `{"reason":"too loud"}`, &struct{}{})
 	audit := pgtest.Value[string](t, a.pool, `select id::text from agent_activity where skill_name = 'disable_skill'`)
+	a.delivery("msg_1")
 	for path, test := range map[string]struct {
 		field string
 		want  []string
@@ -202,6 +206,9 @@ func TestListingFilters(t *testing.T) {
 		"/v1/skills?disabled_by=root":                              {"name", []string{"say"}},
 		"/v1/skills?scope=external":                                {"name", nil},
 		"/v1/skills?source=workspace":                              {"name", []string{"say", "look"}},
+		"/v1/webhooks/deliveries?endpoint=orders&status=received":  {"delivery_id", []string{"msg_1"}},
+		"/v1/webhooks/deliveries?endpoint=invoices":                {"delivery_id", nil},
+		"/v1/webhooks/deliveries?status=dead":                      {"delivery_id", nil},
 	} {
 		t.Run(path, func(t *testing.T) {
 			a.t = t
@@ -220,7 +227,7 @@ func TestForeignCursorIsRejected(t *testing.T) {
 		Next string `json:"next_cursor"`
 	}
 	a.get("/v1/executions?limit=1", &got)
-	for _, path := range []string{"/v1/traces", "/v1/activity", "/v1/lanes", "/v1/skills"} {
+	for _, path := range []string{"/v1/traces", "/v1/activity", "/v1/lanes", "/v1/skills", "/v1/webhooks/deliveries"} {
 		a.checkProblem(a.raw("GET", path+"?cursor="+got.Next, "", asAdmin()), 400, "cursor")
 	}
 	a.get("/v1/traces?limit=1", &got)
@@ -230,6 +237,18 @@ func TestForeignCursorIsRejected(t *testing.T) {
 	} {
 		a.checkProblem(a.raw("GET", path+"?cursor="+got.Next, "", asAdmin()), 400, "cursor")
 	}
+}
+
+func TestGetDelivery(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.delivery("msg_1")
+	id := pgtest.Value[string](t, a.pool, `select id::text from agent_webhook_deliveries`)
+	w := a.raw("GET", "/v1/webhooks/deliveries/"+id, "", asAdmin())
+	assert.Truef(t, w.Code == http.StatusOK && w.Header().Get("X-Trace-Id") == "wh_2" &&
+		strings.Contains(w.Body.String(), `"other_bodies":[]`), "%d %s", w.Code, w.Body)
+	a.checkProblem(a.raw("GET", "/v1/webhooks/deliveries/msg_1", "", asAdmin()), 400, "not the id (uuid) of a delivery")
+	a.checkProblem(a.raw("GET", "/v1/webhooks/deliveries/0198c0de-0000-7000-8000-000000000000", "", asAdmin()), 404, "0198c0de")
 }
 
 type listed struct {

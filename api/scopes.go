@@ -19,7 +19,8 @@ var routesByScope = map[principals.Scope][]string{
 		"GET /v1/requests/{id}", "GET /v1/lanes", "GET /v1/skills", "GET /v1/skills/{name}", "GET /v1/objectives",
 		"GET /v1/objectives/{id}", "GET /v1/automations", "GET /v1/automations/{id}", "GET /v1/agents",
 		"GET /v1/agents/{name}", "GET /v1/pause", "GET /v1/webhooks/targets", "GET /v1/channels",
-		"GET /v1/monitor/verdict", "GET /v1/evals", "GET /v1/evals/runs", "GET /v1/evals/runs/{id}",
+		"GET /v1/webhooks/deliveries", "GET /v1/webhooks/deliveries/{id}", "GET /v1/monitor/verdict", "GET /v1/evals",
+		"GET /v1/evals/runs", "GET /v1/evals/runs/{id}",
 	},
 	principals.RunsWrite: {
 		"POST /v1/executions", "POST /v1/executions/bulk", "POST /v1/executions/{id}/cancel", "POST /v1/executions/{id}/fork",

@@ -6,13 +6,22 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
 	hooks "github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// webhookRoutes returns the routes of admin actions on webhooks. Package surfaces/webhook registers the rest.
+// webhookRoutes returns the routes of deliveries, endpoints and targets. Package surfaces/webhook registers the rest.
 func (s *server) webhookRoutes() []route {
 	return []route{
 		{
+			method: "GET", path: "/v1/webhooks/deliveries", response: page[hooks.Delivery]{}, handle: s.listDeliveries,
+			params: listParams(textParam("endpoint", "Name of the endpoint"),
+				enumParam("status", "State of the delivery", hooks.Statuses()...)),
+			about: "Received webhooks, newest first.",
+		}, {
+			method: "GET", path: "/v1/webhooks/deliveries/{id}", response: webhook.Shown{}, handle: s.getDelivery,
+			about: "One delivery, with its body.",
+		}, {
 			method: "GET", path: "/v1/webhooks/targets", response: page[hooks.Target]{}, handle: s.listTargets,
 			about: "Targets of outgoing webhooks by name, with their pending and dead messages.",
 		}, {
@@ -38,6 +47,29 @@ func (s *server) webhookRoutes() []route {
 			about:     "Give a dead outgoing message one more attempt under the same webhook-id. 409 if it is not dead.",
 		},
 	}
+}
+
+func (s *server) listDeliveries(r request) (response, error) {
+	list, err := readPage("deliveries", r.query, func(d hooks.Delivery) string { return d.ID },
+		func(before string, limit int) ([]hooks.Delivery, error) {
+			return hooks.List(r.Context(), s.pool, hooks.Filter{
+				Endpoint: r.query["endpoint"], Status: r.query["status"], Before: before, Limit: limit,
+			})
+		})
+	return response{body: list}, err
+}
+
+func (s *server) getDelivery(r request) (response, error) {
+	id, err := pathUUID(r, "a delivery")
+	if err != nil {
+		return response{}, err
+	}
+	d, err := hooks.Get(r.Context(), s.pool, id)
+	if err != nil {
+		return response{}, err
+	}
+	shown, err := webhook.Show(r.Context(), s.pool, d)
+	return response{body: shown, trace: d.LastTraceID}, err
 }
 
 func (s *server) listTargets(r request) (response, error) {

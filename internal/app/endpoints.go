@@ -207,21 +207,6 @@ func (a *App) webhookEndpoints() []api.Endpoint {
 				"hub.mode": "subscribe", "hub.verify_token": "The endpoint's verify token", "hub.challenge": "The text to echo",
 			},
 		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Scope: principals.RunsRead,
-			Response: webhook.Page{},
-			Handler:  a.Webhook.Deliveries(),
-			About:    "Received webhooks, newest first.",
-			Query: map[string]string{
-				"endpoint": "Name of the endpoint", "status": "State of the delivery",
-				"limit":  "Page size, default 50, at most 500",
-				"cursor": "next_cursor of the previous page",
-			},
-		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Scope: principals.RunsRead,
-			Response: webhook.Shown{},
-			Handler:  a.Webhook.Delivery(),
-			About:    "One delivery, with its body.",
-		}, {
 			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Scope: principals.Operate,
 			Body: webhook.ReplayRequest{}, OptionalBody: true,
 			Response: webhook.Replayed{},

@@ -567,36 +567,3 @@ func TestDeliveriesWhilePaused(t *testing.T) {
 	require.NoError(t, err)
 	w.waitStatus(t, got.DeliveryID, webhooks.Done)
 }
-
-// A page has the requested length, and its cursor leads to the next page.
-func TestDeliveryPages(t *testing.T) {
-	t.Parallel()
-	w := newTestWebhooks(t)
-	const all = 501
-	pgtest.Exec(t, w.pool, `
-		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256)
-		select 'orders', 'd' || g, 'wh_1', 'wh_1', '', '' from generate_series(1, @all) g`, postgres.Strict{"all": all})
-	seen := map[string]bool{}
-	query := "?limit=500"
-	for _, want := range []int{500, 1} {
-		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, w.server.URL+"/v1/webhooks/deliveries"+query, nil)
-		require.NoError(t, err)
-		var page webhook.Page
-		if got := w.do(t, r); json.Unmarshal([]byte(got.body), &page) != nil || len(page.Items) != want {
-			t.Fatalf("%s: %d, %d deliveries, want %d", query, got.status, len(page.Items), want)
-		}
-		for _, d := range page.Items {
-			seen[d.ID] = true
-		}
-		if page.NextCursor != nil {
-			query = "?limit=500&cursor=" + *page.NextCursor
-		}
-	}
-	assert.Equal(t, all, len(seen))
-	for _, bad := range []string{"a%00b", "%ff"} {
-		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet,
-			w.server.URL+"/v1/webhooks/deliveries?endpoint="+bad, nil)
-		require.NoError(t, err)
-		assert.Equal(t, http.StatusBadRequest, w.do(t, r).status, bad)
-	}
-}

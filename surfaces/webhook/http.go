@@ -3,15 +3,11 @@ package webhook
 import (
 	"bytes"
 	"context"
-	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"io"
 	"net/http"
-	"net/url"
 	"regexp"
-	"slices"
-	"strconv"
 	"strings"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -20,19 +16,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-const (
-	defaultPage = 50
-	maxPage     = 500
-	maxShown    = 16 << 10
-)
+const maxShown = 16 << 10
 
 var uuidRegexp = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
-
-// Page is a page of deliveries, newest first.
-type Page struct {
-	Items      []webhooks.Delivery `json:"items"`
-	NextCursor *string             `json:"next_cursor"` // null after the last one
-}
 
 // Shown is a delivery with its redacted and truncated content.
 type Shown struct {
@@ -84,95 +70,6 @@ type Replayed struct {
 	Replays     int    `json:"replays"`
 }
 
-// Deliveries serves GET /v1/webhooks/deliveries?endpoint=&status=&limit=&cursor=.
-func (s *Surface) Deliveries() http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		f, err := filter(r.URL.RawQuery)
-		if err != nil {
-			problem.Write(w, r, err, "", s.Logger)
-			return
-		}
-		limit := f.Limit
-		f.Limit = limit + 1 // the additional row shows that another page exists
-		got, err := webhooks.List(r.Context(), s.Pool, f)
-		if err != nil {
-			problem.Write(w, r, err, "", s.Logger)
-			return
-		}
-		page := Page{Items: got}
-		if len(got) > limit {
-			page.Items = got[:limit]
-			next := base64.RawURLEncoding.EncodeToString([]byte("deliveries\n" + got[limit-1].ID))
-			page.NextCursor = &next
-		}
-		s.writeJSON(w, r, http.StatusOK, page)
-	})
-}
-
-// filter parses the query and rejects unknown parameters.
-func filter(raw string) (webhooks.Filter, error) {
-	f := webhooks.Filter{Limit: defaultPage}
-	values, err := url.ParseQuery(raw)
-	if err != nil {
-		return f, problem.BadParameter("malformed query: %s", err)
-	}
-	for name, all := range values {
-		value := all[0]
-		switch {
-		case len(all) > 1 || value == "":
-			return f, problem.BadParameter("parameter %.60q is empty or given twice", name)
-		case !postgres.IsText(value):
-			return f, problem.BadParameter("parameter %.60q has a NUL or is not UTF-8", name)
-		case name == "endpoint":
-			f.Endpoint = value
-		case name == "status":
-			if f.Status = value; !slices.Contains(webhooks.Statuses(), value) {
-				return f, problem.BadParameter("parameter status is %.60q; it can be %s", value,
-					strings.Join(webhooks.Statuses(), ", "))
-			}
-		case name == "limit":
-			if f.Limit, err = strconv.Atoi(value); err != nil || f.Limit < 1 || f.Limit > maxPage {
-				return f, problem.BadParameter("parameter limit is %.60q; it can be 1 to %d", value, maxPage)
-			}
-		case name == "cursor":
-			key, err := base64.RawURLEncoding.DecodeString(value)
-			id, valid := strings.CutPrefix(string(key), "deliveries\n")
-			if err != nil || !valid || !uuidRegexp.MatchString(id) {
-				return f, problem.BadParameter("parameter cursor is not a cursor of this listing")
-			}
-			f.Before = id
-		default:
-			return f, problem.BadParameter("there is no parameter %.60q here; this route takes endpoint, status, limit, cursor", name)
-		}
-	}
-	return f, nil
-}
-
-// Delivery serves GET /v1/webhooks/deliveries/{id}.
-func (s *Surface) Delivery() http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		shown, err := s.readShown(r)
-		if err != nil {
-			problem.Write(w, r, toProblem(err), "", s.Logger)
-			return
-		}
-		w.Header().Set("X-Trace-Id", shown.LastTraceID)
-		s.writeJSON(w, r, http.StatusOK, shown)
-	})
-}
-
-func (s *Surface) readShown(r *http.Request) (Shown, error) {
-	id, err := pathID(r)
-	if err != nil {
-		return Shown{}, err
-	}
-	d, err := webhooks.Get(r.Context(), s.Pool, id)
-	if err != nil {
-		return Shown{}, err
-	}
-	return Show(r.Context(), s.Pool, d)
-}
-
 func pathID(r *http.Request) (string, error) {
 	id := strings.ToLower(r.PathValue("id"))
 	if !uuidRegexp.MatchString(id) {
@@ -195,8 +92,11 @@ func (s *Surface) ReplayDelivery() http.Handler {
 		if err == nil {
 			d, err = s.Replay(r.Context(), id, request.expectedReplays(), request.Reason)
 		}
+		if errors.Is(err, webhooks.ErrInProgress) {
+			err = problem.New(http.StatusConflict, "%s, or was replayed since you read it", err)
+		}
 		if err != nil {
-			problem.Write(w, r, toProblem(err), "", s.Logger)
+			problem.Write(w, r, err, "", s.Logger)
 			return
 		}
 		w.Header().Set("X-Trace-Id", d.LastTraceID)
@@ -234,15 +134,4 @@ func (r ReplayRequest) expectedReplays() int {
 		return -1
 	}
 	return *r.Replays
-}
-
-// toProblem maps this package's errors to statuses.
-func toProblem(err error) error {
-	switch {
-	case errors.Is(err, webhooks.ErrNotFound):
-		return problem.New(http.StatusNotFound, "%s", err)
-	case errors.Is(err, webhooks.ErrInProgress):
-		return problem.New(http.StatusConflict, "%s, or was replayed since you read it", err)
-	}
-	return err
 }

@@ -65,8 +65,6 @@ func newTestWebhooks(t *testing.T) *testWebhooks {
 	mux := http.NewServeMux()
 	mux.Handle("POST /webhooks/{endpoint}", w.surface.Receive())
 	mux.Handle("GET /webhooks/{endpoint}", w.surface.Challenge())
-	mux.Handle("GET /v1/webhooks/deliveries", w.surface.Deliveries())
-	mux.Handle("GET /v1/webhooks/deliveries/{id}", w.surface.Delivery())
 	mux.Handle("POST /v1/webhooks/deliveries/{id}/replay", w.surface.ReplayDelivery())
 	w.server = httptest.NewServer(mux)
 	t.Cleanup(w.server.Close)
