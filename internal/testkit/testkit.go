@@ -201,6 +201,30 @@ func (a *Answer) add(raw []byte) {
 	}
 }
 
+// Counter counts the calls of many goroutines, by name.
+type Counter struct {
+	mu sync.Mutex
+	n  map[string]int
+}
+
+// Add counts a call and returns the number of calls with this name.
+func (c *Counter) Add(name string) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.n == nil {
+		c.n = map[string]int{}
+	}
+	c.n[name]++
+	return c.n[name]
+}
+
+// Of returns the number of calls with a name.
+func (c *Counter) Of(name string) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.n[name]
+}
+
 // Log collects the output of goroutines while a test reads it.
 type Log struct {
 	mu   sync.Mutex

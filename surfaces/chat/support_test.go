@@ -10,7 +10,6 @@ import (
 	"net/http/httptest"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -47,18 +46,14 @@ type world struct {
 	pool     *pgxpool.Pool
 	model    *modeltest.Server
 	builtins map[string]skills.Builtin
-	mu       sync.Mutex
-	calls    map[string]int
+	calls    testkit.Counter
 }
 
 // newWorld has four skills: opening (external), weather (both, not idempotent), secrets (internal) and refund
 // (external, needs approval).
 func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 	t.Helper()
-	w := &world{
-		pool: pgtest.DB(t), model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{},
-		calls: map[string]int{},
-	}
+	w := &world{pool: pgtest.DB(t), model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{}}
 	w.put(t, skills.Definition{Name: "opening", Scope: skills.ScopeExternal, Idempotent: true})
 	w.put(t, skills.Definition{Name: "weather", Scope: skills.ScopeBoth})
 	w.put(t, skills.Definition{Name: "secrets", Scope: skills.ScopeInternal, Idempotent: true})
@@ -70,9 +65,7 @@ func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 func (w *world) put(t *testing.T, d skills.Definition) {
 	t.Helper()
 	w.builtins[d.Name] = func(context.Context, skills.Call) (any, error) {
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		w.calls[d.Name]++
+		w.calls.Add(d.Name)
 		return "done by " + d.Name, nil
 	}
 	d.Handler, d.Description = "builtin:"+d.Name, "does "+d.Name
@@ -80,11 +73,7 @@ func (w *world) put(t *testing.T, d skills.Definition) {
 	require.NoError(t, err)
 }
 
-func (w *world) called(skill string) int {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.calls[skill]
-}
+func (w *world) called(skill string) int { return w.calls.Of(skill) }
 
 // process is one agent process that serves the chat.
 type process struct {

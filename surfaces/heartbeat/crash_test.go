@@ -143,7 +143,7 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 	} {
 		assert.Truef(t, pgtest.Value[bool](t, w.pool, sql), "not so: %s", what)
 	}
-	assert.Equal(t, 3, w.calls.of("look"), lost)
+	assert.Equal(t, 3, w.calls.Of("look"), lost)
 }
 
 // A heartbeat is cancelled during an automation. Its run stays claimed.
@@ -172,8 +172,8 @@ func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 	assert.Equal(t, "error 1 its execution ended first, so its progress is unknown", state())
 	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	w.runCompleted(t)
-	if got := state(); got != "success 2 " || w.calls.of("look") != 1 {
-		t.Errorf("after a retry the run is %q, with %d calls", got, w.calls.of("look"))
+	if got := state(); got != "success 2 " || w.calls.Of("look") != 1 {
+		t.Errorf("after a retry the run is %q, with %d calls", got, w.calls.Of("look"))
 	}
 }
 

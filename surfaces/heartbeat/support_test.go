@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -42,29 +41,7 @@ type testHeartbeat struct {
 	model    *modeltest.Server
 	surface  *heartbeat.Heartbeat
 	builtins map[string]skills.Builtin
-	calls    counter // of the skill look
-}
-
-// counter counts events of many goroutines.
-type counter struct {
-	mu sync.Mutex
-	n  map[string]int
-}
-
-func (c *counter) add(name string) int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.n == nil {
-		c.n = map[string]int{}
-	}
-	c.n[name]++
-	return c.n[name]
-}
-
-func (c *counter) of(name string) int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.n[name]
+	calls    testkit.Counter // of skills
 }
 
 // newTestHeartbeat returns a heartbeat with the idempotent skill look, which succeeds.
@@ -72,7 +49,7 @@ func newTestHeartbeat(t *testing.T) *testHeartbeat {
 	t.Helper()
 	w := &testHeartbeat{pool: pgtest.DB(t), model: modeltest.New(t), builtins: map[string]skills.Builtin{}}
 	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
-		w.calls.add("look")
+		w.calls.Add("look")
 		return map[string]int{"rows": 42}, nil
 	}
 	w.addSkill(t, skills.Definition{Name: "look", Idempotent: true})
@@ -109,7 +86,7 @@ func (w *testHeartbeat) addSkill(t *testing.T, d skills.Definition) {
 func (w *testHeartbeat) addFailingSkill(t *testing.T, name string) {
 	t.Helper()
 	w.builtins[name] = func(context.Context, skills.Call) (any, error) {
-		w.calls.add(name)
+		w.calls.Add(name)
 		return "well again", nil
 	}
 	w.addSkill(t, skills.Definition{Name: name, Idempotent: true})

@@ -213,7 +213,7 @@ func TestPhasesWithoutModel(t *testing.T) {
 	assert.NoDiff(t, want, phases(w.traceLines(t, x.TraceID)))
 	assert.Equal(t, 6, len(got.Phases), got.Phases)
 	assert.Truef(t, strings.HasPrefix(got.Phases["advance_plan"], "failed: "), "phases %v", got.Phases)
-	assert.Equal(t, 1, w.calls.of("look"), "calls of look")
+	assert.Equal(t, 1, w.calls.Of("look"), "calls of look")
 	states := pgtest.Value[[]string](t, w.pool, `select array_agg(status order by status) from agent_automation_runs`)
 	assert.NoDiff(t, []string{"error", "success"}, states)
 }

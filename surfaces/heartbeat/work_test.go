@@ -58,7 +58,7 @@ func TestDueRunOnceUnderRace(t *testing.T) {
 		w.addAutomation(t, automations.Definition{Name: fmt.Sprintf("a%d", n), Skill: "look"})
 	}
 	w.runWithoutLanes(t, 4)
-	assert.Equal(t, 3, w.calls.of("look"))
+	assert.Equal(t, 3, w.calls.Of("look"))
 	pgtest.Equal(t, w.pool, 3, `select count(*) from agent_automation_runs where status = 'success'`)
 	pgtest.Equal(t, w.pool, 3, `select count(*) from agent_automations where next_run_at > clock_timestamp()`)
 }
@@ -71,7 +71,7 @@ func TestHeldAutomationIsSkipped(t *testing.T) {
 	w.holdLane(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations`))
 	x, _ := w.runCompleted(t)
 	lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
-	assert.Truef(t, strings.Contains(lines, "run_automations success, run_automation skipped") && w.calls.of("look") == 0,
+	assert.Truef(t, strings.Contains(lines, "run_automations success, run_automation skipped") && w.calls.Of("look") == 0,
 		"the trace is %s", lines)
 	pgtest.Equal(t, w.pool, "automations: a is run by another execution",
 		`select output ->> 'summary' from agent_activity where skill_name = 'run_automations'`)
@@ -131,7 +131,7 @@ func TestFailingAutomationDoesNotBlockOthers(t *testing.T) {
 	assert.Truef(t, !strings.Contains(text, "d failed"), "an automation that is paused with its skill ran: %q", text)
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'run_automation'
 		and status = 'error' and trace_id = $1`, x.TraceID)
-	assert.Equal(t, 1, w.calls.of("look"))
+	assert.Equal(t, 1, w.calls.Of("look"))
 }
 
 func TestStalledPromptAutomationRetries(t *testing.T) {
@@ -151,13 +151,13 @@ func TestAutomationNeedsApproval(t *testing.T) {
 	w := newTestHeartbeat(t)
 	w.replyNothing()
 	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) {
-		w.calls.add("drop")
+		w.calls.Add("drop")
 		return "dropped", nil
 	}
 	w.addSkill(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
 	w.addAutomation(t, automations.Definition{Name: "a", Skill: "drop"})
 	x, _ := w.runCompleted(t)
-	require.Equal(t, 0, w.calls.of("drop"))
+	require.Equal(t, 0, w.calls.Of("drop"))
 	lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
 	assert.Truef(t, strings.Contains(lines,
 		"run_automation pending_approval, drop pending_approval"), "the trace is %s", lines)
@@ -168,7 +168,7 @@ func TestAutomationNeedsApproval(t *testing.T) {
 	x, _ = w.runCompleted(t)
 	lines = strings.Join(w.traceLines(t, x.TraceID), ", ")
 	assert.Truef(t, strings.Contains(lines,
-		"follow_through success, drop success") && w.calls.of("drop") == 1, "the trace is %s", lines)
+		"follow_through success, drop success") && w.calls.Of("drop") == 1, "the trace is %s", lines)
 }
 
 func TestRunSaysWhyItsApprovalClosed(t *testing.T) {
@@ -202,7 +202,7 @@ func TestApprovedCallRunsAsItsAgent(t *testing.T) {
 	}
 	w.builtins["drop"] = func(ctx context.Context, _ skills.Call) (any, error) {
 		span, _ := trace.From(ctx)
-		w.calls.add(span.Agent)
+		w.calls.Add(span.Agent)
 		return "dropped", nil
 	}
 	w.addSkill(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
@@ -214,7 +214,7 @@ func TestApprovedCallRunsAsItsAgent(t *testing.T) {
 	_, err = approvals.Decide(t.Context(), w.pool, pending[0].ID, true, "admin", "")
 	require.NoError(t, err)
 	w.runCompleted(t)
-	assert.Equal(t, 1, w.calls.of("sales"))
+	assert.Equal(t, 1, w.calls.Of("sales"))
 }
 
 // newHeartbeatWithApprovals returns a heartbeat with the skill drop and two approved calls of it.
@@ -223,7 +223,7 @@ func newHeartbeatWithApprovals(t *testing.T) *testHeartbeat {
 	w := newTestHeartbeat(t)
 	w.replyNothing()
 	w.builtins["drop"] = func(_ context.Context, c skills.Call) (any, error) {
-		w.calls.add(string(c.Args))
+		w.calls.Add(string(c.Args))
 		return "dropped", nil
 	}
 	w.addSkill(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove, Parameters: map[string]any{
@@ -246,7 +246,7 @@ func TestApprovedCallRunsOnceUnderRace(t *testing.T) {
 	w := newHeartbeatWithApprovals(t)
 	w.runWithoutLanes(t, 4)
 	for n := range 2 {
-		assert.Equal(t, 1, w.calls.of(fmt.Sprintf(`{"n": %d}`, n)), n)
+		assert.Equal(t, 1, w.calls.Of(fmt.Sprintf(`{"n": %d}`, n)), n)
 	}
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_approvals where status = 'consumed'`)
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'drop'`)
@@ -418,7 +418,7 @@ func TestTrialSkillReturnsToService(t *testing.T) {
 	w.addAutomation(t, automations.Definition{Name: "a", Skill: "fetch"})
 	w.replyNothing()
 	w.runCompleted(t)
-	require.True(t, w.calls.of("fetch") == 0 && !pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`),
+	require.True(t, w.calls.Of("fetch") == 0 && !pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`),
 		"the skill was not taken out of service, or its automation not paused")
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	w.addObjective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
@@ -426,7 +426,7 @@ func TestTrialSkillReturnsToService(t *testing.T) {
 	x, _ := w.runCompleted(t)
 	assert.Contains(t, w.prompts()[len(w.prompts())-1], "fetch is on trial")
 	lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
-	assert.Truef(t, strings.Contains(lines, "settle_trial success") && w.calls.of("fetch") >= 1, "the trace is %s", lines)
+	assert.Truef(t, strings.Contains(lines, "settle_trial success") && w.calls.Of("fetch") >= 1, "the trace is %s", lines)
 	assert.True(t, pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) &&
 		pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`),
 		"the skill or its automation is not back in service")
@@ -444,11 +444,11 @@ func TestScheduledRunIsTrial(t *testing.T) {
 	due := `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`
 	pgtest.Exec(t, w.pool, due)
 	w.runCompleted(t)
-	require.Equal(t, 0, w.calls.of("fetch"))
+	require.Equal(t, 0, w.calls.Of("fetch"))
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	x, _ := w.runCompleted(t)
 	lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
-	assert.Truef(t, strings.Contains(lines, "settle_trial success") && w.calls.of("fetch") >= 1, "the trace is %s", lines)
+	assert.Truef(t, strings.Contains(lines, "settle_trial success") && w.calls.Of("fetch") >= 1, "the trace is %s", lines)
 	assert.True(t, pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) &&
 		pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`),
 		"the skill or an automation is not back in service")
@@ -467,7 +467,7 @@ func TestEventRunIsTrial(t *testing.T) {
 	}
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	w.runCompleted(t)
-	require.Equal(t, 0, w.calls.of("fetch"))
+	require.Equal(t, 0, w.calls.Of("fetch"))
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	w.runCompleted(t)
 	pgtest.Equal(t, w.pool, "success success", `select string_agg(status, ' ') from agent_automation_runs`)
@@ -521,8 +521,8 @@ func TestEventRunsAreCreatedOnce(t *testing.T) {
 	}
 	group.Wait()
 	pgtest.Until(t, w.pool, 8, `select count(*) from agent_automation_runs where status = 'success'`)
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 8 || w.calls.of("look") != 8 {
-		t.Errorf("%d runs, %d calls, want 8 of each", n, w.calls.of("look"))
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_automation_runs`); n != 8 || w.calls.Of("look") != 8 {
+		t.Errorf("%d runs, %d calls, want 8 of each", n, w.calls.Of("look"))
 	}
 }
 

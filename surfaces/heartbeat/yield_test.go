@@ -92,7 +92,7 @@ func newInterruptedHeartbeat(t *testing.T, phase string) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)
 	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
-		if w.calls.add("look") == 1 {
+		if w.calls.Add("look") == 1 {
 			w.holdLane(t, heartbeat.OperateLane)
 		}
 		return "seen", nil
@@ -193,7 +193,7 @@ func TestHeartbeatWaitTimeout(t *testing.T) {
 			x = enginetest.Await(t, w.pool, x.ID, executions.Completed)
 			assert.NoDiff(t, want, phases(w.traceLines(t, x.TraceID)))
 			pgtest.Equal(t, w.pool, 1, `select wait_number from agent_executions where id = $1`, x.ID)
-			assert.Equal(t, 1, w.calls.of("look"))
+			assert.Equal(t, 1, w.calls.Of("look"))
 			if !strings.Contains(x.ResultSummary, "cut short at "+phase) || len(summary(t, x).Phases) != 6 {
 				t.Errorf("summary is %q, %v", x.ResultSummary, summary(t, x).Phases)
 			}
@@ -237,7 +237,7 @@ func TestResumedHeartbeatSkipsFinishedPhases(t *testing.T) {
 	w := newTestHeartbeat(t)
 	w.replyNothing()
 	w.builtins["look"] = func(context.Context, skills.Call) (any, error) {
-		if w.calls.add("look") == 2 {
+		if w.calls.Add("look") == 2 {
 			w.holdLane(t, heartbeat.OperateLane)
 		}
 		return "seen", nil

@@ -419,15 +419,15 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 
 // newLoop returns a reasoning loop with the skills inside (internal), answer (external) and pay (external, needs
 // approval). Later surfaces use the loop.
-func (w *testWebhooks) newLoop(t *testing.T, model *modeltest.Server) (*reason.Loop, *callCounter) {
+func (w *testWebhooks) newLoop(t *testing.T, model *modeltest.Server) (*reason.Loop, *testkit.Counter) {
 	t.Helper()
-	calls := &callCounter{}
+	calls := &testkit.Counter{}
 	builtins := map[string]skills.Builtin{}
 	for name, d := range map[string]skills.Definition{
 		"inside": {Scope: skills.ScopeInternal}, "answer": {Scope: skills.ScopeExternal},
 		"pay": {Scope: skills.ScopeExternal, Trust: skills.TrustApprove},
 	} {
-		builtins[name] = func(context.Context, skills.Call) (any, error) { calls.add(name); return "ok", nil }
+		builtins[name] = func(context.Context, skills.Call) (any, error) { calls.Add(name); return "ok", nil }
 		d.Name, d.Handler, d.Description = name, "builtin:"+name, "does "+name
 		_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
 		require.NoError(t, err)
@@ -478,8 +478,8 @@ func TestPayloadIsDataForModel(t *testing.T) {
 		return pgtest.Value[string](t, w.pool, `select status from agent_executions where trace_id = $1`,
 			got.TraceID) == "waiting"
 	}, "the run waits for approval")
-	if calls.of("answer") != 1 || calls.of("pay") != 0 {
-		t.Errorf("before the approval: answer %d, pay %d", calls.of("answer"), calls.of("pay"))
+	if calls.Of("answer") != 1 || calls.Of("pay") != 0 {
+		t.Errorf("before the approval: answer %d, pay %d", calls.Of("answer"), calls.Of("pay"))
 	}
 	request := model.Requests()[0]
 	for _, tool := range request.Tools {
@@ -491,8 +491,8 @@ func TestPayloadIsDataForModel(t *testing.T) {
 	_, err := approvals.Decide(t.Context(), w.pool, id, true, "admin", "")
 	require.NoError(t, err)
 	w.waitStatus(t, "msg_1", webhooks.Done)
-	if calls.of("answer") != 1 || calls.of("pay") != 1 {
-		t.Errorf("after the approval: answer %d, pay %d", calls.of("answer"), calls.of("pay"))
+	if calls.Of("answer") != 1 || calls.Of("pay") != 1 {
+		t.Errorf("after the approval: answer %d, pay %d", calls.Of("answer"), calls.Of("pay"))
 	}
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where trace_id <> $1 and surface = 'webhook'`,
 		got.TraceID)
@@ -539,8 +539,8 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 	w.sendAccepted(t, "rest", "msg_2", `{}`)
 	pgtest.Until(t, w.pool, 2, `select count(*) from agent_automation_runs where status = 'success'`)
 	w.waitStatus(t, "msg_1", webhooks.Done)
-	if calls.of("answer") != 1 || calls.of("inside") != 1 {
-		t.Errorf("answer ran %d times, inside %d times", calls.of("answer"), calls.of("inside"))
+	if calls.Of("answer") != 1 || calls.Of("inside") != 1 {
+		t.Errorf("answer ran %d times, inside %d times", calls.Of("answer"), calls.Of("inside"))
 	}
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_automation_runs where trace_id = $1`, got.TraceID)
 	pgtest.Equal(t, w.pool, "automation clerk, automation support, webhook support", `

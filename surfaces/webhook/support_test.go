@@ -11,7 +11,6 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
-	"sync"
 	"testing"
 	"time"
 
@@ -215,25 +214,4 @@ func (w *testWebhooks) waitStatus(t *testing.T, id, want string) (d webhooks.Del
 	}, "delivery "+id+" becomes "+want)
 	require.Equal(t, want, d.Status, id, postgres.Deref(d.ErrorMessage))
 	return d
-}
-
-// callCounter counts calls from many goroutines.
-type callCounter struct {
-	mu sync.Mutex
-	n  map[string]int
-}
-
-func (c *callCounter) add(name string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.n == nil {
-		c.n = map[string]int{}
-	}
-	c.n[name]++
-}
-
-func (c *callCounter) of(name string) int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.n[name]
 }
