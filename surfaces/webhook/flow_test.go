@@ -20,12 +20,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
+	"github.com/lanekeeper/lanekeeper/internal/looptest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
-	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
@@ -74,28 +75,21 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 // waitCompleted waits for the end of a waiter, with part of the payload in its result.
 func (w *testWebhooks) waitCompleted(t *testing.T, id, part string) {
 	t.Helper()
-	pgtest.Eventually(t, func() bool {
-		x, err := executions.Get(t.Context(), w.pool, id)
-		return err == nil && x.Status == executions.Completed && strings.Contains(string(x.Result), part)
-	}, "the wait ends with the payload")
+	assert.Contains(t, string(enginetest.Await(t, w.pool, id, executions.Completed).Result), part)
 }
 
 // startWaiter runs a process and starts an execution that waits.
 func (w *testWebhooks) startWaiter(t *testing.T, wait executions.WaitFor) string {
 	t.Helper()
 	e := w.runEngine(t, func(e *executions.Engine) {
-		err := e.Register("waiter", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		enginetest.Register(t, e, "waiter", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 			outcome, err := executions.Wait(ctx, "wait", wait)
 			return executions.Result{Value: outcome.Data}, err
 		})
-		require.NoError(t, err)
 	})
 	x, _, err := e.Start(t.Context(), w.pool, executions.Spec{Flow: "waiter", Surface: trace.Flow})
 	require.NoError(t, err)
-	pgtest.Eventually(t, func() bool {
-		got, err := executions.Get(t.Context(), w.pool, x.ID)
-		return err == nil && got.Status == executions.Waiting
-	}, "the execution waits")
+	enginetest.Await(t, w.pool, x.ID, executions.Waiting)
 	return x.ID
 }
 
@@ -261,7 +255,7 @@ func TestConcurrentReplays(t *testing.T) {
 func TestReplayAfterCancel(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEventEndpoint(t, "cancel")
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "cancel"})
 	w.sendAccepted(t, "cancel", "msg_1", `{}`)
 	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
 	require.NoError(t, err)
@@ -278,7 +272,7 @@ func TestReplayAfterCancel(t *testing.T) {
 func TestDeliveryWaitsForLane(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEventEndpoint(t, "lane")
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "lane"})
 	long := "m" + strings.Repeat("x", 198)
 	lane := webhooks.Delivery{Endpoint: "lane", DeliveryID: long}.Lane()
 	require.True(t, pgtest.Value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody')`, lane), "not acquired")
@@ -350,7 +344,7 @@ func TestDeliverySurvivesCrashes(t *testing.T) {
 func TestDeadDeliveryOfLostProcess(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEventEndpoint(t, "stuck")
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "stuck"})
 	w.sendAccepted(t, "stuck", "msg_1", `{}`)
 	pgtest.Exec(t, w.pool, `update agent_executions set max_attempts = 1 where flow = 'webhook'`)
 	pgtest.Exec(t, w.pool, `
@@ -432,14 +426,7 @@ func (w *testWebhooks) newLoop(t *testing.T, model *modeltest.Server) (*reason.L
 		_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
 		require.NoError(t, err)
 	}
-	client, err := models.New(models.Config{
-		BaseURL: model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
-		Retry: models.Retry{Attempts: 1, Base: time.Millisecond, MaxWait: time.Second},
-	})
-	require.NoError(t, err)
-	registry, err := skills.New(skills.Options{Builtins: builtins, Pool: w.pool})
-	require.NoError(t, err)
-	loop := &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
+	loop := looptest.New(t, w.pool, model, skills.Options{Builtins: builtins})
 	newSurface := w.newSurface
 	w.newSurface = func() *webhook.Surface {
 		s := newSurface()
@@ -553,7 +540,7 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 func TestDeliveriesWhilePaused(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEventEndpoint(t, "orders")
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "orders"})
 	e := w.runEngine(t)
 	_, err := executions.PauseAll(t.Context(), w.pool, "ana", "prices look wrong")
 	require.NoError(t, err)

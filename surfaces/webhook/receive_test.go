@@ -87,7 +87,7 @@ func TestSignatureSchemes(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := c.d
-			d.Name, d.Actions = name, []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}
+			d.Name = name
 			w.addEndpoint(t, d)
 			c.h.Set("traceparent", parent)
 			c.h.Set("Cookie", "session=secret-cookie")
@@ -120,18 +120,16 @@ func TestChallenges(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
 	w.env["META"] = "verify-me"
-	actions := []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}
 	slack := webhooks.HMAC{
 		Header: "X-Slack-Signature", Prefix: "v0=", TimestampHeader: "X-Slack-Request-Timestamp",
 		Signed: "v0:{timestamp}:{body}",
 	}
 	w.addEndpoint(t, webhooks.EndpointDefinition{
 		Name: "slack", Scheme: signature.HMAC, HMAC: slack, ID: "body.event_id", Challenge: webhooks.ChallengeSlack,
-		Actions: actions,
 	})
-	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "plain", Scheme: signature.HMAC, HMAC: slack, Actions: actions})
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "plain", Scheme: signature.HMAC, HMAC: slack})
 	w.addEndpoint(t, webhooks.EndpointDefinition{
-		Name: "meta", Scheme: signature.GitHub, ID: webhooks.Digest, Actions: actions,
+		Name: "meta", Scheme: signature.GitHub, ID: webhooks.Digest,
 		Challenge: webhooks.ChallengeMeta, VerifyToken: "${META}",
 	})
 	body := []byte(`{"token":"x","challenge":"3eZbrw1a","type":"url_verification"}`)
@@ -177,7 +175,7 @@ func sha256Hex(body []byte) string {
 func TestConcurrentDeliveries(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEventEndpoint(t, "storm")
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "storm"})
 	w.runEngine(t)
 	var accepted atomic.Int32
 	traces := make([]string, 50)
@@ -210,7 +208,7 @@ func TestConcurrentDeliveries(t *testing.T) {
 func TestUnauthenticatedDeliveryIsNotStored(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEventEndpoint(t, "strict")
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "strict"})
 	body := []byte(`{"a":1}`)
 	for name, h := range map[string]http.Header{
 		"no signature": {},
@@ -232,14 +230,8 @@ func TestUnauthenticatedDeliveryIsNotStored(t *testing.T) {
 func TestInvalidBodies(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEndpoint(t, webhooks.EndpointDefinition{
-		Name: "small", MaxBytes: 100,
-		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
-	})
-	w.addEndpoint(t, webhooks.EndpointDefinition{
-		Name:    "off",
-		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
-	})
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "small", MaxBytes: 100})
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "off"})
 	_, err := webhooks.SetEndpoint(t.Context(), w.pool, "off", false, "admin", "not now")
 	require.NoError(t, err)
 	big := `{"a":"` + strings.Repeat("x", 200) + `"}`
@@ -284,7 +276,7 @@ func TestInvalidBodies(t *testing.T) {
 func TestTruncatedBody(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEventEndpoint(t, "cut")
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "cut"})
 	body := `{"a":1}`
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(w.server.URL, "http://"))
 	require.NoError(t, err)
@@ -305,7 +297,7 @@ func TestTruncatedBody(t *testing.T) {
 func TestConflictingBodyIsStored(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEventEndpoint(t, "twice")
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "twice"})
 	var log testkit.Log
 	var err error
 	w.surface.Logger, err = logging.New(&log, "json", "info")
@@ -351,10 +343,7 @@ func TestConflictingBodyIsStored(t *testing.T) {
 func TestStripeRetriesAreNoConflict(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEndpoint(t, webhooks.EndpointDefinition{
-		Name: "pay", Scheme: signature.Stripe,
-		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
-	})
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "pay", Scheme: signature.Stripe})
 	for i, c := range []struct {
 		body     string
 		status   int
@@ -382,7 +371,6 @@ func TestSlackRetriesAreOneDelivery(t *testing.T) {
 			Header: "X-Slack-Signature", Prefix: "v0=", TimestampHeader: "X-Slack-Request-Timestamp",
 			Signed: "v0:{timestamp}:{body}",
 		},
-		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
 	})
 	const body = `{"type": "event_callback", "event_id": "Ev1", "event": {"type": "message"}}`
 	for i, status := range []int{http.StatusAccepted, http.StatusOK} {
@@ -398,10 +386,7 @@ func TestSecretRotation(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
 	define := func(secrets ...string) {
-		w.addEndpoint(t, webhooks.EndpointDefinition{
-			Name: "rotate", Secrets: secrets,
-			Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
-		})
+		w.addEndpoint(t, webhooks.EndpointDefinition{Name: "rotate", Secrets: secrets})
 	}
 	body := []byte(`{}`)
 	for i, c := range []struct {
@@ -432,10 +417,7 @@ func TestMissingSecretIsLoggedOnce(t *testing.T) {
 	w := newTestWebhooks(t)
 	var log bytes.Buffer
 	w.surface.Logger = slog.New(slog.NewTextHandler(&log, nil))
-	w.addEndpoint(t, webhooks.EndpointDefinition{
-		Name: "unset", Secrets: []string{"${MISSING}"},
-		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
-	})
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "unset", Secrets: []string{"${MISSING}"}})
 	for range 50 {
 		got := w.post(t, "/webhooks/unset", signedHeaders(t, testSecret, "msg_1", time.Now(), []byte("{}")),
 			strings.NewReader("{}"))
@@ -450,7 +432,7 @@ func TestMissingSecretIsLoggedOnce(t *testing.T) {
 func TestStorageFailureIsNotAcknowledged(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEventEndpoint(t, "lost")
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "lost"})
 	pgtest.Exec(t, w.pool, `alter table agent_executions add constraint broken check (flow <> 'webhook')`)
 	got := w.send(t, "lost", "msg_1", `{}`)
 	assert.Truef(t, got.status == http.StatusInternalServerError && !strings.Contains(got.body, "broken"),
@@ -465,12 +447,8 @@ func TestWrongTokensAreThrottled(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
 	w.env["WEAK"], w.env["TINY"] = "correct-horse-17", "abc"
-	action := []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}
 	for name, secret := range map[string]string{"strong": "${SECRET}", "weak": "${WEAK}", "tiny": "${TINY}"} {
-		w.addEndpoint(t, webhooks.EndpointDefinition{
-			Name: name, Scheme: signature.Bearer,
-			Secrets: []string{secret}, Actions: action,
-		})
+		w.addEndpoint(t, webhooks.EndpointDefinition{Name: name, Scheme: signature.Bearer, Secrets: []string{secret}})
 	}
 	post := func(endpoint, token string) reply {
 		return w.post(t, "/webhooks/"+endpoint, http.Header{"Authorization": {"Bearer " + token}}, strings.NewReader(`{}`))

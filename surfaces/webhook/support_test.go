@@ -111,7 +111,7 @@ func (w *testWebhooks) runEngine(t *testing.T, more ...func(e *executions.Engine
 	return e
 }
 
-// addEndpoint declares an endpoint with default scheme and secret.
+// addEndpoint declares an endpoint with default scheme, secret and action. The default action raises an event.
 func (w *testWebhooks) addEndpoint(t *testing.T, d webhooks.EndpointDefinition) {
 	t.Helper()
 	if d.Scheme == "" {
@@ -120,17 +120,11 @@ func (w *testWebhooks) addEndpoint(t *testing.T, d webhooks.EndpointDefinition) 
 	if d.Secrets == nil {
 		d.Secrets = []string{"${SECRET}"}
 	}
+	if d.Actions == nil {
+		d.Actions = []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}
+	}
 	_, err := webhooks.PutEndpoint(t.Context(), w.pool, d)
 	require.NoError(t, err)
-}
-
-// addEventEndpoint declares an endpoint that raises one event.
-func (w *testWebhooks) addEventEndpoint(t *testing.T, name string) {
-	t.Helper()
-	w.addEndpoint(t, webhooks.EndpointDefinition{
-		Name:    name,
-		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}},
-	})
 }
 
 type reply struct {
