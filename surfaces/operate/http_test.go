@@ -134,22 +134,6 @@ func TestDisconnectCancelsTurn(t *testing.T) {
 	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 }
 
-func TestDisconnectKeepsTurnWaitingForApproval(t *testing.T) {
-	t.Parallel()
-	w, called := withGuardedSkill(t)
-	p := w.process(t, true)
-	ctx, leave := context.WithCancel(t.Context())
-	resp := p.post(t, ctx, `{"message":"Wipe."}`, "")
-	events, _ := readEvents(resp.Body, func(e sse) bool { return e.name == "approval" })
-	start := read[operate.Start](t, events, "start")
-	enginetest.Await(t, w.pool, start.ExecutionID, executions.Waiting)
-	leave()
-	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
-	w.decide(t, read[operate.Approval](t, events, "approval").ID, true)
-	enginetest.Await(t, w.pool, start.ExecutionID, executions.Completed)
-	assert.Equal(t, 1, called.Load())
-}
-
 func TestJSONResponse(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.ToolCall("look", `{"token":"abcdefghijklmnop"}`), modeltest.Text("Done."),
@@ -205,6 +189,7 @@ func TestBusyLaneProblem(t *testing.T) {
 		assert.Equal(t, "skipped", pgtest.Value[string](t, w.pool,
 			`select max(status) from agent_activity where trace_id = $1`, resp.Header.Get("X-Trace-Id")))
 	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_executions`)
 	resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two","wait":true}`, "")
 	require.Equal(t, http.StatusOK, resp.StatusCode)
 	require.NoError(t, first.Close(t.Context()))

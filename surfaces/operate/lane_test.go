@@ -115,33 +115,6 @@ func TestLongTurnIsNotIdle(t *testing.T) {
 	require.NoError(t, err)
 }
 
-func TestSecondAdminReadsHolder(t *testing.T) {
-	t.Parallel()
-	w := newTestDatabase(t)
-	first, second := w.process(t, false).open(t, ""), w.process(t, false).open(t, "")
-	require.NoError(t, first.Hold(t.Context(), false))
-	var events eventLog
-	_, err := second.Turn(t.Context(), "Let me in.", false, events.add)
-	var busy *lanes.BusyError
-	if !errors.As(err, &busy) || busy.Holder != w.laneHolder(t) || len(events.events) != 0 {
-		t.Errorf("the second got %v, events %s", err, events.names())
-	}
-	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_executions`)
-}
-
-func TestSecondAdminWaits(t *testing.T) {
-	t.Parallel()
-	w := newTestDatabase(t, modeltest.Text("Now you."))
-	first, other := w.process(t, false).open(t, ""), w.process(t, false)
-	require.NoError(t, first.Hold(t.Context(), false))
-	second := other.open(t, "")
-	b := other.send(t, second, "Let me in.", true)
-	pgtest.Until(t, w.pool, 1, `select count(*) from agent_lock_waiters where lane = 'operate'`)
-	require.NoError(t, first.Close(t.Context()))
-	done, err := b.wait(t)
-	assert.Truef(t, err == nil && done.Text == "Now you.", "the turn ended %+v, %v", done, err)
-}
-
 func TestAbandonedWaitCleansUp(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t)
