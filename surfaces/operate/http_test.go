@@ -48,7 +48,7 @@ func TestEventsOverHTTP(t *testing.T) {
 	w := newTestDatabase(t, modeltest.ToolCall("wipe", `{"table":"orders"}`), modeltest.Text("It is over."))
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
 	p := w.process(t, true)
-	resp := p.post(t, t.Context(), `{"message":"Wipe orders.","session_id":"ses_mine"}`, "")
+	resp := p.post(t, t.Context(), `{"message":"Wipe orders.","session_id":"ses_mine"}`)
 	assert.Truef(t, resp.StatusCode == http.StatusOK && resp.Header.Get("Content-Type") == "text/event-stream" &&
 		resp.Header.Get("X-Trace-Id") != "", "%d, %v", resp.StatusCode, resp.Header)
 	events, comments := readEvents(resp.Body, func(e sse) bool {
@@ -89,7 +89,7 @@ func TestLockedTableIsCalledLocked(t *testing.T) {
 	w := newTestDatabase(t)
 	p := w.process(t, false)
 	pgtest.Exec(t, pgtest.Begin(t, w.pool), `lock agent_messages in exclusive mode`)
-	refused := decode[problem.Problem](t, p.post(t, t.Context(), `{"message":"Hello."}`, "").Body)
+	refused := decode[problem.Problem](t, p.post(t, t.Context(), `{"message":"Hello."}`).Body)
 	assert.Truef(t, refused.Status == http.StatusServiceUnavailable && strings.HasSuffix(refused.Type, ":locked") &&
 		strings.Contains(refused.Detail, "is in use by another transaction of the database"), "got %+v", refused)
 }
@@ -103,7 +103,7 @@ func TestStreamKeepAlive(t *testing.T) {
 		return "ok", nil
 	})
 	p := w.process(t, false)
-	resp := p.post(t, t.Context(), `{"message":"Be slow."}`, "text/event-stream")
+	resp := p.post(t, t.Context(), `{"message":"Be slow."}`, "Accept", "text/event-stream")
 	buffer, seen := make([]byte, 4096), ""
 	for !strings.Contains(seen, ": keep-alive") {
 		n, err := resp.Body.Read(buffer)
@@ -123,7 +123,7 @@ func TestDisconnectCancelsTurn(t *testing.T) {
 	w, runs, stopped := withHangingTurn(t, "http")
 	p := w.process(t, true)
 	ctx, leave := context.WithCancel(t.Context())
-	resp := p.post(t, ctx, `{"message":"Be slow."}`, "")
+	resp := p.post(t, ctx, `{"message":"Be slow."}`)
 	events, _ := readEvents(resp.Body, func(e sse) bool { return e.name == "tool" })
 	start := read[operate.Start](t, events, "start")
 	pgtest.Eventually(t, runs, "the skill runs")
@@ -141,11 +141,11 @@ func TestJSONResponse(t *testing.T) {
 	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) { return 42, nil })
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
 	p := w.process(t, true)
-	resp := p.post(t, t.Context(), `{"message":"Look."}`, "application/json")
+	resp := p.post(t, t.Context(), `{"message":"Look."}`, "Accept", "application/json")
 	got := decode[operate.Answer](t, resp.Body)
 	assert.Truef(t, resp.StatusCode == http.StatusOK && got.Text == "Done." && got.Ended == "answered" &&
 		len(got.Tools) == 1 && got.TraceID == resp.Header.Get("X-Trace-Id"), "%d, %+v", resp.StatusCode, got)
-	resp = p.post(t, t.Context(), `{"message":"Wipe."}`, "application/json")
+	resp = p.post(t, t.Context(), `{"message":"Wipe."}`, "Accept", "application/json")
 	got = decode[operate.Answer](t, resp.Body)
 	require.Truef(t, resp.StatusCode == http.StatusAccepted && got.Ended == operate.WaitingApproval &&
 		len(got.Approvals) == 1, "%d, %+v", resp.StatusCode, got)
@@ -164,7 +164,7 @@ func TestJSONResponseWithDelegatedApproval(t *testing.T) {
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
 	p := w.process(t, true, w.delegates(t))
 	watch := p.watch(t)
-	resp := p.post(t, t.Context(), `{"message":"Have it wiped."}`, "application/json")
+	resp := p.post(t, t.Context(), `{"message":"Have it wiped."}`, "Accept", "application/json")
 	got := decode[operate.Answer](t, resp.Body)
 	require.Truef(t, resp.StatusCode == http.StatusAccepted && got.Ended == operate.WaitingApproval &&
 		len(got.Approvals) == 1, "%d, %+v", resp.StatusCode, got)
@@ -181,8 +181,8 @@ func TestBusyLaneProblem(t *testing.T) {
 	p := w.process(t, false)
 	first := p.open(t, "")
 	require.NoError(t, first.Hold(t.Context(), false))
-	for _, accept := range []string{"", "application/json"} {
-		resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two"}`, accept)
+	for _, headers := range [][]string{nil, {"Accept", "application/json"}} {
+		resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two"}`, headers...)
 		got := decode[problem.Problem](t, resp.Body)
 		assert.Truef(t, resp.StatusCode == http.StatusConflict && got.Holder == w.laneHolder(t) &&
 			resp.Header.Get("Content-Type") == problem.ContentType, "%d, %+v", resp.StatusCode, got)
@@ -190,13 +190,13 @@ func TestBusyLaneProblem(t *testing.T) {
 			`select max(status) from agent_activity where trace_id = $1`, resp.Header.Get("X-Trace-Id")))
 	}
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_executions`)
-	resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two","wait":true}`, "")
+	resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two","wait":true}`)
 	require.Equal(t, http.StatusOK, resp.StatusCode)
 	require.NoError(t, first.Close(t.Context()))
 	if events, _ := readEvents(resp.Body, nil); eventNames(events) != "start delta done" {
 		t.Errorf("events are %s", eventNames(events))
 	}
-	resp = p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_three"}`, "")
+	resp = p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_three"}`)
 	got := decode[problem.Problem](t, resp.Body)
 	assert.Contains(t, got.Detail, "(session ses_two); its last turn ended", "keeps the lane for 5m0s after a turn")
 }
@@ -206,12 +206,12 @@ func TestFailedTurnEvent(t *testing.T) {
 	w := newTestDatabase(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0),
 		modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0))
 	p := w.process(t, false)
-	events, _ := readEvents(p.post(t, t.Context(), `{"message":"Hello."}`, "").Body, nil)
+	events, _ := readEvents(p.post(t, t.Context(), `{"message":"Hello."}`).Body, nil)
 	require.Equal(t, "start error", eventNames(events))
 	start, got := read[operate.Start](t, events, "start"), read[problem.Problem](t, events, "error")
 	assert.Truef(t, got.TraceID == start.TraceID && strings.Contains(got.Detail, "Incorrect API key") &&
 		got.Type == "urn:lanekeeper:problem:turn-failed", "the problem is %+v", got)
-	resp := p.post(t, t.Context(), `{"message":"Hello."}`, "application/json")
+	resp := p.post(t, t.Context(), `{"message":"Hello."}`, "Accept", "application/json")
 	got = decode[problem.Problem](t, resp.Body)
 	assert.Truef(t, resp.StatusCode == http.StatusInternalServerError && got.TraceID != "" &&
 		got.TraceID == resp.Header.Get("X-Trace-Id"), "%d, %+v", resp.StatusCode, got)
@@ -243,7 +243,7 @@ func TestInvalidTurnRequests(t *testing.T) {
 		"a visitor's":   {`{"message":"x","session_id":"visitors"}`, 409, "no session"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			resp := p.post(t, t.Context(), test.body, "")
+			resp := p.post(t, t.Context(), test.body)
 			got := decode[json.RawMessage](t, resp.Body)
 			assert.Truef(t, resp.StatusCode == test.status && strings.Contains(string(got), test.says),
 				"%d, %s", resp.StatusCode, got)

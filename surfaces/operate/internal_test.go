@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -115,34 +116,14 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 		return executions.Result{}, err
 	})
 	require.NoError(t, err)
-	ctx, stop := context.WithCancel(t.Context())
-	over := make(chan error, 3)
-	for _, run := range []func(context.Context) error{listener.Run, keeper.Run, engine.Run} {
-		go func() { over <- run(ctx) }()
-	}
-	defer func() {
-		stop()
-		for range 3 {
-			assert.NoError(t, <-over)
-		}
-	}()
-	_, _, err = engine.Start(ctx, pool, executions.Spec{Flow: "waits", Surface: trace.Operate})
+	testkit.Run(t, listener.Run, keeper.Run, engine.Run)
+	_, _, err = engine.Start(t.Context(), pool, executions.Spec{Flow: "waits", Surface: trace.Operate})
 	require.NoError(t, err)
-	pgtest.Eventually(t, func() bool {
-		var kept bool
-		err := pool.QueryRow(ctx, `
-			select exists (select from agent_executions e join agent_locks l on l.execution_id = e.id where e.status = 'waiting'
-			  and l.lane = @lane)`,
-			postgres.Strict{"lane": Lane}).Scan(&kept)
-		return err == nil && kept
-	}, "the run waits and keeps the lane")
+	pgtest.Until(t, pool, true, `
+		select exists (select from agent_executions e join agent_locks l on l.execution_id = e.id where e.status = 'waiting'
+		  and l.lane = @lane)`, postgres.Strict{"lane": Lane})
 	pgtest.Exec(t, pool, `select deliver_agent_event('EVENT_COMPLETED', 'first', '{}')`)
-	select {
-	case holder := <-freed:
-		assert.Equal(t, "", holder)
-	case <-time.After(time.Minute):
-		t.Fatal("the run did not continue")
-	}
+	assert.Equal(t, "", testkit.Receive(t, freed))
 }
 
 // FuzzStream writes events of any content and reads them like a client.

@@ -300,14 +300,14 @@ func readEvents(body io.Reader, stop func(sse) bool) (events []sse, comments int
 	return events, comments
 }
 
-// post sends a body to POST /v1/operate.
-func (p *process) post(t *testing.T, ctx context.Context, body string, accept string) *http.Response { //nolint:revive // t first, as in all helpers
+// post sends a body to POST /v1/operate. headers alternates names and values.
+func (p *process) post(t *testing.T, ctx context.Context, body string, headers ...string) *http.Response { //nolint:revive // t first, as in all helpers
 	t.Helper()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, p.http.URL+"/v1/operate", strings.NewReader(body))
 	require.NoError(t, err)
 	req.Header.Set("Content-Type", "application/json")
-	if accept != "" {
-		req.Header.Set("Accept", accept)
+	for i := 0; i < len(headers); i += 2 {
+		req.Header.Set(headers[i], headers[i+1])
 	}
 	resp, err := http.DefaultClient.Do(req)
 	require.NoError(t, err)

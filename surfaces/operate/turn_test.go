@@ -150,30 +150,24 @@ func TestInterruptStopsTools(t *testing.T) {
 
 // postWithKey sends a turn with an Idempotency-Key directly to the surface, like after a crash of the first attempt's
 // process.
-func (p *process) postWithKey(t *testing.T, key, body string) *http.Response {
+func (p *process) postWithKey(t *testing.T, body string) *http.Response {
 	t.Helper()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.http.URL+"/v1/operate", strings.NewReader(body))
-	require.NoError(t, err)
-	req.Header.Set("Idempotency-Key", key)
-	resp, err := http.DefaultClient.Do(req)
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = resp.Body.Close() })
-	return resp
+	return p.post(t, t.Context(), body, "Idempotency-Key", "k")
 }
 
 func TestRequestWithKeyIsOneTurn(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
 	p, other := w.process(t, false), w.process(t, false)
-	events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body, nil)
+	events, _ := readEvents(p.postWithKey(t, `{"message":"Hello."}`).Body, nil)
 	start := read[operate.Start](t, events, "start")
 	pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
-	resp := other.postWithKey(t, "k", `{"message":"Hello."}`)
+	resp := other.postWithKey(t, `{"message":"Hello."}`)
 	got := decode[problem.Problem](t, resp.Body)
 	assert.Truef(t, resp.StatusCode == http.StatusConflict && strings.HasSuffix(got.Type, ":idempotency-key-used") &&
 		got.TraceID == start.TraceID && strings.Contains(got.Detail, start.SessionID), "the same again: %d, %+v",
 		resp.StatusCode, got)
-	if events, _ := readEvents(other.postWithKey(t, "k", `{"message":"Hello you."}`).Body,
+	if events, _ := readEvents(other.postWithKey(t, `{"message":"Hello you."}`).Body,
 		nil); eventNames(events) != "start delta done" {
 		t.Errorf("another message: %s", eventNames(events))
 	}
@@ -197,7 +191,7 @@ func TestWaitingRequestsWithKeyAreOneTurn(t *testing.T) {
 	var got [2][]sse
 	var reading sync.WaitGroup
 	for i := range got {
-		body := p.postWithKey(t, "k", `{"message":"Hello.","wait":true}`).Body // both wait: neither has begun
+		body := p.postWithKey(t, `{"message":"Hello.","wait":true}`).Body // both wait: neither has begun
 		reading.Go(func() { got[i], _ = readEvents(body, nil) })
 	}
 	require.NoError(t, first.Close(t.Context()))
@@ -220,14 +214,14 @@ func TestKeyOfFailedOrOldTurn(t *testing.T) {
 		modeltest.Text("Now."), modeltest.Text("And now."))
 	p := w.process(t, false)
 	for _, want := range []string{"start error", "start delta done"} {
-		if events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body, nil); eventNames(events) != want {
+		if events, _ := readEvents(p.postWithKey(t, `{"message":"Hello."}`).Body, nil); eventNames(events) != want {
 			t.Fatalf("events are %s, not %s", eventNames(events), want)
 		}
 		pgtest.Eventually(t, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
-	assert.Equal(t, http.StatusConflict, p.postWithKey(t, "k", `{"message":"Hello."}`).StatusCode)
+	assert.Equal(t, http.StatusConflict, p.postWithKey(t, `{"message":"Hello."}`).StatusCode)
 	pgtest.Exec(t, w.pool, `update agent_executions set created_at = created_at - interval '1 day'`)
-	if events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body,
+	if events, _ := readEvents(p.postWithKey(t, `{"message":"Hello."}`).Body,
 		nil); eventNames(events) != "start delta done" {
 		t.Errorf("a day later: %s", eventNames(events))
 	}
