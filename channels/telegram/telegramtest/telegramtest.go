@@ -1,6 +1,6 @@
 // Package telegramtest is a Bot API for tests, on the loopback. It keeps chats and long-polls. It treats long texts and
-// wrong markup as badly as Telegram does, repeats and reorders updates, and fails on demand. grammY drives it in
-// test/channels.
+// wrong markup as badly as Telegram does, repeats and reorders updates, and fails on demand. grammY drives it in this
+// package's test.
 package telegramtest
 
 import (
@@ -30,13 +30,11 @@ type Fault int
 
 // The faults.
 const (
-	None    Fault = iota
-	Slow          // 429 with retry_after
-	Lost          // done, and the connection breaks before the answer
-	Broken        // 502, not done
-	Deaf          // no answer until the client gives up
-	Unknown       // 401, as after the token was revoked
-	Taken         // 409, as while another program polls
+	None   Fault = iota
+	Slow         // 429 with retry_after
+	Lost         // done, and the connection breaks before the answer
+	Broken       // 502, not done
+	Taken        // 409, as while another program polls
 )
 
 // Message is a message in a chat.
@@ -63,7 +61,6 @@ type Server struct {
 	typed    int
 	fault    func(method string, body map[string]any) Fault
 	files    map[string][]byte
-	polls    int
 	shuffles bool
 	arrived  chan struct{}
 }
@@ -189,13 +186,6 @@ func (s *Server) Typed() int {
 	return s.typed
 }
 
-// Polls returns the number of getUpdates so far.
-func (s *Server) Polls() int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.polls
-}
-
 // ServeHTTP implements the Bot API.
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if path, is := strings.CutPrefix(r.URL.Path, "/file/bot"+Token+"/"); is {
@@ -233,17 +223,8 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case Broken:
 		http.Error(w, "Bad Gateway", http.StatusBadGateway)
 		return
-	case Unknown:
-		refuse(w, http.StatusUnauthorized, "Unauthorized", 0)
-		return
 	case Taken:
 		refuse(w, http.StatusConflict, "Conflict: terminated by other getUpdates request", 0)
-		return
-	case Deaf:
-		select {
-		case <-r.Context().Done():
-		case <-s.closing:
-		}
 		return
 	}
 	result, problem := s.call(r, method, body)
@@ -321,7 +302,6 @@ func (s *Server) updates(r *http.Request, offset int64, timeout time.Duration) [
 	deadline := time.After(timeout)
 	for {
 		s.mu.Lock()
-		s.polls++
 		s.waiting = slices.DeleteFunc(s.waiting, func(u map[string]any) bool { return u["update_id"].(int64) < offset })
 		list := slices.Clone(s.waiting[:min(100, len(s.waiting))])
 		if s.shuffles {
