@@ -71,31 +71,6 @@ func TestSlackThreadIsConversation(t *testing.T) {
 	assert.Equal(t, 3, fake.Calls("chat.postMessage"))
 }
 
-// A slow answer appears while it is written, by edits of one message, within Slack's limits.
-func TestSlackAnswerIsStreamedAndSplit(t *testing.T) {
-	t.Parallel()
-	model := modeltest.New(t)
-	answer := strings.Repeat("A sentence of some length & with <b>signs</b>. ", 220) + "\n\nThe end."
-	model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
-		return modeltest.Text(answer).Slowly(7 * time.Millisecond)
-	})
-	fake, w := newSlack(t, model, "")
-	w.serve()
-	w.waitUntil("the socket", func() bool { return fake.Connected() == 1 })
-	fake.Say("U1", "D1", "tell me a lot", "")
-	w.waitUntil("the answer", func() bool {
-		got := answers(fake, "D1", "")
-		return len(got) > 0 && strings.HasSuffix(got[len(got)-1].Text, "The end.")
-	})
-	got := answers(fake, "D1", "")
-	text := ""
-	for _, m := range got {
-		text += m.Text
-	}
-	assert.Truef(t, len(got) >= 2 && got[0].Edits >= 2 && strings.Count(text, "&lt;b&gt;signs&lt;/b&gt;") == 220,
-		"%d messages, the first edited %d times", len(got), got[0].Edits)
-}
-
 // Over kills, lost answers and limits, each message is answered once and in order. The fake reports what arrived.
 func TestSlackIsAnsweredOnceDespiteFaults(t *testing.T) {
 	t.Parallel()
