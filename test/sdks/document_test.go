@@ -8,7 +8,6 @@ import (
 	"maps"
 	"net/http"
 	"net/http/httputil"
-	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -64,9 +63,7 @@ func readDocument(w *testEnv) *document {
 	require.NoError(w, err)
 	raw, err := jsonschema.UnmarshalJSON(bytes.NewReader(got.Body))
 	require.NoError(w, err)
-	target, err := url.Parse(w.base)
-	require.NoError(w, err)
-	d := &document{ReverseProxy: httputil.NewSingleHostReverseProxy(target), raw: raw, seen: map[string]bool{}}
+	d := &document{ReverseProxy: w.proxy(), raw: raw, seen: map[string]bool{}}
 	d.ModifyResponse = d.answer
 	return d
 }
