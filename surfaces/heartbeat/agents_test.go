@@ -88,20 +88,6 @@ func TestHeartbeatPerAgent(t *testing.T) {
 		  from agent_activity where execution_id = $1 and kind = 'model'`, x.ID)
 }
 
-func TestHealReportIsDataForModel(t *testing.T) {
-	t.Parallel()
-	w := newTestHeartbeat(t)
-	w.replyNothing()
-	w.declare(t, agents.Definition{Name: "sales"})
-	w.addFailingSkill(t, "broken")
-	w.addObjective(t, objectives.Definition{Name: "sell more", Goal: "Sell more."})
-	w.runCompleted(t)
-	first := w.model.Requests()[0].Messages
-	assert.Truef(t, !strings.Contains(first[0].Content, "503") && strings.Contains(first[1].Content, "503") &&
-		strings.Index(first[1].Content, "503") <= strings.Index(first[1].Content, "[End of context]"), "the messages are %+v",
-		first)
-}
-
 func (w *testHeartbeat) sync(t *testing.T, d *agents.Directory, server bool) {
 	t.Helper()
 	err := postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error { return heartbeat.Sync(t.Context(), tx, d, server) })

@@ -107,6 +107,9 @@ func TestHealReportReachesModelAndLedger(t *testing.T) {
 		assert.Truef(t, strings.Contains(prompt, "fetch_prices is now disabled and cannot be called") &&
 			strings.Contains(prompt, "post_report is now disabled"), "request %d has no healing report: %s", n, prompt)
 	}
+	first := w.model.Requests()[0].Messages // the report is data
+	data, _, _ := strings.Cut(first[1].Content, "[End of context]")
+	assert.Truef(t, !strings.Contains(first[0].Content, "503") && strings.Contains(data, "503"), "messages %+v", first)
 	for _, r := range w.model.Requests() {
 		for _, tool := range r.Tools {
 			assert.True(t, tool.Function.Name != "fetch_prices", "a healed skill is offered")
