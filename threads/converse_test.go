@@ -254,19 +254,11 @@ func TestAdminMessagesQueue(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "t")
-	sendByAdmin := func(content string) (s threads.SendResult) {
-		t.Helper()
-		require.NoError(t, postgres.InTx(t.Context(), db, func(tx pgx.Tx) (err error) {
-			s, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: "t", Content: content})
-			return err
-		}))
-		return s
-	}
-	s := sendByAdmin("one")
+	s := sendByAdmin(t, db, "t", "one")
 	assert.Truef(t, !s.Queued, "in a free thread: %+v", s)
 	a := startClaimed(t, db, "")
 	sendAs(t, db, a, "a")
-	s = sendByAdmin("two")
+	s = sendByAdmin(t, db, "t", "two")
 	assert.Truef(t, s.Queued, "in a held thread: %+v", s)
 	endExecution(t, db, a, "completed")
 	flush(t, db)
@@ -274,7 +266,7 @@ func TestAdminMessagesQueue(t *testing.T) {
 	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'first', 60, 60)`)
 	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
 	pgtest.Exec(t, db, `select release_agent_lock('thread:t', 'first')`)
-	s = sendByAdmin("three")
+	s = sendByAdmin(t, db, "t", "three")
 	assert.Truef(t, s.Queued && s.Holder == "a turn", "behind a turn: %+v", s)
 	b := startClaimed(t, db, "")
 	s = sendAs(t, db, b, "b")

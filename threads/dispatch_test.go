@@ -122,15 +122,16 @@ func createThread(t *testing.T, db postgres.DB, id, channel, target string) {
 	require.Truef(t, err == nil && made, "made %t, %v", made, err)
 }
 
-// sendByAdmin sends messages without an execution.
-func sendByAdmin(t *testing.T, db postgres.Beginner, thread string, contents ...string) {
+// sendByAdmin sends messages without an execution, and returns the result of the last one.
+func sendByAdmin(t *testing.T, db postgres.Beginner, thread string, contents ...string) (last threads.SendResult) {
 	t.Helper()
 	for _, content := range contents {
-		require.NoError(t, postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
-			_, err := threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: thread, Content: content})
+		require.NoError(t, postgres.InTx(t.Context(), db, func(tx pgx.Tx) (err error) {
+			last, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: thread, Content: content})
 			return err
 		}))
 	}
+	return last
 }
 
 // awaitDelivered waits until no message is queued or being delivered.

@@ -106,8 +106,7 @@ func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []NewMes
 		       d.tokens, case when d.status in ('sent', 'sending', 'delivered', 'received') then clock_timestamp() end
 		  from place p, drafts d, lateral (select case when d.status <> 'queued' then p.before + d.n end as seq) s
 		    order by d.n
-		returning id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		          interrupted, tokens, attempts, error_message, created_at, sent_at`, columns.args(thread))
+		returning `+ownColumns, columns.args(thread))
 	if err != nil {
 		return nil, fmt.Errorf("post message: %w", err)
 	}
@@ -188,10 +187,7 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 		return nil, errors.New("list messages: name a thread or an execution")
 	}
 	return postgres.Rows[Message](ctx, db, "list messages", `
-		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		       interrupted, tokens, attempts, error_message, created_at, sent_at,
-		       (select count(*) from agent_message_images i where i.message_id = agent_messages.id) as images
-		  from agent_messages
+		select `+allColumns+` from agent_messages m
 		 where (@thread_id = '' or thread_id = @thread_id)
 		   and (@execution_id = '' or execution_id = nullif(@execution_id, '')::uuid)
 		   and (@role = '' or role = @role) and (@before::bigint = 0 or seq < @before)
@@ -231,10 +227,14 @@ func Visible(ctx context.Context, db postgres.DB, thread, after string, ascendin
 		args)
 }
 
+// ownColumns are the columns of a [Message] that its row has.
+const ownColumns = `id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
+	interrupted, tokens, attempts, error_message, created_at, sent_at`
+
+// allColumns are the columns of a [Message] m.
+const allColumns = ownColumns + `, (select count(*) from agent_message_images i where i.message_id = m.id) as images`
+
 const selectVisible = `
-		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		       interrupted, tokens, attempts, error_message, created_at, sent_at,
-		       (select count(*) from agent_message_images i where i.message_id = agent_messages.id) as images
-		  from agent_messages
+		select ` + allColumns + ` from agent_messages m
 		 where thread_id = @thread and (role = 'user' or channel = 'chat')
 		   and status not in ('failed', 'withdrawn', 'queued')`

@@ -257,10 +257,8 @@ func Window(
 		     and (m.turn, m.seq) < (@before::bigint, 0) and m.status not in ('failed', 'withdrawn')
 		   order by m.turn desc, m.seq desc limit 400),
 		measured as (select l.*, sum(l.tokens) over (order by l.turn desc, l.seq desc) as running from latest l)
-		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		       interrupted, tokens, attempts, error_message, created_at, sent_at,
-		       (select count(*) from agent_message_images i where i.message_id = measured.id) as images
-		  from measured where running - tokens <= @tokens order by turn, seq`, // also the first that does not fit
+		select `+allColumns+` from measured m
+		 where running - tokens <= @tokens order by turn, seq`, // also the first that does not fit
 		postgres.Strict{"thread": id, "before": before, "tokens": tokens}).Query(func(rows pgx.Rows) (err error) {
 		messages, err = pgx.CollectRows(rows, pgx.RowToStructByName[Message])
 		return err
@@ -324,9 +322,7 @@ func Backlog(
 		         count(*) over () < 400 or o.turn < max(o.turn) over () or o.turn = min(o.turn) over ()
 		           as whole -- not cut by the limit, or too long to be read whole
 		    from oldest o where o.turn <= (select through from old))
-		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		       interrupted, tokens, attempts, error_message, created_at, sent_at
-		  from folded where earlier < @most and whole order by turn, seq`,
+		select `+ownColumns+` from folded where earlier < @most and whole order by turn, seq`,
 		postgres.Strict{
 			"thread": t.ID, "through": t.SummaryThrough, "before": before, "limit": limit, "keep": keep, "most": maxTokens,
 		})
@@ -351,10 +347,7 @@ func SaveSummary(
 // each time, at most 400.
 func Turns(ctx context.Context, db postgres.DB, thread string, from, before, through int64) ([]Message, error) {
 	rows, err := db.Query(ctx, `
-		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		       interrupted, tokens, attempts, error_message, created_at, sent_at,
-		       (select count(*) from agent_message_images i where i.message_id = agent_messages.id) as images
-		  from agent_messages
+		select `+allColumns+` from agent_messages m
 		 where thread_id = @thread and turn >= @from and turn < @before and seq <= @through
 		   and status not in ('failed', 'withdrawn')
 		 order by turn, seq limit 400`,
