@@ -2,7 +2,6 @@ package migrations_test
 
 import (
 	"errors"
-	"fmt"
 	"strings"
 	"sync"
 	"testing"
@@ -196,77 +195,10 @@ func TestTraceIDsOfSQLAreValid(t *testing.T) {
 	}
 }
 
-var statuses = []string{"pending", "running", "waiting", "completed", "failed", "timeout", "cancelled"}
-
-// legal lists the states that an execution can reach, and the paths to its present one.
-var legal = map[string]struct {
-	to, path []string
-}{
-	"pending":   {to: []string{"running", "cancelled"}},
-	"running":   {to: []string{"waiting", "completed", "failed", "timeout", "cancelled"}, path: []string{"running"}},
-	"waiting":   {to: []string{"running", "timeout", "failed", "cancelled"}, path: []string{"running", "waiting"}},
-	"completed": {path: []string{"running", "completed"}},
-	"failed":    {path: []string{"running", "failed"}},
-	"timeout":   {path: []string{"running", "timeout"}},
-	"cancelled": {path: []string{"cancelled"}},
-}
-
-func TestExecutionTransitions(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	for _, from := range statuses {
-		for _, to := range statuses {
-			if from == to {
-				continue
-			}
-			id := insertExecution(t, db)
-			for _, s := range legal[from].path {
-				pgtest.Exec(t, db, `update agent_executions set status = $2 where id = $1::uuid`, id, s)
-			}
-			_, err := db.Exec(t.Context(), `update agent_executions set status = $2 where id = $1::uuid`, id, to)
-			want := ""
-			if !strings.Contains(fmt.Sprint(legal[from].to), to) {
-				want = "LK002"
-			}
-			if got := postgres.Code(err); got != want || (want == "" && err != nil) {
-				t.Errorf("%s → %s: error %v, want SQLSTATE %q", from, to, err, want)
-			}
-		}
-	}
-	for _, s := range statuses {
-		_, err := db.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status)
-			values ('fl_x', 'flow', 'f', $1)`, s)
-		if s == "pending" || s == "running" {
-			assert.NoError(t, err, s)
-			continue
-		}
-		assert.Truef(t, postgres.IsCode(err, "LK002"), "an execution inserted as %s: error %v", s, err)
-	}
-}
-
 func insertExecution(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'f')
 		returning id::text`)
-}
-
-func TestEndOfExecution(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	for end, result := range map[string]string{
-		"completed": "success", "failed": "failure", "timeout": "timeout",
-		"cancelled": "cancelled",
-	} {
-		id := insertExecution(t, db)
-		pgtest.Exec(t, db, `update agent_executions set status = 'running' where id = $1::uuid`, id)
-		pgtest.Exec(t, db, `select acquire_agent_lock('objective:' || $1, $1 || '#1', 300)`, id)
-		pgtest.Exec(t, db, `update agent_executions set status = $2 where id = $1::uuid`, id, end)
-		got := pgtest.Value[string](t, db, `
-			select result_type || ' ' || (completed_at is not null) || ' ' || is_agent_lock_held('objective:' || id) || ' ' ||
-			       (select count(*) from agent_events v where v.event = 'AGENT_COMPLETED' and v.key = x.id::text)
-			  from agent_executions x where id = $1::uuid`, id)
-		assert.Equal(t, result+" true false 1", got, end)
-	}
 }
 
 // PostgreSQL reads a body only when it runs. Without this test, a caller would find the call of a missing function.
