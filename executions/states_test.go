@@ -106,7 +106,8 @@ func wantEnd(t *testing.T, db postgres.DB, id string) {
 	if x.ClaimedBy != nil && x.Status != executions.Running {
 		t.Errorf("%s, and claimed by %s", x.Status, *x.ClaimedBy)
 	}
-	if waits := x.WaitingUntil != nil; waits != (x.Status == executions.Waiting) { // plain SQL may omit the kind of wait
+	waits := x.WaitingUntil != nil // plain SQL may omit the kind of wait
+	if waits != (x.Status == executions.Waiting) || waits && time.Until(*x.WaitingUntil) > 8*24*time.Hour {
 		t.Errorf("%s: waiting for %q until %v", x.Status, postgres.Deref(x.WaitingFor), x.WaitingUntil)
 	}
 	want := 0
@@ -373,7 +374,7 @@ var forbiddenWrites = map[string]string{
 		'waiting' where $1::uuid is not null`,
 	"unknown surface": `insert into agent_executions (trace_id, surface, flow) select 't', 'page', 'f'
 		where $1::uuid is not null`,
-	"claim goes back":  `update agent_executions set claim = -1 where id = $1`,
+	"claim goes back":  `update agent_executions set claim = claim - 1 where id = $1`,
 	"unknown wait":     `update agent_executions set waiting_for = 'godot' where id = $1`,
 	"unknown result":   `update agent_executions set result_type = 'fine' where id = $1`,
 	"stale checkpoint": `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'stolen', 99)`,
@@ -387,7 +388,8 @@ var forbiddenWrites = map[string]string{
 		and status = 'pending'`,
 	"stale activity": `insert into agent_activity (trace_id, execution_id, claim, kind, agent, surface, skill_name,
 		status) values ('t', $1, 99, 'note', 'a', 'flow', 's', 'success')`,
-	"claimed without run": `update agent_executions set claimed_by = gen_random_uuid(), status = status where id = $1
+	// A pause does not hold back the surface operate.
+	"claimed without run": `update agent_executions set claimed_by = gen_random_uuid(), surface = 'operate' where id = $1
 		and status <> 'running'`,
 	"ended without an end": `update agent_executions set completed_at = clock_timestamp() where id = $1
 		and completed_at is null`,

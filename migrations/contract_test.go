@@ -185,27 +185,6 @@ func TestEmptyIDsDoNotDeduplicate(t *testing.T) {
 		select (select count(*) from agent_events) || ' ' || (select count(*) from agent_executions)`)
 }
 
-// A claimed row that does not run would stop every sweep: no lost claim could end it.
-func TestOnlyARunningExecutionIsClaimed(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	id := insertExecution(t, db)
-	if _, err := db.Exec(t.Context(), `update agent_executions set claimed_by = gen_random_uuid() where id = $1::uuid`,
-		id); !postgres.IsCode(err, "LK002") {
-		t.Errorf("claiming a pending execution without running it: %v, want SQLSTATE LK002", err)
-	}
-}
-
-func TestClaimCannotGoBack(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	id := insertClaimed(t, db)
-	if _, err := db.Exec(t.Context(), `update agent_executions set claim = 0 where id = $1::uuid`,
-		id); !postgres.IsCode(err, "LK002") {
-		t.Errorf("a claim with a smaller number: %v, want SQLSTATE LK002", err)
-	}
-}
-
 // void_agent_leases refuses to work beside a process of agent. Afterwards old claims and tokens are void.
 func TestLeasesOfRestoredCopyAreVoid(t *testing.T) {
 	t.Parallel()
@@ -226,16 +205,6 @@ func TestLeasesOfRestoredCopyAreVoid(t *testing.T) {
 	_, err = db.Exec(t.Context(), `select fence_agent_execution($1::uuid, 1)`, id)
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "a write under the old claim: %v, want SQLSTATE LK001", err)
 	pgtest.Equal(t, db, false, `select is_agent_lock_held('pipeline:prices')`)
-}
-
-func TestWaitsAreBounded(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	id := insertClaimed(t, db)
-	pgtest.Exec(t, db, `update agent_executions set status = 'waiting' where id = $1::uuid`, id)
-	if !pgtest.Value[bool](t, db, `select waiting_until < clock_timestamp() + interval '8 days' from agent_executions`) {
-		t.Error("an execution waits without a deadline")
-	}
 }
 
 func TestPartitionsAreCreatedBesideReader(t *testing.T) {
@@ -266,18 +235,6 @@ func TestDayOfSpendUsesIndex(t *testing.T) {
 	plan := pgtest.Column[string](t, tx, `explain (costs off) select * from agent_spend where day = current_date`)
 	text := strings.Join(plan, "\n")
 	assert.Truef(t, !strings.Contains(text, "Seq Scan"), "the plan reads whole partitions:\n%s", text)
-}
-
-func TestActivityOfOldClaimIsRejected(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	id := insertClaimed(t, db)
-	const insert = `insert into agent_activity (trace_id, execution_id, claim, skill_name)
-		values ('fl_x', $1::uuid, $2, 's')`
-	pgtest.Exec(t, db, insert, id, 1)
-	if _, err := db.Exec(t.Context(), insert, id, 0); !postgres.IsCode(err, "LK001") {
-		t.Errorf("an activity of claim 0 of a run whose claim is 1: %v, want SQLSTATE LK001", err)
-	}
 }
 
 func TestWaitingClaimCannotReleaseLane(t *testing.T) {
