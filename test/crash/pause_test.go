@@ -16,40 +16,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// TestResumedWorkerWritesNothing stops a process in the middle of a step, until its lease has ended and another process
-// has completed the run. The writes of the woken process are rejected and recorded.
-func TestResumedWorkerWritesNothing(t *testing.T) {
-	t.Parallel()
-	s := newTestEnv(t)
-	held := s.blockSkill("look", 1)
-	a := s.startServer("", "AGENT_WORKER_LEASE=6s")
-	id := s.requestHeartbeat()
-	held.waitBlocked()
-	token := s.fencingToken()
-	a.Signal(syscall.SIGSTOP)
-	before := s.takeSnapshot()
-
-	second := s.blockPayment(1, 1) // holds the lane while the test reads its token
-	s.startServer("")
-	second.waitBlocked()
-	later := s.fencingToken()
-	assert.Truef(t, later > token, "the lane's token went from %d to %d, want a larger one", token, later)
-	second.release()
-	s.waitStatus(id, "completed")
-	s.checkHeartbeat(id, before)
-
-	record := s.executionRows(id)
-	held.release()
-	a.Signal(syscall.SIGCONT)
-	s.waitRejectedWrite(id, "look")
-	assert.Equal(t, record, s.executionRows(id))
-	// The process has lost that run only. It continues under a new lease.
-	eventually(t, "the woken process has a lease again", func() bool {
-		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_workers where expires_at > clock_timestamp()
-			and name like '%pid ' || $1)`, a.pid())
-	})
-}
-
 // TestLateWriteIsRejected delays a write until another process has completed the run. Any such write changes nothing,
 // and the attempt is in the log.
 func TestLateWriteIsRejected(t *testing.T) {
@@ -110,12 +76,6 @@ func (s *testEnv) acquireLaneAsAdmin() {
 		s.skills.Before(nil)
 		pgtest.Exec(s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`)
 	})
-}
-
-// fencingToken returns the fencing token of the heartbeat's lane.
-func (s *testEnv) fencingToken() int64 {
-	s.t.Helper()
-	return pgtest.Value[int64](s.t, s.db, `select fencing_token from agent_locks_live where lane = 'heartbeat'`)
 }
 
 // waitRejectedWrite waits until the log of an execution has a rejected write, for one skill if given.
