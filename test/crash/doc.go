@@ -24,8 +24,7 @@
 //   - A process paused past its lease can neither checkpoint, nor log, nor finish. Its attempts are in the activity
 //     log.
 //   - Signals: a graceful stop hands work over; ^C cancels; a second signal ends the process at once.
-//   - An admin has priority; a busy lane is a skip; processes wait for a restarting database; `agent dev` leaves no
-//     server behind.
+//   - An admin has priority; a busy lane is a skip; `agent dev` leaves no server behind.
 //
 // There are a few hundred boundaries, so an ordinary run takes an even sample of them. With AGENT_CRASH_ALL=1 a run
 // takes every one. The package exports nothing.

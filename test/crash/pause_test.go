@@ -12,7 +12,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
@@ -123,39 +122,6 @@ func TestYieldedHeartbeatSurvivesItsProcess(t *testing.T) {
 	s.startServer("")
 	s.waitStatus(id, "completed")
 	s.checkHeartbeat(id, before)
-}
-
-// TestDatabaseRestart restarts the database during a heartbeat. The process stays up, and continues after the restart.
-// The lease outlasts the outage, even on a slow machine.
-func TestDatabaseRestart(t *testing.T) {
-	t.Parallel()
-	for name, immediate := range map[string]bool{"fast": false, "immediate": true} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			own := pgtest.Own(t)
-			s := newTestEnvOn(t, own.URL())
-			held := s.blockSkill("look", 1)
-			a := s.startServer("", "AGENT_WORKER_LEASE=5m")
-			id := s.requestHeartbeat()
-			held.waitBlocked()
-			before := s.takeSnapshot()
-			own.Stop(immediate)
-			held.release() // the process has a result to record during the outage
-			a.AwaitOutput("database unavailable, trying again")
-			own.Start()
-			require.Equal(t, s.url, own.URL())
-			s.db.Reset()
-			s.waitStatus(id, "completed")
-			assert.True(t, a.Running(), "the process did not survive")
-			// The call was in flight and its process lived on, so the call is recorded once.
-			key := pgtest.Value[string](s.t, s.db, `select idempotency_key from agent_activity where skill_name = $1`, "look")
-			before.rows[key] = row{}
-			before.skillCalls[key] = 0
-			s.checkHeartbeat(id, before)
-			again := s.requestHeartbeat()
-			s.waitStatus(again, "completed")
-		})
-	}
 }
 
 // proxyAction is the proxy's action on one request of the client.

@@ -38,13 +38,7 @@ type testEnv struct {
 // newTestEnv creates a test environment with a new database.
 func newTestEnv(t testing.TB) *testEnv {
 	t.Helper()
-	return newTestEnvOn(t, pgtest.URL(t))
-}
-
-// newTestEnvOn creates a test environment on a database that has the schema.
-func newTestEnvOn(t testing.TB, database string) *testEnv {
-	t.Helper()
-	s := newIdleTestEnv(t, database, bills.YAML)
+	s := newIdleTestEnv(t, pgtest.URL(t), bills.YAML)
 	s.model.Handle(s.modelReply)
 	bills.MakeDue(t, s.db)
 	return s
