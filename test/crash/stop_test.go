@@ -199,30 +199,6 @@ func TestSecondSignalEndsProcess(t *testing.T) {
 	s.checkHeartbeat(id, before)
 }
 
-// TestInterruptedCommandCancelsHeartbeat: ^C cancels the heartbeat of its command.
-func TestInterruptedCommandCancelsHeartbeat(t *testing.T) {
-	t.Parallel()
-	s := newTestEnv(t)
-	held := s.blockSkill("look", 1)
-	a := s.startAgent("", "heartbeat")
-	held.waitBlocked()
-	s.startServer("") // this server must not take over the cancelled heartbeat
-	a.Signal(syscall.SIGINT)
-	assert.Equal(t, 130, a.Exit())
-	id := s.heartbeat()
-	assert.Equal(t, "cancelled", s.status(id))
-	for what, sql := range map[string]string{
-		"lanes held":   `select count(*) from agent_locks_live`,
-		"rows running": `select count(*) from agent_activity where status = 'running'`,
-		"claims":       `select count(*) from agent_executions where claim > 3`,
-	} {
-		assert.Equal(t, 0, pgtest.Value[int](s.t, s.db, sql), what)
-	}
-	assert.Equal(t, "unknown", pgtest.Value[string](s.t, s.db,
-		`select status from agent_activity where skill_name = 'look'`))
-	assert.Equal(t, 2, len(s.skillCalls()))
-}
-
 // isStopping reports whether a process has begun to shut down.
 func (s *testEnv) isStopping(a *agent) bool {
 	s.t.Helper()
