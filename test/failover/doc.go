@@ -17,10 +17,9 @@
 // message and answer exists and has ended. A call that must not be repeated was made once, and each repeated call has
 // its own row in the log. The fencing tokens of each lane only grow.
 //
-// Upgrades (upgrade_test.go, outage_test.go). Two processes migrate an empty database at once. A newer version migrates
-// while two processes serve. An `agent migrate` is killed at one of its requests to the server, and the next one
-// completes the migration. Data of a released version is upgraded, and its waiting executions finish. `agent serve`
-// rejects a newer schema.
+// Upgrades (upgrade_test.go, outage_test.go). A newer version migrates while two processes serve. An `agent migrate` is
+// killed at one of its requests to the server, and the next one completes the migration. Data of a released version is
+// upgraded, and its waiting executions finish. `agent serve` rejects a newer schema.
 //
 // Read replicas (replica_test.go). The pages and the answers of `why` come from a streaming standby: they equal the
 // primary's, report the lag, and still come when either server is down.

@@ -7,7 +7,6 @@ import (
 	"os/exec"
 	"regexp"
 	"strconv"
-	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -287,23 +286,6 @@ func schemaDigest(t *testing.T, db *pgxpool.Pool) string {
 		select count(*) || ' ' || md5(string_agg(part, ' ' order by part)) from parts`).Scan(&digest)
 	require.NoError(t, err)
 	return digest
-}
-
-// TestTwoProcessesMigrateAtOnce runs two migrations of an empty database. One does the work, both report success.
-func TestTwoProcessesMigrateAtOnce(t *testing.T) {
-	t.Parallel()
-	to := pgtest.EmptyURL(t)
-	var all []*proctest.Process
-	for range 2 {
-		all = append(all, launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate"))
-	}
-	applied := 0
-	for _, a := range all {
-		assert.Equal(t, 0, a.Exit(), a.Err.Tail(30))
-		applied += strings.Count(a.Out.String(), "applied ")
-	}
-	n := appliedFiles(t, connect(t, to))
-	assert.Truef(t, applied == n && n != 0, "the two report %d applied files, and the database has %d", applied, n)
 }
 
 // runDocumented runs the command of docs/retention.md that starts with a word, with the tests' PostgreSQL programs.
