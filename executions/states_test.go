@@ -321,7 +321,7 @@ func TestRejectedCompletionFailsAlone(t *testing.T) {
 func TestRejectedEventFailsAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := startEngine(t, pool, eventFlow(0))
+	p := startEngine(t, pool, eventFlow())
 	pgtest.Eventually(t, func() bool { return p.Live() == nil }, "the engine lives")
 	group, ctx := errgroup.WithContext(t.Context())
 	for caller := range 8 {

@@ -26,13 +26,13 @@ import (
 )
 
 // eventFlow is a flow that waits for the event whose key is its input. Its result is the outcome of the wait.
-func eventFlow(timeout time.Duration) map[string]executions.Func {
+func eventFlow() map[string]executions.Func {
 	return map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 		var key string
 		if err := json.Unmarshal(input, &key); err != nil {
 			return executions.Result{}, err
 		}
-		return resultOf(executions.Wait(ctx, "event", executions.Event(key, timeout)))
+		return resultOf(executions.Wait(ctx, "event", executions.Event(key, 0)))
 	}}
 }
 
@@ -55,41 +55,11 @@ func mustDeliver(t *testing.T, db postgres.DB, key, data string) {
 	require.NoError(t, deliver(t.Context(), db, key, data, ""))
 }
 
-func outcome(t *testing.T, x executions.Execution) executions.Outcome {
-	t.Helper()
-	var out executions.Outcome
-	err := json.Unmarshal(x.Result, &out)
-	require.NoError(t, err, "result", x.Result)
-	out.Data, err = compact(out.Data)
-	require.NoError(t, err)
-	return out
-}
-
 // compact removes the spaces that jsonb writes.
 func compact(data json.RawMessage) (json.RawMessage, error) {
 	var b bytes.Buffer
 	err := json.Compact(&b, data)
 	return b.Bytes(), err
-}
-
-func TestEventBeforeOrAfterWait(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	p := startEngine(t, pool, eventFlow(0))
-	mustDeliver(t, pool, "early", `{"n": 1}`)
-	early := enginetest.Await(t, pool, p.startWithInput(t, "early"), executions.Completed)
-	out := outcome(t, early)
-	assert.Truef(t, string(out.Data) == `{"n":1}` && out.Event == "EVENT_COMPLETED" && !out.TimedOut &&
-		early.WaitNumber == 0, "event before its wait: %+v, waits %d", out, early.WaitNumber)
-	id := p.startWithInput(t, "late")
-	enginetest.Await(t, pool, id, executions.Waiting)
-	got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "late", json.RawMessage(`{"n": 2}`), "once")
-	require.Truef(t, err == nil && len(got.Resumed) == 1 && got.Resumed[0] == id, "delivered %+v, %v", got, err)
-	again, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "late", json.RawMessage(`{"n": 3}`), "once")
-	assert.Truef(t, err == nil && len(again.Resumed) == 0 && again.EventID == got.EventID,
-		"delivered again %+v, %v", again, err)
-	out = outcome(t, enginetest.Await(t, pool, id, executions.Completed))
-	assert.Truef(t, string(out.Data) == `{"n":2}` && out.EventID == got.EventID, "event after its wait: %+v", out)
 }
 
 func TestConcurrentEventAndWaitLoseNoWakeup(t *testing.T) {
@@ -123,7 +93,7 @@ func TestConcurrentEventAndWaitLoseNoWakeup(t *testing.T) {
 func TestEventResumesAllWaitersKeptEventOne(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := startEngine(t, pool, eventFlow(0))
+	p := startEngine(t, pool, eventFlow())
 	one, two := p.startWithInput(t, "key"), p.startWithInput(t, "key")
 	enginetest.Await(t, pool, one, executions.Waiting)
 	enginetest.Await(t, pool, two, executions.Waiting)
@@ -137,17 +107,6 @@ func TestEventResumesAllWaitersKeptEventOne(t *testing.T) {
 	second := p.startWithInput(t, "old")
 	enginetest.Await(t, pool, second, executions.Waiting)
 	assert.Equal(t, first, pgtest.Value[string](t, pool, `select consumed_by::text from agent_events where key = 'old'`))
-}
-
-func TestWaitTimesOut(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	p := startEngine(t, pool, eventFlow(30*time.Millisecond))
-	out := outcome(t, enginetest.Await(t, pool, p.startWithInput(t, "key"), executions.Completed))
-	assert.Truef(t, out.TimedOut && out.EventID == "", "outcome %+v", out)
-	mustDeliver(t, pool, "key", `{}`)
-	assert.Equal(t, 1, pgtest.Value[int](t, pool,
-		`select count(*) from agent_events where key = 'key' and consumed_by is null`))
 }
 
 func TestEventTimerAndCancelEndWaitOnce(t *testing.T) {
@@ -256,7 +215,7 @@ func TestDeliverRejectsInvalidArguments(t *testing.T) {
 
 func TestWaitingNeedsNoGoroutines(t *testing.T) { // not parallel: it counts them
 	pool := pgtest.DB(t)
-	p := startEngine(t, pool, eventFlow(0))
+	p := startEngine(t, pool, eventFlow())
 	enginetest.Await(t, pool, p.startWithInput(t, "first"), executions.Waiting)
 	before := runtime.NumGoroutine()
 	for i := range 500 {

@@ -400,7 +400,7 @@ func TestAThousandWaitsResumeOnce(t *testing.T) {
 	t.Parallel()
 	const many = 1000
 	pool := pgtest.DB(t)
-	one, two := startEngine(t, pool, eventFlow(0)), startEngine(t, pool, eventFlow(0))
+	one, two := startEngine(t, pool, eventFlow()), startEngine(t, pool, eventFlow())
 	pgtest.Exec(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, input)
 		select 'fl_storm', 'flow', 'flow', to_jsonb('key ' || n)
