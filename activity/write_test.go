@@ -9,7 +9,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -229,32 +228,4 @@ func TestUnrecordableActionIsError(t *testing.T) {
 	assert.ErrorIs(t, err, context.Canceled, "with an ended context")
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select (select count(*) from agent_activity) + (select count(*)
 		from agent_activity_open)`))
-}
-
-func TestTakeoverWaitsForFencedWrite(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	e := claimed(t, pool)
-	tx := pgtest.Begin(t, pool)
-	_, err := activity.Note(t.Context(), tx, e, activity.Outcome{})
-	require.NoError(t, err)
-	var group errgroup.Group
-	took := make(chan struct{})
-	group.Go(func() error {
-		defer close(took)
-		_, err := pool.Exec(t.Context(), `update agent_executions set claim = claim + 1 where id = @id`,
-			postgres.Strict{"id": e.ExecutionID})
-		return err
-	})
-	pgtest.Eventually(t, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from pg_stat_activity where datname = current_database()
-			and wait_event_type = 'Lock'`) > 0
-	}, "the takeover waits")
-	select {
-	case <-took:
-		t.Error("the takeover overtook the write")
-	default:
-	}
-	assert.NoError(t, tx.Commit(t.Context()))
-	assert.NoError(t, group.Wait())
 }
