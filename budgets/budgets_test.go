@@ -239,8 +239,7 @@ func TestConcurrentReservationsAreSerialized(t *testing.T) {
 	second.MaxWait = 1
 	sent := make(chan error, 1)
 	go func() { sent <- send(t, db, queueReserve(second)) }()
-	pgtest.Until(t, db, 1, `select count(*) from pg_stat_activity where datname = current_database()
-			and wait_event_type = 'Lock' and query like '%reserve_agent_budget%'`)
+	pgtest.AwaitBlocked(t, db, 1, "reserve_agent_budget")
 	got, err := reserve(t, tx, reservation(id, 1, scope("s", 1220, 0)))
 	require.Truef(t, err == nil && got == 1000, "the first was granted %d (%v)", got, err)
 	require.NoError(t, tx.Commit(t.Context()))

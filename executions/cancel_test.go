@@ -543,20 +543,13 @@ func TestUncommittedEventDelaysNoOther(t *testing.T) {
 					return err
 				})
 			}
-			pgtest.Eventually(t, func() bool { return countLockWaiters(t, pool) > 0 }, "the repeats meet the transaction")
+			pgtest.AwaitBlocked(t, pool, 1, "")
 			wantP99(t, deliver, calm)
 			require.NoError(t, tx.Commit(t.Context()))
 			assert.NoError(t, repeated.Wait())
 			assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'held'`))
 		})
 	}
-}
-
-// countLockWaiters counts the sessions of this database that wait for a lock.
-func countLockWaiters(t *testing.T, pool *pgxpool.Pool) int {
-	t.Helper()
-	return pgtest.Value[int](t, pool, `select count(*) from pg_stat_activity where wait_event_type = 'Lock'
-		and datname = current_database()`)
 }
 
 // Events and starts of a caller with another pool use the engine's pool, which batches statements and bounds waits.
@@ -632,7 +625,7 @@ func TestUncommittedDedupeKeyDelaysNoOtherStart(t *testing.T) {
 			return err
 		})
 	}
-	pgtest.Eventually(t, func() bool { return countLockWaiters(t, pool) > 0 }, "they meet the transaction")
+	pgtest.AwaitBlocked(t, pool, 1, "")
 	wantP99(t, begin, calm)
 	require.NoError(t, tx.Rollback(t.Context()))
 	assert.NoError(t, group.Wait())
@@ -677,7 +670,7 @@ func TestLockedExecutionsDelayNoOther(t *testing.T) {
 	tx := openTx(t, pool, `select from agent_executions where id = any (@ids::uuid[]) for update`,
 		postgres.Strict{"ids": ids})
 	close(gates)
-	pgtest.Eventually(t, func() bool { return countLockWaiters(t, pool) > 0 }, "they meet the transaction")
+	pgtest.AwaitBlocked(t, pool, 1, "")
 	wantP99(t, run, calm)
 	require.NoError(t, tx.Rollback(t.Context()))
 	for _, id := range ids {

@@ -489,10 +489,7 @@ func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change f
 		defer close(done) // also on a failure
 		done <- deliverBatch(t, pool, worker, 2, singleDelivery, "k")
 	}()
-	pgtest.Until(t, pool, true, `
-		select exists (
-		  select from pg_stat_activity
-		   where datname = current_database() and wait_event_type = 'Lock' and query like '%deliver_agent_event%')`)
+	pgtest.AwaitBlocked(t, pool, 1, "deliver_agent_event")
 	change(tx)
 	require.NoError(t, tx.Commit(t.Context()))
 	return <-done

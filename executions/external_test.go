@@ -237,10 +237,7 @@ func TestLockRunWaitsForCheckpointSweepDoesNot(t *testing.T) {
 		second, err = p.LockRun(context.WithoutCancel(t.Context()), id, "second", time.Minute)
 		return err
 	})
-	pgtest.Until(t, p.pool, true, `
-		select exists (
-		  select from pg_stat_activity
-		   where datname = current_database() and wait_event_type = 'Lock' and query like '%lock_agent_execution%')`)
+	pgtest.AwaitBlocked(t, p.pool, 1, "lock_agent_execution")
 	require.NoError(t, checkpoint.Commit(t.Context()))
 	require.NoError(t, group.Wait())
 	assert.Truef(t, len(second.Checkpoints) == 1 && second.Checkpoints[0].Step == "slow" && second.Execution.Claim == 3,

@@ -247,8 +247,7 @@ func TestRenewalStoresDeadlineBeforeFurtherWork(t *testing.T) {
 	pgtest.Exec(t, tx, `select from agent_executions for update`)
 	renewed := make(chan error, 1)
 	go func() { renewed <- e.renew(t.Context()) }()
-	pgtest.Until(t, pool, "true", `
-		select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock')::text`)
+	pgtest.AwaitBlocked(t, pool, 1, "")
 	_, during := e.currentLease()
 	assert.True(t, during.After(before), "the lease ends at", before, during)
 	require.NoError(t, tx.Rollback(t.Context()))

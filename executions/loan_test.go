@@ -98,13 +98,6 @@ func wantStale(t *testing.T, db postgres.DB, lane string, token int64) {
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "a write under token %d passes the fence: %v", token, err)
 }
 
-// wantBlocked waits until n statements with the text wait for a lock.
-func wantBlocked(t *testing.T, db postgres.DB, n int, text string) {
-	t.Helper()
-	pgtest.Until(t, db, n, `select count(*) from pg_stat_activity where datname = current_database()
-			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text)
-}
-
 func commit(t *testing.T, tx pgx.Tx) {
 	t.Helper()
 	require.NoError(t, tx.Commit(t.Context()))
@@ -302,7 +295,7 @@ func TestThreadReturnsToOwnerThatChangesState(t *testing.T) {
 				require.NoError(t, first(tx))
 				var group errgroup.Group
 				group.Go(func() error { return second(pool) })
-				wantBlocked(t, pool, 1, text)
+				pgtest.AwaitBlocked(t, pool, 1, text)
 				commit(t, tx)
 				require.NoError(t, group.Wait())
 				x := getExecution(t, pool, p.id)
@@ -365,7 +358,7 @@ func TestConcurrentBorrowAndResumeReturnLane(t *testing.T) {
 				require.NoError(t, first(tx))
 				var group errgroup.Group
 				group.Go(func() error { return second(pool) })
-				wantBlocked(t, pool, 1, text)
+				pgtest.AwaitBlocked(t, pool, 1, text)
 				commit(t, tx)
 				require.NoError(t, group.Wait())
 				if pgtest.Value[bool](t, pool, `select execution_id = $1::uuid from agent_locks where lane = $2`, c.id, lane) {
@@ -492,7 +485,7 @@ func TestPruneKeepsLoanThatExpiresMeanwhile(t *testing.T) {
 	go func() {
 		swept <- lanes.Prune(context.WithoutCancel(t.Context()), pool, 0)
 	}()
-	wantBlocked(t, pool, 1, "return_agent_lock")
+	pgtest.AwaitBlocked(t, pool, 1, "return_agent_lock")
 	pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'objective:2'`)
 	commit(t, tx)
 	require.NoError(t, <-swept)

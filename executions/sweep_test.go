@@ -146,10 +146,7 @@ func TestConcurrentSweepsReleaseClaimsOnce(t *testing.T) {
 			return ignoreTimeout(err)
 		})
 	}
-	pgtest.Eventually(t, func() bool {
-		return pgtest.Value[int](t, pool, `
-			select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) >= 4
-	}, "several sweep")
+	pgtest.AwaitBlocked(t, pool, 4, "")
 	require.NoError(t, barrier.Commit(t.Context()))
 	assert.NoError(t, group.Wait())
 	assert.NoError(t, p.Sweep(t.Context()))

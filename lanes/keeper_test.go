@@ -246,7 +246,7 @@ func TestLaneOfDeadProcessIsReleased(t *testing.T) {
 		_, err := db.Exec(t.Context(), `select lanekeeper.lose_agent_claims(id) from agent_workers`)
 		assert.NoError(t, err)
 	})
-	waitUntilBlocked(t, db, "lose_agent_claims")
+	pgtest.AwaitBlocked(t, db, 1, "lose_agent_claims")
 	commit(t, look)
 	under.Wait()
 	g := tryAcquire(t, db, "x", "b", 60)

@@ -266,7 +266,7 @@ func TestCallerLeavingDuringGrantLeavesLaneFree(t *testing.T) {
 		}
 		left <- err
 	}()
-	waitUntilBlocked(t, db, "acquire_agent_lock")
+	pgtest.AwaitBlocked(t, db, 1, "acquire_agent_lock")
 	leave()
 	select {
 	case err := <-left:

@@ -27,7 +27,7 @@ func TestReleaseSurvivesKilledSession(t *testing.T) {
 		require.NoError(t, l.Fence(t.Context(), write))
 		released := make(chan error, 1)
 		go func() { released <- l.Release(t.Context()) }()
-		waitUntilBlocked(t, db, "release_agent_lock")
+		pgtest.AwaitBlocked(t, db, 1, "release_agent_lock")
 		pgtest.Exec(t, db, `select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and query like '%release_agent_lock%' and pid <> pg_backend_pid()`)
 		began := time.Now()

@@ -190,7 +190,7 @@ func TestFenceFailsDuringTakeover(t *testing.T) {
 		_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
 		fenced <- err
 	}()
-	waitUntilBlocked(t, db, "fence_agent_lock")
+	pgtest.AwaitBlocked(t, db, 1, "fence_agent_lock")
 	commit(t, takeover)
 	wantCode(t, <-fenced, "LK001")
 }
@@ -248,7 +248,7 @@ func TestLockWaitDoesNotReviveExpiredLease(t *testing.T) {
 				revived <- queryUnblocked[bool](t, db, query, token)
 			}()
 			if name == "renewal" || name == "release" {
-				waitUntilBlocked(t, db, "_agent_lock(")
+				pgtest.AwaitBlocked(t, db, 1, "_agent_lock(")
 			}
 			pgtest.Until(t, db, false, `select is_agent_lock_held('x')`)
 			commit(t, stranger)

@@ -81,16 +81,6 @@ func wantCode(t testing.TB, err error, code string) {
 	assert.Truef(t, postgres.IsCode(err, code), "error %v, want SQLSTATE %s", err, code)
 }
 
-// waitUntilBlocked waits until a statement that contains text waits for a lock.
-func waitUntilBlocked(t testing.TB, db postgres.DB, text string) {
-	t.Helper()
-	pgtest.Until(t, db, true, `
-		select exists (
-		  select from pg_stat_activity
-		   where datname = current_database() and wait_event_type = 'Lock'
-		     and query like '%' || $1 || '%' and pid <> pg_backend_pid())`, text)
-}
-
 // queryUnblocked is get with retries while another transaction uses the lane, like clients.
 func queryUnblocked[T any](t testing.TB, db postgres.DB, query string, args ...any) T {
 	t.Helper()

@@ -395,13 +395,7 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 		e, err := memory.Save(t.Context(), pool, memory.Note{Key: "k", Value: 3, Revision: memory.Absent})
 		assert.Truef(t, err == nil && e.Revision == 3, "the writer got revision %d, %v", e.Revision, err)
 	})
-	pgtest.Eventually(t, func() bool {
-		var waits bool
-		err := pool.QueryRow(t.Context(), `
-			select exists (select from pg_stat_activity where datname = current_database()
-			  and wait_event_type = 'Lock')`).Scan(&waits)
-		return err == nil && waits
-	}, "the writer waits for the deletion")
+	pgtest.AwaitBlocked(t, pool, 1, "")
 	require.NoError(t, tx.Commit(t.Context()))
 	wg.Wait()
 	e, err := memory.Shared.Get(t.Context(), pool, "general", "k")

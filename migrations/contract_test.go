@@ -38,13 +38,6 @@ func beginWrite(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
 	return tx
 }
 
-// awaitBlocked waits until n statements with the text wait for a lock.
-func awaitBlocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
-	t.Helper()
-	pgtest.Until(t, db, n, `select count(*) from pg_stat_activity where datname = current_database()
-			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text)
-}
-
 // A statement that takes away a claim waits for a running write under it. The write may need a stronger lock of the
 // row, as for a message in a thread lent by a parent. It does not wait for the waiting statement.
 func TestTakeoverDoesNotBlockWrites(t *testing.T) {
@@ -67,7 +60,7 @@ func TestTakeoverDoesNotBlockWrites(t *testing.T) {
 			_, err := db.Exec(t.Context(), take, id)
 			took <- err
 		}()
-		awaitBlocked(t, db, 1, take)
+		pgtest.AwaitBlocked(t, db, 1, take)
 		pgtest.Exec(t, tx, `select from agent_executions where id = $1::uuid for no key update`, id)
 		assert.NoError(t, tx.Commit(t.Context()), take, "the write")
 		assert.NoError(t, <-took, take)
@@ -89,7 +82,7 @@ func TestConcurrentWaitsOfClaimDoNotDeadlock(t *testing.T) {
 			codes <- postgres.Code(err)
 		}()
 	}
-	awaitBlocked(t, db, 2, "wait_agent_execution")
+	pgtest.AwaitBlocked(t, db, 2, "wait_agent_execution")
 	require.NoError(t, tx.Commit(t.Context()))
 	assert.Equal(t, "LK001", <-codes+<-codes)
 }
@@ -105,7 +98,7 @@ func TestCompletionWaitsForWritesAndRejectsLaterOnes(t *testing.T) {
 			null)`, id)
 		ended <- err
 	}()
-	awaitBlocked(t, db, 1, "complete_agent_execution")
+	pgtest.AwaitBlocked(t, db, 1, "complete_agent_execution")
 	require.NoError(t, tx.Commit(t.Context()))
 	require.NoError(t, <-ended)
 	assert.True(t, !pgtest.Value[bool](t, db, `select bool_or(c.created_at > x.completed_at) from agent_checkpoints c

@@ -95,7 +95,7 @@ func TestBlockedMigrationLetsOthersPass(t *testing.T) {
 	pgtest.Exec(t, reader, `select count(*) from agent_executions`)
 	done := startUpgrade(t, db, withChanges(t,
 		map[string]string{"9001_more.sql": `alter table agent_executions add column more int not null default 0`}))
-	awaitBlocked(t, db, 1, "add column more")
+	pgtest.AwaitBlocked(t, db, 1, "add column more")
 	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
 	defer cancel()
 	_, err := db.Exec(ctx, `select count(*) from agent_executions`)

@@ -310,13 +310,7 @@ func TestHealSeesConcurrentSuccess(t *testing.T) {
 		report, err = selfheal.Run(t.Context(), db, selfheal.Default())
 		return err
 	})
-	pgtest.Eventually(t, func() bool {
-		var waits bool
-		err := db.QueryRow(t.Context(), `
-			select exists (select from pg_stat_activity where datname = current_database()
-			  and wait_event_type = 'Lock')`).Scan(&waits)
-		return err == nil && waits
-	}, "the heal does not wait for the row")
+	pgtest.AwaitBlocked(t, db, 1, "")
 	require.NoError(t, tx.Commit(t.Context()))
 	require.NoError(t, g.Wait())
 	assert.Truef(t, len(report.Healed) == 0 && getSkill(t, db, skillName).Enabled,

@@ -159,9 +159,7 @@ func TestFencedHolderAndWaiterDoNotDeadlock(t *testing.T) {
 		_, err := pool.Exec(t.Context(), send, other, "later")
 		sent <- err
 	}()
-	pgtest.Until(t, pool, true, `select exists (select from pg_stat_activity where datname = current_database()
-			and wait_event_type = 'Lock'
-			and strpos(query, 'send_agent_message') > 0)`)
+	pgtest.AwaitBlocked(t, pool, 1, "send_agent_message")
 	pgtest.Exec(t, tx, send, holder, "second")
 	assert.NoError(t, tx.Commit(t.Context()))
 	assert.NoError(t, <-sent, "send of the other execution")

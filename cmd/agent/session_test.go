@@ -155,8 +155,7 @@ func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 	cmd.Env = append(append(os.Environ(), asAgent+"=1"), p.environ...)
 	cmd.SysProcAttr = proctest.DieWithUs()
 	require.NoError(t, cmd.Start())
-	waitQuery(t, shop, `select count(*) > 0 from pg_stat_activity
-		where datname = current_database() and wait_event_type = 'Lock' and query like '%orders%'`)
+	pgtest.AwaitBlocked(t, shop, 1, "orders")
 	gate, err := own.Begin(t.Context())
 	require.NoError(t, err)
 	defer gate.Rollback(t.Context())

@@ -53,6 +53,13 @@ func Until[T comparable](tb testing.TB, db postgres.DB, want T, sql string, args
 	Eventually(tb, func() bool { return Value[T](tb, db, sql, args...) == want }, message)
 }
 
+// AwaitBlocked waits until n sessions of the database wait for a lock in statements that contain text.
+func AwaitBlocked(tb testing.TB, db postgres.DB, n int, text string) {
+	tb.Helper()
+	Until(tb, db, true, `select count(*) >= $1 from pg_stat_activity where datname = current_database()
+		and wait_event_type = 'Lock' and strpos(query, $2) > 0`, n, text)
+}
+
 // Column reads the single column of a query. An error ends the test.
 func Column[T any](tb testing.TB, db postgres.DB, sql string, args ...any) []T {
 	tb.Helper()

@@ -61,8 +61,7 @@ func TestConversationListsAnAnswerThatEndsMeanwhile(t *testing.T) {
 		list := p.listItems(t, "/v1/conversations/maria/items")
 		listed <- len(list.Data)
 	}()
-	pgtest.Until(t, w.pool, 1, `select count(*) from pg_stat_activity where wait_event_type = 'Lock'
-		and query like '%agent_message_drafts%' and datname = current_database()`)
+	pgtest.AwaitBlocked(t, w.pool, 1, "agent_message_drafts")
 	pgtest.Exec(t, tx, `set local session_replication_role = replica`)
 	pgtest.Exec(t, tx, `update agent_executions set status = 'completed', waiting_for = null, waiting_key = null,
 		waiting_until = null, waiting_step = null, completed_at = clock_timestamp() where id = $1`, x)
