@@ -40,40 +40,6 @@ func restoreVersion(t *testing.T, version string) *pgxpool.Pool {
 	return db
 }
 
-// listObjects lists the objects of a schema in the server's own form, without data of one database alone.
-func listObjects(t *testing.T, db *pgxpool.Pool) []string {
-	t.Helper()
-	rows, err := db.Query(t.Context(), `
-		select 'column ' || c.relname || '.' || a.attname || ' ' || format_type(a.atttypid,
-		  a.atttypmod) || ' ' || a.attnotnull || ' '
-		       || coalesce(pg_get_expr(d.adbin, d.adrelid),
-		         '') || ' ' || a.attidentity::text || a.attgenerated::text || a.attstorage::text
-		       || ' ' || coalesce(c.reloptions::text, '') || ' ' || coalesce(col_description(c.oid, a.attnum), '')
-		  from pg_class c join pg_attribute a on a.attrelid = c.oid left join pg_attrdef d on d.adrelid = c.oid
-		    and d.adnum = a.attnum
-		 where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p', 'v', 'i') and a.attnum > 0
-		   and not a.attisdropped
-		   and c.relname !~ '_20[0-9]{2}_[0-9]{2}'
-		union all
-		select 'constraint ' || conrelid::regclass || ' ' || conname || ' ' || pg_get_constraintdef(oid) from pg_constraint
-		 where connamespace = 'public'::regnamespace and conrelid::regclass::text !~ '_20[0-9]{2}_[0-9]{2}'
-		   and contype <> 'n' -- NOT NULL is a constraint from 18 on, with a name that a renamed column keeps
-		union all
-		select 'index ' || indexdef from pg_indexes where schemaname = 'public' and tablename !~ '_20[0-9]{2}_[0-9]{2}'
-		union all
-		select 'trigger ' || pg_get_triggerdef(t.oid) from pg_trigger t where not t.tgisinternal and t.tgparentid = 0
-		union all
-		select 'function ' || pg_get_functiondef(p.oid) || coalesce(obj_description(p.oid, 'pg_proc'), '')
-		  from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
-		union all
-		select 'view ' || viewname || ' ' || definition from pg_views where schemaname = 'public'`)
-	require.NoError(t, err)
-	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	slices.Sort(all)
-	return all
-}
-
 // countRows counts the rows of each table. New tables and those of migrations do not count.
 func countRows(t *testing.T, db *pgxpool.Pool, tables []string) string {
 	t.Helper()
@@ -106,7 +72,8 @@ func TestBridgeBuildsSchemaOfNewDatabase(t *testing.T) {
 			applied, err := migrations.Up(t.Context(), db)
 			require.Truef(t, err == nil && applied[0] == "bridge", "applied %v: %v", applied, err)
 			assert.NoError(t, migrations.Check(t.Context(), db))
-			assert.NoDiff(t, listObjects(t, pgtest.DB(t)), listObjects(t, db))
+			schemas := []string{"public", "lanekeeper"}
+			assert.NoDiff(t, pgtest.Objects(t, pgtest.DB(t), schemas...), pgtest.Objects(t, db, schemas...))
 			for i, name := range tables {
 				tables[i] = renamed.Replace(name)
 			}

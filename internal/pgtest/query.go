@@ -85,6 +85,38 @@ func collect[T any](tb testing.TB, db postgres.DB, to pgx.RowToFunc[T], sql stri
 	return values
 }
 
+// Objects lists the objects of schemas in the server's own form, without the partitions of single months.
+func Objects(tb testing.TB, db postgres.DB, schemas ...string) []string {
+	tb.Helper()
+	return Column[string](tb, db, `
+		with relation as (
+		  select c.oid, c.relname, c.relkind, c.reloptions from pg_class c
+		   where c.relnamespace::regnamespace::text = any ($1) and c.relname !~ '_20[0-9]{2}_[0-9]{2}')
+		select 'column ' || c.relname || '.' || a.attname || ' ' || format_type(a.atttypid, a.atttypmod) || ' '
+		       || a.attnotnull || ' ' || coalesce(pg_get_expr(d.adbin, d.adrelid), '') || ' '
+		       || a.attidentity::text || a.attgenerated::text || a.attstorage::text || ' '
+		       || coalesce(c.reloptions::text, '') || ' ' || coalesce(col_description(c.oid, a.attnum), '')
+		  from relation c join pg_attribute a on a.attrelid = c.oid
+		  left join pg_attrdef d on d.adrelid = c.oid and d.adnum = a.attnum
+		 where c.relkind in ('r', 'p', 'v', 'i', 'c') and a.attnum > 0 and not a.attisdropped
+		union all
+		select 'constraint ' || conrelid::regclass || ' ' || conname || ' ' || pg_get_constraintdef(oid) from pg_constraint
+		 where connamespace::regnamespace::text = any ($1) and conrelid::regclass::text !~ '_20[0-9]{2}_[0-9]{2}'
+		   and contype <> 'n' -- NOT NULL is a constraint from 18 on, with a name that a renamed column keeps
+		union all
+		select 'index ' || pg_get_indexdef(i.indexrelid) || ' ' || i.indisvalid
+		  from relation c join pg_index i on i.indrelid = c.oid
+		union all
+		select 'trigger ' || pg_get_triggerdef(t.oid)
+		  from relation c join pg_trigger t on t.tgrelid = c.oid where not t.tgisinternal
+		union all
+		select 'view ' || c.relname || ' ' || pg_get_viewdef(c.oid) from relation c where c.relkind = 'v'
+		union all
+		select 'function ' || pg_get_functiondef(p.oid) || coalesce(obj_description(p.oid, 'pg_proc'), '')
+		  from pg_proc p where p.pronamespace::regnamespace::text = any ($1)
+		order by 1`, schemas)
+}
+
 // Begin opens a transaction, which is rolled back when the test ends.
 func Begin(tb testing.TB, db postgres.Beginner) pgx.Tx {
 	tb.Helper()
