@@ -1,10 +1,8 @@
 package crash_test
 
 import (
-	"net"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -164,9 +162,7 @@ func newProxy(t testing.TB, target string, decide func(request) proxyAction) *pr
 	p := &proxy{
 		t: t, decide: decide, held: make(chan request, 1), released: make(chan struct{}), ended: make(chan struct{}),
 	}
-	p.Proxy = pgproxy.Listen(t, target, func(client, server net.Conn) pgproxy.Link {
-		return &link{proxy: p, client: client, server: server}
-	})
+	p.Proxy = pgproxy.Intercept(t, target, p.intercept, func() { p.signal(syscall.SIGKILL) })
 	t.Cleanup(func() { close(p.ended) }) // before the proxy closes, which waits for the request on hold
 	return p
 }
@@ -181,55 +177,34 @@ func (p *proxy) waitHeld() {
 	}
 }
 
-// step counts a request and returns the verdict.
-func (p *proxy) step(sql string) (request, proxyAction) {
+// intercept counts a request that executes a statement, and carries out its verdict.
+func (p *proxy) intercept(req pgproxy.Request) pgproxy.Verdict {
+	if !req.Executes {
+		return pgproxy.Pass
+	}
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	p.n++
-	r := request{p.n, sql}
-	return r, p.decide(r)
-}
-
-// link is one connection through the proxy.
-type link struct {
-	proxy          *proxy
-	client, server net.Conn
-	killed         atomic.Bool // kill the process at the next response
-}
-
-// Upstream forwards whole requests of the client.
-func (l *link) Upstream() { pgproxy.Forward(l.client, l.server, l.send) }
-
-// send forwards one request, unless the verdict kills the process.
-func (l *link) send(req pgproxy.Request) bool {
-	if req.Executes {
-		switch r, v := l.proxy.step(strings.Join(req.Bound, ";\n")); v {
-		case killBefore:
-			l.proxy.signal(syscall.SIGKILL)
-			return false
-		case killAfter:
-			l.killed.Store(true)
-		case hold:
-			l.proxy.held <- r
-			select {
-			case <-l.proxy.released:
-			case <-l.proxy.ended:
-				return false
-			}
-		case terminate:
-			l.proxy.signal(syscall.SIGTERM)
-		case interrupt:
-			l.proxy.signal(syscall.SIGINT)
-		case pass:
+	r := request{p.n, strings.Join(req.Bound, ";\n")}
+	action := p.decide(r)
+	p.mu.Unlock()
+	switch action {
+	case killBefore:
+		p.signal(syscall.SIGKILL)
+		return pgproxy.Refuse
+	case killAfter:
+		return pgproxy.LoseAnswer
+	case hold:
+		p.held <- r
+		select {
+		case <-p.released:
+		case <-p.ended:
+			return pgproxy.Refuse
 		}
+	case terminate:
+		p.signal(syscall.SIGTERM)
+	case interrupt:
+		p.signal(syscall.SIGINT)
+	case pass:
 	}
-	_, err := l.server.Write(req.Raw)
-	return err == nil
-}
-
-// Downstream forwards the server's responses.
-func (l *link) Downstream() {
-	if pgproxy.Answers(l.server, l.client, l.killed.Load) {
-		l.proxy.signal(syscall.SIGKILL)
-	}
+	return pgproxy.Pass
 }

@@ -2,12 +2,12 @@ package failover_test
 
 import (
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"regexp"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -123,82 +123,17 @@ func TestStandbyPromotion(t *testing.T) {
 	l.stopAndCheck()
 }
 
-// counter is a proxy in front of a database. It counts the requests of all its connections. It kills the process at one
-// of them: the request does not arrive, or its answer is lost.
-type counter struct {
-	*pgproxy.Proxy
-
-	mu         sync.Mutex
-	n          int
-	killNumber int  // the request of the kill; 0 for none
-	arrives    bool // the request arrives
-	kill       func()
-}
-
-// killAt starts counting for a process that dies at request n.
-func (c *counter) killAt(n int, before bool, die func()) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.n, c.killNumber, c.arrives, c.kill = 0, n, before, die
-}
-
-// newCounter creates a counter in front of a database.
-func newCounter(t testing.TB, to string) *counter {
-	t.Helper()
-	c := &counter{}
-	c.Proxy = pgproxy.Listen(t, to, func(client, server net.Conn) pgproxy.Link { return &countedLink{c, client, server} })
-	return c
-}
-
-// countedLink is one connection through a counter.
-type countedLink struct {
-	*counter
-
-	client, server net.Conn
-}
-
-// Upstream forwards the client's requests, up to the one of the kill.
-func (c *countedLink) Upstream() {
-	pgproxy.Forward(c.client, c.server, func(r pgproxy.Request) bool {
-		last, arrives := false, true
-		if kind := r.Raw[r.Last]; kind == 'Q' || kind == 'S' {
-			last, arrives = c.step()
-		}
-		var err error
-		if arrives {
-			_, err = c.server.Write(r.Raw)
-		}
-		if last {
-			c.kill()
-		}
-		return err == nil && !last
-	})
-}
-
-// Downstream forwards the server's answers.
-func (c *countedLink) Downstream() { pgproxy.Answers(c.server, c.client, func() bool { return false }) }
-
-// step counts a request. It reports whether this is the one of the kill and whether it arrives.
-func (c *counter) step() (last, arrives bool) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.n++
-	last = c.n == c.killNumber
-	return last, !last || c.arrives
-}
-
 // TestKillMigrateAtEveryRequest kills `agent migrate` with SIGKILL at one request after the other, before it arrives
 // and after. It runs the program again on the result, until a run completes. The schema must then equal that of an
 // undisturbed migration.
 func TestKillMigrateAtEveryRequest(t *testing.T) {
 	t.Parallel()
 	to := pgtest.EmptyURL(t)
-	c := newCounter(t, to)
 	db := connect(t, to)
 	seen := map[int]int{} // number of runs that ended with that many files applied
 	kills, n := 0, 1
 	for ; kills < 1000; kills++ {
-		done := migrateUntil(t, c, n, kills%2 == 0)
+		done := migrateUntil(t, to, n, kills%2 == 0)
 		files := appliedFiles(t, db)
 		seen[files]++
 		if done {
@@ -228,19 +163,31 @@ func nextRequest(n, files int) int {
 	return 12 + (n+17)%47
 }
 
-// migrateUntil runs `agent migrate` up to its nth request, and reports whether it completed before that.
-func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
+// migrateUntil runs `agent migrate` and kills it at its nth request: the request or its answer is lost. It reports
+// whether the program completed before that.
+func migrateUntil(t *testing.T, to string, n int, arrives bool) bool {
 	t.Helper()
 	started := make(chan *proctest.Process, 1)
-	var once sync.Once
-	c.killAt(n, before, func() {
-		once.Do(func() {
-			a := <-started
-			_ = a.Cmd.Process.Kill() // the process may have ended
-			<-a.Ended()
-		})
+	kill := sync.OnceFunc(func() {
+		a := <-started
+		_ = a.Cmd.Process.Kill() // the process may have ended
+		<-a.Ended()
 	})
-	a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + c.URL("")}, "migrate")
+	var requests atomic.Int32
+	proxy := pgproxy.Intercept(t, to, func(r pgproxy.Request) pgproxy.Verdict {
+		kind := r.Raw[r.Last]
+		switch {
+		case kind != 'Q' && kind != 'S' || int(requests.Add(1)) != n:
+			return pgproxy.Pass
+		case arrives:
+			go kill() // the server goes on with the request
+			return pgproxy.LoseAnswer
+		}
+		kill()
+		return pgproxy.Refuse
+	}, nil)
+	defer proxy.Close()
+	a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + proxy.URL("")}, "migrate")
 	started <- a
 	code := a.Exit()
 	require.Truef(t, code <= 0, "agent migrate, killed at request %d: exit code %d: %s", n, code, a.Err.Tail(30))

@@ -8,7 +8,6 @@ import (
 	"io"
 	"log/slog"
 	"math/rand/v2"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -194,52 +193,35 @@ func (a *process) stop(t testing.TB) {
 
 func historyPath(dir, name string) string { return filepath.Join(dir, name+".jsonl") }
 
-// cut is the moment at which the proxy breaks a connection.
-type cut int32
-
-const (
-	uncut       cut = iota
-	unseen          // the server never receives the request
-	uncommitted     // the server has executed it, and loses the client before the commit
-	unanswered      // the server has committed it, and the answer is lost
-	cuts
-)
-
 // proxy forwards connections to a database, and breaks them on request.
 type proxy struct {
 	*pgproxy.Proxy
 
-	next atomic.Int32 // the cut of the next request about lanes
-	done [cuts]atomic.Int64
+	next atomic.Int32 // the verdict on the next request about lanes
+	done [pgproxy.LoseAnswer + 1]atomic.Int64
 }
 
 func newProxy(t testing.TB, target string) *proxy {
 	t.Helper()
 	p := &proxy{}
-	p.Proxy = pgproxy.Listen(t, target, func(client, server net.Conn) pgproxy.Link {
-		return &link{proxy: p, client: client, server: server}
-	})
+	p.Proxy = pgproxy.Intercept(t, target, p.decide, nil)
 	return p
 }
 
-// link is one connection through the proxy.
-type link struct {
-	proxy          *proxy
-	client, server net.Conn
-	inTx           bool        // inside a transaction
-	dropAnswer     atomic.Bool // lose the next answer and the connection
+// decide takes the next verdict for a request about lanes.
+func (p *proxy) decide(r pgproxy.Request) pgproxy.Verdict {
+	if !aboutLanes(r) {
+		return pgproxy.Pass
+	}
+	verdict := pgproxy.Verdict(p.next.Swap(int32(pgproxy.Pass)))
+	p.done[verdict].Add(1)
+	return verdict
 }
 
-// Upstream forwards whole requests of the client.
-func (l *link) Upstream() { pgproxy.Forward(l.client, l.server, l.send) }
-
 // aboutLanes reports whether a request acquires or releases a lane, or ends a transaction.
-func (l *link) aboutLanes(r pgproxy.Request) bool {
+func aboutLanes(r pgproxy.Request) bool {
 	if r.Simple {
-		begins := strings.HasPrefix(r.Bound[0], "begin")
-		ends := l.inTx && !begins // a commit or a rollback
-		l.inTx = begins
-		return ends
+		return strings.HasPrefix(r.Bound[0], "commit") || strings.HasPrefix(r.Bound[0], "rollback")
 	}
 	for _, sql := range r.Bound {
 		if strings.Contains(sql, "agent_lock") || strings.Contains(sql, "agent_execution") {
@@ -248,26 +230,3 @@ func (l *link) aboutLanes(r pgproxy.Request) bool {
 	}
 	return false
 }
-
-// send forwards a request, or breaks the connection there.
-func (l *link) send(r pgproxy.Request) bool {
-	if l.aboutLanes(r) {
-		c := cut(l.proxy.next.Swap(int32(uncut)))
-		l.proxy.done[c].Add(1)
-		switch c {
-		case unseen:
-			return false
-		case uncommitted:
-			_, _ = l.server.Write(r.Raw[:r.Last]) // the connection breaks in any case
-			return false
-		case unanswered:
-			l.dropAnswer.Store(true)
-		case uncut, cuts:
-		}
-	}
-	_, err := l.server.Write(r.Raw)
-	return err == nil
-}
-
-// Downstream forwards the server's answers.
-func (l *link) Downstream() { pgproxy.Answers(l.server, l.client, l.dropAnswer.Load) }

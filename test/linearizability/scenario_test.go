@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -187,8 +188,8 @@ func (c *scenario) terminate() {
 	c.faults["pg_terminate_backend"] += n
 }
 
-// cut breaks the connection of the next request.
-func (c *scenario) cut(where cut) {
+// cut breaks the connection of the next request about lanes.
+func (c *scenario) cut(where pgproxy.Verdict) {
 	p := c.proxy
 	before := p.done[where].Load()
 	p.next.Store(int32(where))
@@ -225,7 +226,7 @@ func (c *scenario) play() map[string][]*op {
 	}
 	c.waitOperations(100)
 	acts := []func(){c.kill, c.kill, c.pause, c.pause, c.terminate, c.terminate, c.crash}
-	for where := unseen; where < cuts; where++ {
+	for where := pgproxy.Refuse; where <= pgproxy.LoseAnswer; where++ {
 		for range 4 {
 			acts = append(acts, func() { c.cut(where) })
 		}
