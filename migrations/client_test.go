@@ -132,6 +132,34 @@ func TestExternalWorkerCannotWaitInVisitorsThread(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "P0002"), "a wait in a visitor's thread: %v", err)
 }
 
+// A worker reads by why no result of a conversation. The owner reads it.
+func TestClientReadsNoResultOfConversation(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	conn := connectClient(t, db.Config().ConnConfig)
+	pgtest.Exec(t, conn, `reset role; set session authorization `+migrations.ClientRole, pgx.QueryExecModeSimpleProtocol)
+	pgtest.Exec(t, db, `
+		insert into agent_threads (id, channel) values ('talk', 'chat');
+		insert into agent_executions (trace_id, surface, flow, thread_id, status) values
+		  ('chat', 'chat', 'turn', null, 'running'),
+		  ('operate', 'operate', 'turn', null, 'running'), ('call', 'operate', 'skill_call', null, 'running'),
+		  ('call of a thread', 'operate', 'skill_call', 'talk', 'running'), ('flow', 'flow', 'f', null, 'running'),
+		  ('flow of a thread', 'flow', 'f', 'talk', 'running'), ('task', 'flow', 'delegate', null, 'running');
+		update agent_executions set status = 'completed', result_summary = 'secret'`)
+	traces := pgtest.Column[string](t, db, `select trace_id from agent_executions order by id`)
+	results := func(by postgres.DB) string {
+		var of []string
+		for _, id := range traces {
+			if strings.HasSuffix(pgtest.Value[string](t, by, `select what from why($1) where part = 'did'`, id), ": secret") {
+				of = append(of, id)
+			}
+		}
+		return strings.Join(of, ", ")
+	}
+	assert.Equal(t, "call, flow", results(conn))
+	assert.Equal(t, strings.Join(traces, ", "), results(db))
+}
+
 // query is a query and its result.
 type query struct{ sql, want string }
 

@@ -176,7 +176,12 @@ create or replace view lanekeeper.agent_why_of_runs as
                                       case when x.waiting_for = 'delay' then '' else x.waiting_key end,
                                       lanekeeper.agent_words(x.updated_at, clock_timestamp()))
            else format(' %s after %s', x.status, lanekeeper.agent_words(x.created_at, x.completed_at)) end
-         || case when x.status = 'completed' then coalesce(': ' || nullif(left(x.result_summary, 200), ''), '')
+         || case when x.status = 'completed'
+                   -- Only sessions of the owner read results of conversations (activity.IsConversation).
+                   then case when pg_has_role(session_user, current_user, 'member')
+                               or not (x.thread_id is not null or x.surface in ('chat', 'eval')
+                                       or x.surface = 'operate' and x.flow <> 'skill_call' or x.flow = 'delegate')
+                               then coalesce(': ' || nullif(left(x.result_summary, 200), ''), '') else '' end
                  when x.status = 'cancelled' then format(', by %s: %s', coalesce((
                         select lanekeeper.agent_decider(x.cancelled_by, a.input ->> 'via', a.input ->> 'key_id', '')
                           from agent_activity a
