@@ -230,6 +230,15 @@ func TestDayOfSpendUsesIndex(t *testing.T) {
 	assert.Truef(t, !strings.Contains(text, "Seq Scan"), "the plan reads whole partitions:\n%s", text)
 }
 
+func TestBudgetOfTodayUsesIndex(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `insert into agent_budgets (scope, created_at)
+		select 'run:' || n, clock_timestamp() - n * interval '1 hour' from generate_series(1, 5000) n; analyze agent_budgets`)
+	plan := strings.Join(pgtest.Column[string](t, db, `explain (costs off) select * from agent_budget_today`), "\n")
+	assert.Truef(t, strings.Contains(plan, "agent_budgets_age"), "the plan reads all budgets:\n%s", plan)
+}
+
 func TestWaitingClaimCannotReleaseLane(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -199,7 +199,8 @@ create or replace view agent_budget_today as
          trim_scale(x.reserved_usd) as reserved_usd, x.unsettled, x.unknown_tokens,
          trim_scale(x.unknown_usd) as unknown_usd
     from agent_budgets x, to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD') as today
-   where x.scope = 'day:' || today or starts_with(x.scope, 'day:' || today || ':')
+   where x.created_at >= date_trunc('day', statement_timestamp() at time zone 'UTC') at time zone 'UTC' -- by an index
+     and (x.scope = 'day:' || today or starts_with(x.scope, 'day:' || today || ':'))
    order by x.scope;
 comment on view agent_budget_today is
   'The spend of today (UTC), in total and by surface, with its unknown part and the reservations of model calls in '
