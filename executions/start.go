@@ -201,6 +201,10 @@ func (s Spec) insertRow(
 		return Execution{}, false, fmt.Errorf("read execution of dedupe key %s: %w", s.DedupeKey, err)
 	}
 	x, err = Get(ctx, db, id)
+	if err == nil && IsExternal(x.Flow) != IsExternal(s.Flow) {
+		return Execution{}, false, fmt.Errorf("%s started execution %s of flow %s: begin each key with the name of its program",
+			s.lockName(), x.ID, x.Flow)
+	}
 	return x, false, err
 }
 

@@ -353,6 +353,24 @@ func TestConcurrentTicksStartOnce(t *testing.T) {
 	}
 }
 
+// A worker outside may have started an execution with the key of a due time. The schedule starts a minute later then.
+func TestKeyOfWorkerSwallowsNoTick(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := newEngine(t, pool, flowMap(noop))
+	require.NoError(t, p.PutSchedule(t.Context(), everySchedule("@every 1h")))
+	pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '1 second'`)
+	due := pgtest.Value[time.Time](t, pool, `select next_run_at from agent_schedules`)
+	id := pgtest.Value[string](t, pool, `select start_agent_execution('external', '{}', $1)::text`,
+		"pulse "+due.UTC().Format(time.RFC3339Nano))
+	assert.ErrorContains(t, p.tick(t.Context()), "started execution "+id+" of flow external")
+	assert.True(t, pgtest.Value[bool](t, pool, `
+		select next_run_at < clock_timestamp() + interval '2 minutes' from agent_schedules`), "the schedule is not due in a minute")
+	pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '1 second'`)
+	require.NoError(t, p.tick(t.Context()))
+	pgtest.Equal(t, pool, 1, `select count(*)::int from agent_executions where flow = 'flow'`)
+}
+
 func TestPutScheduleKeepsNextRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -69,6 +69,17 @@ func TestContractSufficesForExternalWorker(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "read under a void lock: %v", err)
 }
 
+// The key of another start begins no execution for a worker, and does not give it another's execution.
+func TestKeyOfOtherStartIsRefused(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	conn := connectClient(t, db.Config().ConnConfig)
+	pgtest.Exec(t, db, `insert into agent_executions (trace_id, surface, flow, dedupe_key)
+		values ('fl_1', 'flow', 'f', 'prices 1')`)
+	_, err := conn.Exec(t.Context(), `select start_agent_execution('external', '{}', 'prices 1')`)
+	assert.Truef(t, postgres.IsCode(err, "22023"), "the key of another start: %v, want SQLSTATE 22023", err)
+}
+
 // A run that waits for the end of another execution gets the values of its own child, and of no other execution.
 func TestExternalWorkerReadsOnlyChildsValues(t *testing.T) {
 	t.Parallel()

@@ -1374,12 +1374,19 @@ begin
   values (coalesce(nullif(p_trace_id, ''), lanekeeper.agent_trace_id('fl')), 'flow', p_flow, coalesce(p_input, '{}'),
           p_key, p_on_lost)
   on conflict do nothing returning id into made;
-  return coalesce(made, (select x.id from agent_executions x where x.dedupe_key = p_key));
+  if made is not null then
+    return made;
+  elsif exists (select from agent_executions x where x.dedupe_key = p_key and not x.is_external) then
+    raise exception 'key % started an execution that is not for workers outside', quote_literal(left(p_key, 60))
+      using errcode = '22023', hint = 'All starts share their keys. Begin yours with the name of your program.';
+  end if;
+  return (select x.id from agent_executions x where x.dedupe_key = p_key);
 end $$;
 comment on function start_agent_execution is
   'Start an execution for workers outside: its flow is external, or external:NAME. With a used key, return the '
-  'execution that the key started; an empty key is none. Without p_trace_id it begins a trace. p_on_lost: when the '
-  'lock expires, the execution fails (fail), or another worker may lock it (hand_on).';
+  'execution that the key started; an empty key is none. 22023: the key started an execution that is not for workers '
+  'outside. Without p_trace_id it begins a trace. p_on_lost: when the lock expires, the execution fails (fail), or '
+  'another worker may lock it (hand_on).';
 
 create or replace function lock_agent_execution(p_id uuid, p_owner text, p_ttl_seconds int default 30)
 returns table (lock_id text, expires_at timestamptz, claim bigint, status text, holder text, refused text)
