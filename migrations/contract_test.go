@@ -3,6 +3,7 @@ package migrations_test
 import (
 	"context"
 	"flag"
+	"fmt"
 	"os"
 	"strings"
 	"testing"
@@ -178,23 +179,45 @@ func TestEmptyIDsDoNotDeduplicate(t *testing.T) {
 		select (select count(*) from agent_events) || ' ' || (select count(*) from agent_executions)`)
 }
 
-// void_agent_leases refuses to work beside a process of agent. Afterwards old claims and tokens are void.
+// void_agent_leases refuses to work beside another session of the owner, or of a member of its role. Afterwards old
+// claims and tokens are void.
 func TestLeasesOfRestoredCopyAreVoid(t *testing.T) {
 	t.Parallel()
-	db := pgtest.DB(t)
+	db := pgtest.Pool(t, pgtest.URL(t), postgres.Options{MaxConns: 1})
 	id := insertClaimed(t, db)
 	pgtest.Equal(t, db, true, `select try_acquire_agent_lock('pipeline:prices', 'old')`)
-	config := db.Config().ConnConfig.Copy()
-	config.RuntimeParams["application_name"] = "agent serve"
-	process, err := pgx.ConnectConfig(t.Context(), config)
-	require.NoError(t, err)
-	_, err = db.Exec(t.Context(), `select void_agent_leases()`)
-	assert.Truef(t, postgres.IsCode(err, "55000"), "void_agent_leases beside a process: %v, want SQLSTATE 55000", err)
-	require.NoError(t, process.Close(t.Context()))
+	login := pgtest.Value[string](t, db, `select lower(current_database()) || '_login'`)
+	pgtest.Exec(t, db, `create role `+login+` login; create role `+login+`_group; grant `+login+`_group to `+login,
+		pgx.QueryExecModeSimpleProtocol)
+	t.Cleanup(func() {
+		pgtest.Exec(t, db, `reassign owned by `+login+`_group to current_user; drop owned by `+login+`_group;
+			drop role `+login+`, `+login+`_group`, pgx.QueryExecModeSimpleProtocol)
+	})
+	connect := func(user, name string) *pgx.Conn {
+		config := db.Config().ConnConfig.Copy()
+		config.User, config.RuntimeParams["application_name"] = user, name
+		conn, err := pgx.ConnectConfig(t.Context(), config)
+		require.NoError(t, err)
+		return conn
+	}
+	refused := func(beside *pgx.Conn, name string) {
+		t.Helper()
+		_, err := db.Exec(t.Context(), `select void_agent_leases()`)
+		assert.Truef(t, postgres.IsCode(err, "55000"), "beside %s: %v, want SQLSTATE 55000", name, err)
+		assert.ErrorContains(t, err, fmt.Sprintf("pid %d (%s)", beside.PgConn().PID(), name))
+		require.NoError(t, beside.Close(t.Context()))
+	}
+	refused(connect(db.Config().ConnConfig.User, "lanekeeper-blue"), "lanekeeper-blue")
+	pgtest.Exec(t, db, `alter function void_agent_leases owner to `+login+`_group`)
+	refused(connect(login, "member"), "member")
+	pgtest.Exec(t, db, `alter function void_agent_leases owner to current_user`)
+	board := connect(login, "agent-board")
+	var err error
 	pgtest.Eventually(t, func() bool {
 		_, err = db.Exec(t.Context(), `select void_agent_leases()`)
 		return err == nil
-	}, "void_agent_leases works after the end of the process")
+	}, "void_agent_leases works beside a session of another role")
+	require.NoError(t, board.Close(t.Context()))
 	_, err = db.Exec(t.Context(), `select fence_agent_execution($1::uuid, 1)`, id)
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "a write under the old claim: %v, want SQLSTATE LK001", err)
 	pgtest.Equal(t, db, false, `select is_agent_lock_held('pipeline:prices')`)

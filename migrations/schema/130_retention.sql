@@ -117,11 +117,19 @@ comment on function set_agent_retention is
 
 create or replace function void_agent_leases(out workers int, out executions int, out lanes int)
 language plpgsql volatile security definer set search_path from current as $$
+declare
+  others text;
 begin
-  if exists (select from pg_stat_activity s
-              where s.datname = current_database() and s.pid <> pg_backend_pid()
-                and s.application_name like 'agent%') then
-    raise exception 'processes of agent work on this database: stop them first' using errcode = '55000';
+  select string_agg(format('pid %s (%s)', s.pid, coalesce(nullif(s.application_name, ''), 'no name')), ', '
+                    order by s.pid)
+    into others
+    from pg_stat_activity s left join pg_roles r on r.oid = s.usesysid
+   where s.datname = current_database() and s.pid <> pg_backend_pid()
+     and (s.usename = current_user or not r.rolsuper and pg_has_role(r.oid, current_user, 'member'));
+  if others is not null then
+    raise exception 'other sessions of the owner are on this database: %', left(others, 500)
+      using errcode = '55000',
+            hint = 'Stop every process of the agent, and end the other sessions: select pg_terminate_backend(pid).';
   end if;
   update agent_workers w set expires_at = 'epoch';
   get diagnostics workers = row_count;
@@ -142,4 +150,5 @@ begin
 end $$;
 comment on function void_agent_leases is
   'Prepare a restored copy before any process works on it: void every lease, claim and token. A process of the '
-  'original database can then write nothing here. Executions continue from their checkpoints, and waits continue.';
+  'original database can then write nothing here. Executions continue from their checkpoints, and waits continue. '
+  '55000: another session of the owner, or of a member of its role, is on this database. A superuser does not count.';
