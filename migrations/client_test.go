@@ -189,9 +189,20 @@ func TestClientCannotSetActor(t *testing.T) {
 	conn := connectClient(t, db.Config().ConnConfig)
 	pgtest.Exec(t, conn, `reset role; set session authorization `+migrations.ClientRole+
 		`; set lanekeeper.actor = '{"by": "root"}'`, pgx.QueryExecModeSimpleProtocol)
-	pgtest.Exec(t, conn, `select cancel_agent_execution(start_agent_execution('external'), 'admin', '')`)
-	assert.Equal(t, "sql", pgtest.Value[string](t, db,
-		`select coalesce(input ->> 'via', '') from agent_activity where skill_name = 'cancel_execution'`))
+	pgtest.Exec(t, db, `insert into agent_principals (name, kind, role) values ('ana', 'user', 'admin')`)
+	for by, want := range map[string]string{
+		"admin": "role agent_client", "ana": "role agent_client", "worker 1": "worker 1",
+		strings.Repeat("x", 300): strings.Repeat("x", 255),
+	} {
+		id := pgtest.Value[string](t, conn, `select start_agent_execution('external')::text`)
+		pgtest.Exec(t, conn, `select cancel_agent_execution($1::text::uuid, $2, '')`, id, by)
+		pgtest.Equal(t, db, want, `select cancelled_by from agent_executions where id = $1::uuid`, id)
+	}
+	pgtest.Equal(t, db, 0, `select count(*)::int from agent_activity where skill_name = 'cancel_execution'`)
+	id := pgtest.Value[string](t, conn, `select start_agent_execution('external')::text`)
+	pgtest.Exec(t, pgtest.Begin(t, db), `select from agent_executions for update`)
+	pgtest.Exec(t, conn, `select cancel_agent_execution($1::text::uuid, 'admin', '')`, id)
+	pgtest.Equal(t, db, `role agent_client {"via": "sql"}`, `select cancelled_by || ' ' || actor from agent_cancel_requests`)
 }
 
 // The log has a row for an admin's cancel, whatever its reason, and none for the children that end with it.
