@@ -559,8 +559,10 @@ func TestRejectedExternalWritesAreRecorded(t *testing.T) {
 		postgres.Strict{"trace": late.Execution.TraceID})
 	assert.Contains(t, why, "a write under a void lock was refused: checkpoint in step step 4, and 25 more")
 	assert.True(t, p.checkpoint(t, id, next.LockID, "second", `2`), "the step of the next owner is not recorded")
-	assert.True(t, !pgtest.Value[bool](t, pool, `select record_stale_agent_write(gen_random_uuid(), 'x', 'checkpoint')`),
-		"a write of no execution is recorded")
+	for _, other := range []string{"018f0000-0000-7000-8000-000000000000", insertPending(t, pool)} {
+		assert.True(t, !pgtest.Value[bool](t, pool, `select record_stale_agent_write(@id, 'x', 'checkpoint')`,
+			postgres.Strict{"id": other}), "a write of no execution for workers outside is recorded")
+	}
 }
 
 // An external worker that waits for a child lends its thread to the child until the child ends. It gets the outcome of

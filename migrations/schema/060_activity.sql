@@ -490,7 +490,7 @@ begin
            jsonb_build_object('status', '', 'error', '',
                               'output', case when length(p_output::text) <= 16384 then p_output end),
            'stale', 'the lock is void: the write was refused'
-      from agent_executions x where x.id = p_id;
+      from agent_executions x where x.id = p_id and x.is_external;
     return found;
   end if;
   select a.id into last_ from agent_activity a
@@ -509,7 +509,7 @@ end $$;
 comment on function record_stale_agent_write is
   'Record the refused write of a worker outside with a void lock, as a stale_write in the activity log. Each of the '
   'first five refusals of a lock has a row; the fifth row counts the rest. An execution has at most 50 such rows; then '
-  'the last one counts the rest. False: unknown execution. LK001 rolls back its transaction, so call this in the next '
+  'the last one counts the rest. False: no execution for workers outside. LK001 rolls back its transaction, so call this in the next '
   'one. p_output is stored unchanged: leave secrets out.';
 
 create or replace function lanekeeper.record_agent_prompt(
