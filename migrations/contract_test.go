@@ -223,6 +223,27 @@ func TestLeasesOfRestoredCopyAreVoid(t *testing.T) {
 	pgtest.Equal(t, db, false, `select is_agent_lock_held('pipeline:prices')`)
 }
 
+// A change to or from daylight saving time does not change the length of a wait or of an approval.
+func TestTimeoutsIgnoreDaylightSaving(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	id := insertClaimed(t, db)
+	tx := pgtest.Begin(t, db)
+	// Daylight saving time begins within the next two days, and lasts for eight days.
+	pgtest.Exec(t, tx, `select set_config('timezone', format('AAA0BBB,J%s/0,J%s/0', day % 365 + 1, (day + 8) % 365 + 1), true)
+		from (select extract(doy from clock_timestamp() at time zone 'UTC')::int as day) today`)
+	pgtest.Exec(t, tx, `select lanekeeper.wait_agent_execution($1::uuid, 1, 'wait', 'delay', '', '3 days', null)`, id)
+	pgtest.Equal(t, tx, 72, `
+		select round(extract(epoch from waiting_until - updated_at) / 3600)::int from agent_executions`)
+	pgtest.Exec(t, tx, `insert into agent_skills (name, tool_definition, handler) values ('pay', '{}', 'builtin:x')`)
+	approval := pgtest.Value[string](t, tx, `
+		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, created_at, expires_at)
+		select 'fl_1', 'pay', 1, '{}', '', t, t + interval '72 hours' from clock_timestamp() t returning id::text`)
+	pgtest.Equal(t, tx, 72, `
+		select round(extract(epoch from expires_at - decided_at) / 3600)::int
+		  from decide_agent_approval($1::uuid, true, 'root', '')`, approval)
+}
+
 func TestPartitionsAreCreatedBesideReader(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -195,7 +195,8 @@ begin
   end if;
   update agent_executions x
      set status = 'waiting', claim = x.claim + 1, wait_number = x.wait_number + 1, attempt = 0, waiting_for = p_kind,
-         waiting_key = p_key, waiting_step = p_step, waiting_until = clock_timestamp() + p_timeout,
+         waiting_key = p_key, waiting_step = p_step, 
+         waiting_until = clock_timestamp() + make_interval(secs => extract(epoch from p_timeout)::float8),
          waiting_data = p_data
    where x.id = p_id and x.claim = p_claim;
   -- A second wait for the child, after a timeout, sets awaited again.

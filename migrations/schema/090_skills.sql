@@ -214,7 +214,10 @@ begin
   update agent_approvals x
      set status = case when p_approve then 'approved' else 'rejected' end, decided_by = p_by,
          reason = coalesce(p_reason, ''), decided_at = clock_timestamp(),
-         expires_at = case when p_approve then clock_timestamp() + (x.expires_at - x.created_at) else x.expires_at end,
+         expires_at = case when p_approve
+                             then clock_timestamp()
+                                  + make_interval(secs => extract(epoch from x.expires_at - x.created_at)::float8)
+                           else x.expires_at end,
          decided_token_id = coalesce(actor ->> 'key_id', ''), decided_via = coalesce(actor ->> 'via', ''),
          decided_message = coalesce(actor ->> 'message', '')
    where x.id = p_id and x.status = 'pending' and x.expires_at > clock_timestamp()
