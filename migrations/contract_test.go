@@ -140,6 +140,17 @@ func TestInvalidEndsAndWaitsChangeNothing(t *testing.T) {
 		"start unknown loss": `select start_agent_execution('external', '{}', null, null, $1::text)`,
 		"start to resume":    `select start_agent_execution('external', nullif('{}', $1::text)::jsonb, null, null, 'resume')`,
 		"outcome recorded":   `select checkpoint_agent_execution($1::uuid, 'lock', 'wait event 1', null)`,
+		"large input":        `select start_agent_execution('external', to_jsonb(repeat($1::uuid::text, 500000)))`,
+		"large output": `
+			select checkpoint_agent_execution($1::uuid, 'lock', 's', to_jsonb(repeat($1::uuid::text, 500000)))`,
+		"large result": `
+			select unlock_agent_execution($1::uuid, 'lock', 'completed', p_result => to_jsonb(repeat($1::uuid::text, 500000)))`,
+		"large summary": `
+			select unlock_agent_execution($1::uuid, 'lock', 'completed', repeat($1::uuid::text, 500000))`,
+		"large error": `
+			select unlock_agent_execution($1::uuid, 'lock', 'failed', p_error => repeat($1::uuid::text, 500000))`,
+		"large event":        `select deliver_agent_event('EVENT_COMPLETED', 'k', to_jsonb(repeat($1::uuid::text, 500000)))`,
+		"large raised event": `select raise_agent_event('moon', 'k', to_jsonb(repeat($1::uuid::text, 500000)), null, '')`,
 		"long cancel":        `select cancel_agent_execution($1::uuid, 'ana', repeat($1::uuid::text, 99))`,
 		"long break":         `select break_agent_lock('x', repeat($1::text, 99))`,
 		"long decision":      `select decide_agent_approval($1::uuid, true, 'ana', repeat($1::uuid::text, 99))`,

@@ -1357,6 +1357,15 @@ comment on function resume_agent is
 
 -- Workers outside: an execution under a lock.
 
+create or replace function lanekeeper.check_agent_size(p_name text, p_value text) returns void
+language plpgsql immutable as $$
+begin
+  if octet_length(p_value) > 16777216 then
+    raise exception '% has % bytes, more than 16 MiB', p_name, octet_length(p_value) using errcode = '22023';
+  end if;
+end $$;
+comment on function lanekeeper.check_agent_size is 'Refuse with 22023 a value of more than 16 MiB.';
+
 create or replace function start_agent_execution(p_flow text, p_input jsonb default '{}', p_key text default null,
                                       p_trace_id text default null, p_on_lost text default 'fail')
 returns uuid language plpgsql volatile security definer set search_path from current as $$
@@ -1375,6 +1384,7 @@ begin
     raise exception 'on_lost % is not valid: give fail or hand_on', coalesce(quote_literal(left(p_on_lost, 40)), 'null')
       using errcode = '22023';
   end if;
+  perform lanekeeper.check_agent_size('the input', p_input::text);
   p_key := nullif(p_key, '');
   insert into agent_executions (trace_id, surface, flow, input, dedupe_key, on_lost)
   values (coalesce(nullif(p_trace_id, ''), lanekeeper.agent_trace_id('fl')), 'flow', p_flow, coalesce(p_input, '{}'),
@@ -1555,6 +1565,8 @@ begin
     raise exception 'a run can wait for response, agent, document, signature, test, event, delay or approval, not %',
       coalesce(quote_literal(left(p_kind, 40)), 'null') using errcode = '22023';
   end if;
+  perform lanekeeper.check_agent_size('the summary', p_summary), lanekeeper.check_agent_size('the error', p_error),
+          lanekeeper.check_agent_size('the result', p_result::text);
   perform 1 from agent_workers k where k.lock_id = p_lock_id and k.execution_id = p_id for update;
   if p_status = 'waiting' then
     p_key := coalesce(case p_kind when 'delay' then p_id::text when 'agent' then lower(p_key) else p_key end,

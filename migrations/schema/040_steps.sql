@@ -68,6 +68,7 @@ begin
     raise exception 'step % is not valid: steps named wait KIND NUMBER are reserved for the outcomes of waits',
       quote_literal(left(p_step, 40)) using errcode = '22023';
   end if;
+  perform lanekeeper.check_agent_size('the output', p_output::text);
   perform fence_agent_execution(p_id, coalesce(claim_, -1));
   insert into agent_checkpoints (execution_id, step, claim, output) values (p_id, p_step, claim_, p_output)
   on conflict (execution_id, step) do nothing;

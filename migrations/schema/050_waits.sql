@@ -790,6 +790,7 @@ create or replace function deliver_agent_event(p_event text, p_key text, p_data 
 returns table (event_id uuid, execution_id uuid)
 language plpgsql volatile security definer set search_path from current as $$
 begin
+  perform lanekeeper.check_agent_size('the data', p_data::text);
   perform lanekeeper.refuse_agent_own_event(p_event);
   return query select d.event_id, d.execution_id
                  from lanekeeper.deliver_agent_event(p_event, p_key, p_data, nullif(p_id, '')) d;
@@ -809,6 +810,7 @@ begin
     raise exception '% is not a trace id', quote_literal(left(p_trace_id, 60)) using errcode = '22023';
   end if;
   p_id := nullif(p_id, '');
+  perform lanekeeper.check_agent_size('the data', p_data::text);
   perform lanekeeper.refuse_agent_own_event(p_event);
   perform lanekeeper.check_agent_event_id(p_event, p_key, p_id);
   -- For this transaction; the trigger reads it.
