@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -157,6 +158,10 @@ func TestPauseSerializesWithClaims(t *testing.T) {
 	assert.Truef(t, n == 0 && err == nil, "claimed during the pause: %d, %v", n, err)
 	ids := claimReady(t, pool, w, 5)
 	assert.Truef(t, len(ids) == 0, "claimed during the pause: %v", ids)
+	pid := pgtest.Value[int](t, pausing, `select pg_backend_pid()`)
+	_, err = pool.Exec(t.Context(), `select lock_agent_execution(start_agent_execution('external'), 'worker 1')`)
+	assert.Truef(t, postgres.IsCode(err, "LK003"), "locked during the pause: %v", err)
+	assert.ErrorContains(t, err, fmt.Sprintf("by the session with pid %d", pid))
 	require.NoError(t, pausing.Rollback(t.Context()))
 	mustClaim(t, pool, after, w)
 }

@@ -150,6 +150,12 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	autonomy := "not paused"
 	if pause.Paused {
 		autonomy = pause.String() + "; `agent resume` ends it"
+	} else if err == nil {
+		var holder *int
+		err = s.Pool.QueryRow(ctx, `select lanekeeper.agent_pause_lock_holder()`).Scan(&holder)
+		if holder != nil {
+			autonomy = fmt.Sprintf("held back by the session with pid %d: end its open pause, or the session", *holder)
+		}
 	}
 	add("autonomy", err, autonomy)
 	judge := monitor.Monitor{Agents: app.NewDirectory(s.config), Limits: app.Limits(s.config.Limits)}

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"strings"
 	"testing"
@@ -116,7 +117,13 @@ func TestHeartbeatReportsYield(t *testing.T) {
 
 func TestPauseAndResume(t *testing.T) {
 	t.Parallel()
-	p := newProgram(t, pgtest.URL(t))
+	url := pgtest.URL(t)
+	p := newProgram(t, url)
+	pausing := pgtest.Begin(t, connect(t, url))
+	pgtest.Exec(t, pausing, `select pause_agent('not committed')`)
+	assert.Contains(t, p.must("doctor"), "autonomy", fmt.Sprintf("held back by the session with pid %d",
+		pgtest.Value[int](t, pausing, `select pg_backend_pid()`)))
+	require.NoError(t, pausing.Rollback(t.Context()))
 	p.mustFail(2, "--reason", "pause")
 	p.mustFail(2, "--reason", "pause", "--reason", " ")
 	assert.Contains(t, p.must("doctor"), "autonomy", "not paused", "verdict", "stopped: no process is running")

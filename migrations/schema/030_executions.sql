@@ -327,8 +327,22 @@ comment on column agent_idle_workers.expires_at is 'When the last wait ends. A w
 
 -- The rules of an execution's row.
 
+create or replace function lanekeeper.agent_pause_lock_holder() returns int language sql stable as $$
+  select k.pid from pg_locks k
+   where k.locktype = 'advisory' and k.objsubid = 1 and k.mode = 'ExclusiveLock' and k.granted
+     and k.database = (select d.oid from pg_database d where d.datname = current_database())
+     and (k.classid::bigint << 32 | k.objid::bigint) = hashtextextended('agent pause', 0)
+   limit 1
+$$;
+comment on function lanekeeper.agent_pause_lock_holder is
+  'The pid of the session that holds the lock of a pause: of a pause that is not committed yet, or of any session that '
+  'took the advisory lock. No autonomous work begins then.';
+
 create or replace function lanekeeper.agent_is_held_back(p_refuse boolean default false) returns boolean
 language plpgsql volatile as $$
+declare
+  pause text;
+  holder int;
 begin
   if pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0)) then
     -- A separate statement: its snapshot has every pause that held the lock before.
@@ -338,11 +352,17 @@ begin
     end if;
   end if;
   if p_refuse then
-    raise exception 'autonomous work is paused%', coalesce((
-        select ' since ' || to_char(p.paused_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC by '
-               || p.paused_by || ': ' || p.reason
-          from agent_pauses p where p.resumed_at is null), '')
-      using errcode = 'LK003', hint = 'Resume the agent first: agent resume, or select resume_agent().';
+    select ' since ' || to_char(p.paused_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC by '
+           || p.paused_by || ': ' || p.reason
+      into pause from agent_pauses p where p.resumed_at is null;
+    if not found then
+      holder := lanekeeper.agent_pause_lock_holder();
+    end if;
+    raise exception 'autonomous work is paused%',
+      coalesce(pause, ' by the session with pid ' || holder || ', which holds the lock of a pause', '')
+      using errcode = 'LK003',
+            hint = coalesce('End its transaction, or the session: select pg_terminate_backend(' || holder || ').',
+                            'Resume the agent first: agent resume, or select resume_agent().');
   end if;
   return true;
 end $$;
