@@ -379,26 +379,31 @@ func TestMissedHandoverIsFoundByPolling(t *testing.T) {
 	}
 }
 
-// A late notification is for a lease that has ended.
-func TestLateHandoverIsIgnored(t *testing.T) {
+// A late notification is for a lease that has ended. One for a long lease is forged.
+func TestLateOrForgedHandoverIsIgnored(t *testing.T) {
 	t.Parallel()
-	db := pgtest.DB(t)
-	k := listeningKeeper(t, db)
-	mustAcquire(t, db, "x", "a", 60)
-	got := acquireLater(t, k, "x")
-	awaitSecondPoll(t, db, "x")
-	place := pgtest.Value[time.Time](t, db, `select expires_at from agent_lock_waiters`)
-	pgtest.Exec(t, db, `select pg_notify('agent_lanes',
-		concat_ws(E'\t', 'x', w.owner, 1, (extract(epoch from clock_timestamp() - interval '1 minute') * 1000000)::bigint))
-		from agent_lock_waiters w`)
-	pgtest.Eventually(t, func() bool {
-		return pgtest.Value[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters`).After(
-			place)
-	}, "it looks again")
-	pgtest.Exec(t, db, `select release_agent_lock('x', 'a')`)
-	lease := <-got
-	assert.Truef(t, lease != nil && lease.Token() == pgtest.Value[int64](t, db, `select fencing_token from agent_locks`),
-		"got %v", lease)
+	for name, end := range map[string]string{"late": "-1 minute", "forged": "1 hour"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.DB(t)
+			k := listeningKeeper(t, db)
+			mustAcquire(t, db, "x", "a", 60)
+			got := acquireLater(t, k, "x")
+			awaitSecondPoll(t, db, "x")
+			place := pgtest.Value[time.Time](t, db, `select expires_at from agent_lock_waiters`)
+			pgtest.Exec(t, db, `select pg_notify('agent_lanes',
+				concat_ws(E'\t', 'x', w.owner, 1, (extract(epoch from clock_timestamp() + $1::text::interval) * 1000000)::bigint))
+				from agent_lock_waiters w`, end)
+			pgtest.Eventually(t, func() bool {
+				return pgtest.Value[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters`).After(
+					place)
+			}, "it looks again")
+			pgtest.Exec(t, db, `select release_agent_lock('x', 'a')`)
+			lease := <-got
+			assert.Truef(t, lease != nil && lease.Token() == pgtest.Value[int64](t, db, `select fencing_token from agent_locks`),
+				"got %v", lease)
+		})
+	}
 }
 
 // A handed-over lease ends here no later than in the database: it counts from before the last attempt.

@@ -19,6 +19,7 @@ const (
 	pollInterval         = time.Second            // pause without a notification
 	promisedPollInterval = 150 * time.Millisecond // pause while a free lane is reserved for an earlier waiter
 	lockedPollInterval   = 30 * time.Millisecond  // pause after a locked row, and after the first attempt
+	maxHandover          = 15 * time.Second       // time from the last attempt to the end of a handover, at most
 )
 
 // AcquireWait waits for lane as a new owner. Waiters acquire a lane in order of arrival. AcquireWait returns a
@@ -72,7 +73,7 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) (*Lease, error
 				busy.Holder, "waiting", true)
 		}
 		handedOver, retry := w.pause(ctx, w.nextAttempt(busy, attempts), deadline.C)
-		if handedOver != nil && w.keeper.runCount.Load() > 0 && time.Now().Before(w.localEnd(*handedOver)) {
+		if handedOver != nil && w.keeper.runCount.Load() > 0 && w.isLive(*handedOver) {
 			return w.accept(ctx, *handedOver), nil
 		}
 		if !retry {
@@ -213,6 +214,12 @@ func IsHandover(payload string) bool {
 // localEnd returns the earliest possible end of a handed-over lease by the local clock. It counts from before the last
 // attempt, whose response had the database's time.
 func (w *waiter) localEnd(h handover) time.Time { return w.sentAt.Add(h.until.Sub(w.dbTime)) }
+
+// isLive reports whether a handed-over lease has not ended. Any login of the database can send a notification, so a
+// handover for longer than maxHandover counts as forged.
+func (w *waiter) isLive(h handover) bool {
+	return h.until.Sub(w.dbTime) <= maxHandover && time.Now().Before(w.localEnd(h))
+}
 
 // accept returns a lease for a handed-over lane. The lease is short, and Run renews it at once. Lanes of threads, which
 // Run does not renew, are never handed over.
