@@ -14,7 +14,7 @@
 -- 5. Lock order: executions by id, then lanes by name, then budgets.
 --
 -- The rules need READ COMMITTED, PostgreSQL's default. Under a stricter level the functions stay safe, but may fail
--- with 40001.
+-- with 40001, and LK001 may be false: a guard sees the lease as of the transaction's first statement.
 
 create schema lanekeeper;
 comment on schema lanekeeper is
