@@ -160,87 +160,82 @@ func TestWhatIsRefused(t *testing.T) {
 	p := newWorld(t).process(t, func(c *chat.Chat) { c.MaxBody, c.MaxMessage = 4096, 100 })
 	user := `"messages":[{"role":"user","content":"hi"}]`
 	for name, c := range map[string]struct {
-		body, key, thread string
-		status            int
-		code, param       string
+		body, thread string
+		status       int
+		code, param  string
 	}{
-		"no key":        {`{"model":"agent",` + user + `}`, "stranger", "", 401, "invalid_api_key", ""},
-		"no JSON":       {`{`, "", "", 400, "invalid_json", ""},
-		"no object":     {`[]`, "", "", 400, "invalid_type", ""},
-		"wrong type":    {`{"model":"agent","messages":"hi"}`, "", "", 400, "invalid_type", "messages"},
-		"no model":      {`{` + user + `}`, "", "", 400, "missing_model", "model"},
-		"unknown model": {`{"model":"gpt-4o",` + user + `}`, "", "", 404, "model_not_found", "model"},
-		"no messages":   {`{"model":"agent","messages":[]}`, "", "", 400, "missing_messages", "messages"},
-		"two answers":   {`{"model":"agent","n":2,` + user + `}`, "", "", 400, "unsupported_value", "n"},
+		"no JSON":       {`{`, "", 400, "invalid_json", ""},
+		"no object":     {`[]`, "", 400, "invalid_type", ""},
+		"wrong type":    {`{"model":"agent","messages":"hi"}`, "", 400, "invalid_type", "messages"},
+		"no model":      {`{` + user + `}`, "", 400, "missing_model", "model"},
+		"unknown model": {`{"model":"gpt-4o",` + user + `}`, "", 404, "model_not_found", "model"},
+		"no messages":   {`{"model":"agent","messages":[]}`, "", 400, "missing_messages", "messages"},
+		"two answers":   {`{"model":"agent","n":2,` + user + `}`, "", 400, "unsupported_value", "n"},
 		"nothing new": {
-			`{"model":"agent","messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}`, "", "", 400,
+			`{"model":"agent","messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}`, "", 400,
 			"invalid_value", "messages",
 		},
 		"only instructions": {
-			`{"model":"agent","messages":[{"role":"system","content":"a"}]}`, "", "", 400,
+			`{"model":"agent","messages":[{"role":"system","content":"a"}]}`, "", 400,
 			"invalid_value", "messages",
 		},
 		"empty": {
-			`{"model":"agent","messages":[{"role":"user","content":" "}]}`, "", "", 400, "empty_message",
+			`{"model":"agent","messages":[{"role":"user","content":" "}]}`, "", 400, "empty_message",
 			"messages[0].content",
 		},
 		"number of thread": {
 			`{"model":"agent","metadata":{"thread_id":7},"messages":[{"role":"user","content":"hi"}]}`, "",
-			"", 400, "invalid_type", "metadata.thread_id",
+			400, "invalid_type", "metadata.thread_id",
 		},
 		"text for metadata": {
 			`{"model":"agent","metadata":"thread_id=t1","messages":[{"role":"user","content":"hi"}]}`, "",
-			"", 400, "invalid_type", "metadata",
+			400, "invalid_type", "metadata",
 		},
 		"only NUL": {
-			`{"model":"agent","messages":[{"role":"user","content":"\u0000 \u0000"}]}`, "", "", 400,
+			`{"model":"agent","messages":[{"role":"user","content":"\u0000 \u0000"}]}`, "", 400,
 			"empty_message", "messages[0].content",
 		},
 		"null": {
-			`{"model":"agent","messages":[{"role":"user","content":null}]}`, "", "", 400, "empty_message",
+			`{"model":"agent","messages":[{"role":"user","content":null}]}`, "", 400, "empty_message",
 			"messages[0].content",
 		},
 		"an image": {
-			`{"model":"agent","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}`, "", "",
+			`{"model":"agent","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}`, "",
 			400, "unsupported_content", "messages[0].content",
 		},
 		"a long message": {
 			`{"model":"agent","messages":[{"role":"user","content":"` + strings.Repeat("x", 101) + `"}]}`,
-			"", "", 400, "string_above_max_length", "messages[0].content",
+			"", 400, "string_above_max_length", "messages[0].content",
 		},
 		"a large body": {
-			`{"model":"agent",` + user + `,"pad":"` + strings.Repeat("x", 5000) + `"}`, "", "", 413,
+			`{"model":"agent",` + user + `,"pad":"` + strings.Repeat("x", 5000) + `"}`, "", 413,
 			"request_too_large", "",
 		},
 		"a strange role": {
-			`{"model":"agent","messages":[{"role":"root","content":"a"}]}`, "", "", 400,
+			`{"model":"agent","messages":[{"role":"root","content":"a"}]}`, "", 400,
 			"invalid_value", "messages[0].role",
 		},
 		"a long user behind its key's name": {
-			`{"model":"agent","user":"` + strings.Repeat("x", 196) + `",` + user + `}`, "", "", 400,
+			`{"model":"agent","user":"` + strings.Repeat("x", 196) + `",` + user + `}`, "", 400,
 			"invalid_value", "user",
 		},
 		"a long user": {
-			`{"model":"agent","user":"` + strings.Repeat("x", 201) + `",` + user + `}`, "", "", 400,
+			`{"model":"agent","user":"` + strings.Repeat("x", 201) + `",` + user + `}`, "", 400,
 			"invalid_value", "user",
 		},
 		"a long thread id": {
-			`{"model":"agent",` + user + `}`, "", strings.Repeat("x", 201), 400,
+			`{"model":"agent",` + user + `}`, strings.Repeat("x", 201), 400,
 			"invalid_thread_id", "thread_id",
 		},
-		"no room to answer": {`{"model":"agent","max_tokens":0,` + user + `}`, "", "", 400, "invalid_value", "max_tokens"},
-		"a number for user": {`{"model":"agent","user":7,` + user + `}`, "", "", 400, "invalid_type", "user"},
+		"no room to answer": {`{"model":"agent","max_tokens":0,` + user + `}`, "", 400, "invalid_value", "max_tokens"},
+		"a number for user": {`{"model":"agent","user":7,` + user + `}`, "", 400, "invalid_type", "user"},
 		"a text for content": {
-			`{"model":"agent","messages":[{"role":"user","content":7}]}`, "", "", 400, "invalid_type",
+			`{"model":"agent","messages":[{"role":"user","content":7}]}`, "", 400, "invalid_type",
 			"messages[0].content",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			headers := []string{"X-Thread-Id", c.thread}
-			if c.key != "" {
-				headers = append(headers, "Authorization", "Bearer "+c.key)
-			}
-			r, body := p.post(t, c.body, headers...)
+			r, body := p.post(t, c.body, inThread(c.thread)...)
 			got := failureOf(t, body)
 			param := ""
 			if got.Param != nil {
@@ -248,7 +243,7 @@ func TestWhatIsRefused(t *testing.T) {
 			}
 			assert.Truef(t, r.StatusCode == c.status && got.Code == c.code && param == c.param && got.Message != "",
 				"answer %d %s, want %d, code %s, param %q", r.StatusCode, body, c.status, c.code, c.param)
-			assert.True(t, c.key != "" || r.Header.Get("X-Request-Id") != "", "the answer has no x-request-id")
+			assert.True(t, r.Header.Get("X-Request-Id") != "", "the answer has no x-request-id")
 		})
 	}
 	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`))

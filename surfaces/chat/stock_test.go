@@ -2,9 +2,6 @@ package chat_test
 
 import (
 	"encoding/json"
-	"errors"
-	"net/http"
-	"strings"
 	"testing"
 	"time"
 
@@ -62,45 +59,6 @@ func TestOfficialClientWorksUnchanged(t *testing.T) {
 		"stored: %+v, %v", stored, err)
 	page, err := client.Models.List(t.Context())
 	assert.Truef(t, err == nil && len(page.Data) == 2 && page.Data[0].ID == "nora", "models: %+v, %v", page, err)
-}
-
-func TestOfficialClientSeesTypedErrors(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	w.model.Handle(func(_ int, req gopenai.ChatCompletionRequest) modeltest.Reply {
-		return modeltest.Refusal(400, "invalid_request_error", "no", "no", 0)
-	})
-	p := w.process(t, func(c *chat.Chat) { c.MaxBody, c.Rate = 2000, 3 })
-	nobody := ask("hi")
-	nobody.Model = "gpt-4o"
-	empty := ask("")
-	for name, c := range map[string]struct {
-		key    string
-		params openai.ChatCompletionNewParams
-		status int
-		code   string
-	}{
-		"key":   {"stranger", ask("hi"), 401, "invalid_api_key"},
-		"model": {"site 1", nobody, 404, "model_not_found"},
-		"body":  {"site 2", empty, 400, "empty_message"},
-		"size":  {"site 3", ask(strings.Repeat("x", 3000)), 413, "request_too_large"},
-		"fault": {"site 4", ask("hi"), 502, "answer_failed"},
-	} {
-		client := p.official(c.key)
-		_, err := client.Chat.Completions.New(t.Context(), c.params)
-		var failure *openai.Error
-		assert.Truef(t, errors.As(err, &failure) && failure.StatusCode == c.status && failure.Code == c.code,
-			"%s: %v", name, err)
-	}
-	client := p.official("site 5")
-	stream := client.Chat.Completions.NewStreaming(t.Context(), ask("hi"))
-	for stream.Next() {
-	}
-	assert.ErrorContains(t, stream.Err(), "The answer failed")
-	_, err := client.Chat.Completions.New(t.Context(), ask("hi"))
-	var failure *openai.Error
-	assert.Truef(t, errors.As(err, &failure) && failure.StatusCode == http.StatusTooManyRequests &&
-		failure.Response.Header.Get("Retry-After") != "", "too many: %v", err)
 }
 
 const nodeScript = `
