@@ -223,7 +223,7 @@ func TestOfficialClientGetsStructuredOutputs(t *testing.T) {
 	}
 }
 
-func TestResumedTurnKeepsItsForm(t *testing.T) {
+func TestResumedTurnKeepsItsFormAndImages(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	g, held := gated()
@@ -238,7 +238,7 @@ func TestResumedTurnKeepsItsForm(t *testing.T) {
 	var group errgroup.Group
 	var body string
 	group.Go(func() error {
-		_, body = first.post(t, cityAsked+`}`)
+		_, body = first.post(t, strings.TrimSuffix(shows("", pixel("one")), "}")+`,`+cityFormat+`}`)
 		return nil
 	})
 	testkit.Receive(t, g.asked)
@@ -249,7 +249,7 @@ func TestResumedTurnKeepsItsForm(t *testing.T) {
 	err := group.Wait()
 	assert.Truef(t, err == nil && strings.Contains(body, quoted(city)), "%v: %s", err, body)
 	for _, r := range w.model.Requests() {
-		assert.Contains(t, r.Body, citySent)
+		assert.Contains(t, r.Body, citySent, pixel("one"))
 	}
 }
 

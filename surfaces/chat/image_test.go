@@ -4,12 +4,10 @@ import (
 	"encoding/base64"
 	"net/http"
 	"strings"
-	"sync/atomic"
 	"testing"
 
 	"github.com/openai/openai-go/v3/option"
 	gopenai "github.com/sashabaranov/go-openai"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -17,7 +15,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -63,14 +60,6 @@ func TestImagesReachModelAndStayInConversation(t *testing.T) {
 		postgres.Strict{"data": strings.TrimPrefix(pixel("one"), "data:image/png;base64,")}))
 	pgtest.Exec(t, w.pool, `delete from agent_threads`)
 	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_message_images`))
-}
-
-func TestImageMayComeWithoutWords(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, modeltest.Text("A dot."))
-	p := w.process(t)
-	_, body := p.post(t, shows("", pixel("one")))
-	assert.True(t, strings.Contains(body, "A dot."), body)
 }
 
 func TestNewThreadTakesOverImagesOfItsHistory(t *testing.T) {
@@ -136,34 +125,6 @@ func TestAgentWhoseModelTakesTextAloneRefusesImages(t *testing.T) {
 	f := failureOf(t, body)
 	assert.Truef(t, r.StatusCode == http.StatusBadRequest && f.Code == "image_not_supported", "%d %s", r.StatusCode, body)
 	assert.True(t, len(w.model.Requests()) == 0, "the model was asked")
-}
-
-func TestResumedTurnKeepsItsImages(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	g, held := gated()
-	var n atomic.Int32
-	w.model.Handle(func(int, gopenai.ChatCompletionRequest) modeltest.Reply {
-		if n.Add(1) == 1 {
-			return held // the loss interrupts the process here
-		}
-		return modeltest.Text("A dot.")
-	})
-	first, _ := w.silent(t)
-	var group errgroup.Group
-	group.Go(func() error {
-		first.post(t, shows("What is it?", pixel("one")))
-		return nil
-	})
-	testkit.Receive(t, g.asked)
-	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
-	w.process(t)
-	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where status = 'completed'`)
-	close(g.pieces)
-	require.NoError(t, group.Wait())
-	for i, r := range w.model.Requests() {
-		assert.Truef(t, strings.Contains(r.Body, pixel("one")), "request %d misses the image: %s", i, r.Body)
-	}
 }
 
 // A message of the history is stored with as many images as a new one may have.
