@@ -125,11 +125,13 @@ func (p *process) upload(t *testing.T, name, content string, more ...option.Requ
 }
 
 // A message brings the requested documents as files. The flow continues, and its messages are the answer. No model is
-// called.
+// called. The sender of the documents is recorded as a sender of the event, so it cannot approve under four eyes. The
+// turn with them is the cause of the event, so why leads from the flow to that turn.
 func TestFilesAnswerRequestOfFlow(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t, asksForDocuments("photo", "form"))
+	p.actor = "ana"
 	id := p.talks(t)
 	inT := option.WithHeader("X-Thread-Id", "t")
 	client := p.official("site", inT)
@@ -144,31 +146,7 @@ func TestFilesAnswerRequestOfFlow(t *testing.T) {
 	assert.Truef(t, len(lines) == 6 && strings.Contains(lines[1], "a dent") && strings.Contains(lines[2], missing) &&
 		strings.Contains(lines[3], "yes"), "the thread: %q", lines)
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`))
-}
-
-// The sender of a document is recorded as a sender of the event, so it cannot approve under four eyes.
-func TestSenderOfDocumentIsRecorded(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	p := w.process(t, asksForDocuments("photo"))
-	p.actor = "ana"
-	p.talks(t)
-	client := p.official("site", option.WithHeader("X-Thread-Id", "t"))
-	_, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "dent.txt", "a dent")))
-	require.NoError(t, err)
 	p.expectRequester(t, "ana")
-}
-
-// The turn with the document is the cause of its event, so why leads from the flow to that turn.
-func TestWhyNamesTurnThatBroughtDocument(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	p := w.process(t, asksForDocuments("photo"))
-	id := p.talks(t)
-	client := p.official("site", option.WithHeader("X-Thread-Id", "t"))
-	_, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "dent.txt", "a dent")))
-	require.NoError(t, err)
-	enginetest.Await(t, p.pool, id, executions.Completed)
 	got := pgtest.Value[string](t, w.pool, `
 		select string_agg(y.what, '; ') from agent_executions x cross join lateral why(x.trace_id) y
 		 where x.id = $1 and y.part = 'waits'`, id)
