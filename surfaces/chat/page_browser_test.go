@@ -35,20 +35,9 @@ import (
 const shown = `[...document.querySelectorAll("#messages .message")]` +
 	`.map(e => e.innerText.replace(/\s+/g, " ").trim()).join(" | ")`
 
-// site serves the page and the API of a process on one address.
-func site(t *testing.T, p *process) string {
-	t.Helper()
-	return siteBehind(t, p, nil)
-}
-
-// siteBehind is site with a network that changes the responses of the API.
-func siteBehind(t *testing.T, p *process, network func(*http.Response) error) string {
-	t.Helper()
-	return siteThrough(t, p, http.DefaultTransport, network)
-}
-
-// siteThrough is siteBehind with the transport between the network and the API.
-func siteThrough(t *testing.T, p *process, transport http.RoundTripper, network func(*http.Response) error) string {
+// site serves the page and the API of a process on one address. A transport replaces that between them, and a network
+// changes the responses of the API; both may be nil.
+func site(t *testing.T, p *process, transport http.RoundTripper, network func(*http.Response) error) string {
 	t.Helper()
 	target, err := url.Parse(p.url)
 	require.NoError(t, err)
@@ -70,8 +59,21 @@ func siteThrough(t *testing.T, p *process, transport http.RoundTripper, network 
 // openPage opens the page of a process with a chat key.
 func openPage(t *testing.T, p *process, look browser.Look) *browser.Page {
 	t.Helper()
+	return openAt(t, site(t, p, nil, nil), look)
+}
+
+// openBehind is openPage with the transport and the network of site.
+func openBehind(
+	t *testing.T, p *process, transport http.RoundTripper, network func(*http.Response) error,
+) *browser.Page {
+	t.Helper()
+	return openAt(t, site(t, p, transport, network), browser.Look{})
+}
+
+func openAt(t *testing.T, address string, look browser.Look) *browser.Page {
+	t.Helper()
 	page := browser.Open(t, look)
-	page.Go(site(t, p) + "/chat#key=site")
+	page.Go(address + "/chat#key=site")
 	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
 	return page
 }
@@ -138,7 +140,7 @@ func TestThePageSelectsAnAgent(t *testing.T) {
 		return modeltest.Text("Nora here.")
 	})
 	page := browser.Open(t, browser.Look{})
-	page.Go(site(t, w.house(t)) + "/chat#key=site-both")
+	page.Go(site(t, w.house(t), nil, nil) + "/chat#key=site-both")
 	page.Until("the agents are listed",
 		`document.querySelector("#agents").value === "sales" && !document.querySelector("#agents").hidden`)
 	page.Eval(`(() => {
@@ -213,9 +215,7 @@ func (b *busyOnce) RoundTrip(r *http.Request) (*http.Response, error) {
 func TestThePageUploadsTheFilesOfAMessageOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Ten."))
-	page := browser.Open(t, browser.Look{})
-	page.Go(siteThrough(t, w.process(t, func(c *chat.Chat) { c.Rate = 3 }), &busyOnce{}, nil) + "/chat#key=site")
-	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	page := openBehind(t, w.process(t, func(c *chat.Chat) { c.Rate = 3 }), &busyOnce{}, nil)
 	page.Expect("429")
 	page.Eval(`(setFiles([..."0123456789"].map((n) => new File(["id"], n + ".csv", { type: "text/csv" }))), 1)`, new(int))
 	submit(page, "How many?")
@@ -314,14 +314,12 @@ func TestTheSkipLinkKeepsTheConversation(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."))
 	release := make(chan struct{})
-	page := browser.Open(t, browser.Look{})
-	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+	page := openBehind(t, w.process(t), nil, func(r *http.Response) error {
 		if r.Request.Method == http.MethodPost {
 			<-release // until then the page does not know its thread
 		}
 		return nil
-	}) + "/chat#key=site")
-	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	})
 	submit(page, "First")
 	page.Eval(`new Promise((done) => {
 		addEventListener("hashchange", () => done(1), { once: true });
@@ -384,8 +382,7 @@ func TestThePageReadsAnAnswerThroughABadProxy(t *testing.T) {
 	g, reply := gated()
 	w := newWorld(t, reply)
 	var streams, refusals atomic.Int64
-	page := browser.Open(t, browser.Look{})
-	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+	page := openBehind(t, w.process(t), nil, func(r *http.Response) error {
 		if !strings.HasPrefix(r.Request.URL.Path, "/v1/chat/completions") {
 			return nil
 		}
@@ -400,8 +397,7 @@ func TestThePageReadsAnAnswerThroughABadProxy(t *testing.T) {
 			r.Body = &lostBody{ReadCloser: r.Body, after: fmt.Sprintf("(%d)", n)}
 		}
 		return nil
-	}) + "/chat#key=site")
-	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	})
 	page.Eval(noPause, new(int))
 	for _, problem := range []string{"502", "429", "ERR_INCOMPLETE_CHUNKED_ENCODING"} {
 		page.Expect(problem)
@@ -423,14 +419,12 @@ func TestThePageLeavesASilentConnection(t *testing.T) {
 	t.Parallel()
 	release := make(chan struct{})
 	w := newWorld(t, held("One is ", "done.", release))
-	page := browser.Open(t, browser.Look{})
-	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+	page := openBehind(t, w.process(t), nil, func(r *http.Response) error {
 		if r.Request.Method == http.MethodPost {
 			r.Body = &lostBody{ReadCloser: r.Body, ctx: r.Request.Context(), after: "One is", silent: true}
 		}
 		return nil
-	}) + "/chat#key=site")
-	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	})
 	page.Eval(endPatience, new(int))
 	submit(page, "First")
 	page.Until("the answer has started", shown+`.includes("nora One is")`)
@@ -447,15 +441,13 @@ func TestThePageLeavesASilentRequest(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."))
 	var sent atomic.Int64
-	page := browser.Open(t, browser.Look{})
-	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+	page := openBehind(t, w.process(t), nil, func(r *http.Response) error {
 		if r.Request.Method == http.MethodPost && sent.Add(1) == 1 {
 			<-r.Request.Context().Done()
 			return r.Request.Context().Err()
 		}
 		return nil
-	}) + "/chat#key=site")
-	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	})
 	page.Eval(endPatience, new(int))
 	submit(page, "First")
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_chat_requests where state = 'delivered'`)
@@ -482,8 +474,7 @@ func TestThePageAttachesToTheAnswerOfItsFirstRequest(t *testing.T) {
 	p := w.process(t)
 	var sent atomic.Int64
 	var refused atomic.Bool
-	page := browser.Open(t, browser.Look{})
-	page.Go(siteThrough(t, p, detached{}, func(r *http.Response) error {
+	page := openBehind(t, p, detached{}, func(r *http.Response) error {
 		switch {
 		case r.Request.Method == http.MethodPost && sent.Add(1) == 1:
 			body := r.Body
@@ -493,8 +484,7 @@ func TestThePageAttachesToTheAnswerOfItsFirstRequest(t *testing.T) {
 			refused.Store(true)
 		}
 		return nil
-	}) + "/chat#key=site")
-	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	})
 	page.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING")
 	page.Expect("409")
 	submit(page, "First")
@@ -513,16 +503,14 @@ func TestThePageRepeatsAMessageAfterAProxyErrorOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
 	var sent atomic.Int64
-	page := browser.Open(t, browser.Look{})
-	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+	page := openBehind(t, w.process(t), nil, func(r *http.Response) error {
 		if r.Request.Method == http.MethodPost && sent.Add(1) == 1 {
 			err := r.Body.Close()
 			r.StatusCode, r.Header, r.Body = http.StatusBadGateway, http.Header{}, http.NoBody
 			return err
 		}
 		return nil
-	}) + "/chat#key=site")
-	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	})
 	page.Expect("502")
 	page.Expect("409") // if the first answer is not complete yet
 	submit(page, "First")
@@ -539,7 +527,7 @@ func TestThePageAsksForAnotherKey(t *testing.T) {
 	p := w.process(t)
 	page := browser.Open(t, browser.Look{})
 	page.Expect("401")
-	page.Go(site(t, p) + "/chat#key=old")
+	page.Go(site(t, p, nil, nil) + "/chat#key=old")
 	page.Shows("This key is not valid, or no longer.")
 	page.Type("#key", "site")
 	page.Click("#login button")
@@ -561,8 +549,7 @@ func TestThePageFindsAnAnswerAgainAfterALongOutage(t *testing.T) {
 	release := make(chan struct{})
 	w := newWorld(t, held("One is ", "done.", release))
 	var connected atomic.Bool
-	page := browser.Open(t, browser.Look{})
-	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+	page := openBehind(t, w.process(t), nil, func(r *http.Response) error {
 		switch {
 		case r.Request.Method == http.MethodPost:
 			r.Body = &lostBody{ReadCloser: r.Body, after: "One is"}
@@ -570,8 +557,7 @@ func TestThePageFindsAnAnswerAgainAfterALongOutage(t *testing.T) {
 			return io.ErrUnexpectedEOF
 		}
 		return nil
-	}) + "/chat#key=site")
-	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	})
 	page.Eval(noPause, new(int))
 	page.Expect("ERR_")
 	submit(page, "First")
@@ -604,14 +590,12 @@ func TestThePageNamesAnAnswerThatCameBeforeTheAgents(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."))
 	release := make(chan struct{})
-	page := browser.Open(t, browser.Look{})
-	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+	page := openBehind(t, w.process(t), nil, func(r *http.Response) error {
 		if r.Request.URL.Path == "/v1/models" {
 			<-release
 		}
 		return nil
-	}) + "/chat#key=site")
-	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	})
 	list := sync.OnceFunc(func() { close(release) })
 	t.Cleanup(list)
 	submit(page, "First")
@@ -675,16 +659,14 @@ func TestThePageStopsAStalledUpload(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	stalled := make(chan struct{})
-	page := browser.Open(t, browser.Look{})
-	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+	page := openBehind(t, w.process(t), nil, func(r *http.Response) error {
 		if r.Request.URL.Path == "/v1/files" {
 			close(stalled)
 			<-r.Request.Context().Done()
 			return r.Request.Context().Err()
 		}
 		return nil
-	}) + "/chat#key=site")
-	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	})
 	page.Eval(`(setFiles([new File(["id"], "orders.csv", { type: "text/csv" })]), 1)`, new(int))
 	submit(page, "How many?")
 	<-stalled
@@ -702,8 +684,7 @@ func TestThePageForgetsAnAnswerOfAnEarlierConversation(t *testing.T) {
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
 	var sent atomic.Int64
 	started, refuse, refused := make(chan struct{}), make(chan struct{}), make(chan struct{})
-	page := browser.Open(t, browser.Look{})
-	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+	page := openBehind(t, w.process(t), nil, func(r *http.Response) error {
 		if r.Request.Method == http.MethodPost && sent.Add(1) == 1 {
 			close(started)
 			<-refuse
@@ -711,8 +692,7 @@ func TestThePageForgetsAnAnswerOfAnEarlierConversation(t *testing.T) {
 			r.StatusCode, r.Header, r.Body = http.StatusNotFound, http.Header{}, http.NoBody
 		}
 		return nil
-	}) + "/chat#key=site")
-	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	})
 	submit(page, "First")
 	<-started
 	page.Click("#new")
@@ -828,7 +808,7 @@ func TestASiteEmbedsThePageInAnElementThatComesLater(t *testing.T) {
 		fmt.Fprint(rw, `<div id="help"></div></main>`)
 	}))
 	t.Cleanup(host.Close)
-	embedded = site(t, newWorld(t).process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host.URL} }))
+	embedded = site(t, newWorld(t).process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host.URL} }), nil, nil)
 	page := browser.Open(t, browser.Look{})
 	page.Go(host.URL)
 	page.Until("the frame is in its place", `document.querySelector("#help > div")?.shadowRoot.querySelector(".inline iframe")`)
@@ -844,7 +824,7 @@ func TestASiteEmbedsThePage(t *testing.T) {
 			r.URL.Query().Get("at"), cmp.Or(r.URL.Query().Get("accent"), "#0a7d3c"), r.URL.Query().Get("with"))
 	}))
 	t.Cleanup(host.Close)
-	embedded := site(t, w.process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host.URL} }))
+	embedded := site(t, w.process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host.URL} }), nil, nil)
 	page := browser.Open(t, browser.Look{})
 	page.Go(host.URL + "?at=" + embedded)
 	const inRoot = `[...document.querySelectorAll("div")].find(e => e.shadowRoot)?.shadowRoot`
