@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/openai/openai-go/v3"
@@ -253,28 +254,38 @@ var stockScript string
 // OpenAI's client, the AI SDK and LangChain work with their default protocol and with the other one.
 func TestTheStockClientsOfNodeWorkUnchanged(t *testing.T) {
 	t.Parallel()
-	run := npmtest.Command(t, stockScript, openaiForNode, "ai@6.0.326", "@ai-sdk/openai@3.0.141",
+	run := npmtest.Command(t, stockScript, "openai@6.49.0", "ai@6.0.326", "@ai-sdk/openai@3.0.141",
 		"@langchain/openai@1.6.0", "@langchain/core@1.4.0")
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req gopenai.ChatCompletionRequest) modeltest.Reply {
 		if f := req.ResponseFormat; f != nil && f.JSONSchema != nil {
 			return modeltest.Text(city)
 		}
+		switch req.Messages[len(req.Messages)-1].Content {
+		case "fail":
+			return modeltest.Refusal(400, "invalid_request_error", "no", "no", 0)
+		case "hello":
+			return modeltest.Text("Hello to you.").Slowly(60 * time.Millisecond)
+		}
 		return modeltest.Text("Hello to you.")
 	})
-	p := w.process(t)
+	p := w.process(t, func(c *chat.Chat) { c.KeepAlive = 20 * time.Millisecond })
 	run.Env = append(run.Env, "BASE="+p.url+"/v1", "AI_SDK_LOG_WARNINGS=false")
 	out, err := run.Output()
 	require.NoError(t, err, out)
 	var got map[string]any
 	require.NoError(t, json.Unmarshal(out, &got), out)
-	want := map[string]any{"previous": true, "same": true, "stale": "409 previous_response_not_last", "tools": "400 tools"}
+	want := map[string]any{
+		"previous": true, "same": true, "stale": "409 previous_response_not_last", "tools": "400 tools",
+		"counted": true, "keptAlive": true, "models": 2.0, "missing": "NotFoundError model_not_found",
+		"key": "AuthenticationError invalid_api_key", "bad": "BadRequestError ch_", "middle": "APIError answer_failed",
+	}
 	for _, name := range []string{"parsed", "parsedResponse", "aiObject", "aiChatObject", "aiStreamObject", "lcObject"} {
 		want[name] = "Ulm 3"
 	}
 	for _, name := range []string{
-		"first", "deltas", "final", "ai", "aiAgain", "aiStream", "aiHeld", "aiChat", "aiChatStream", "lctrue", "lcStreamtrue",
-		"lcfalse", "lcStreamfalse",
+		"first", "deltas", "final", "whole", "text", "ai", "aiAgain", "aiStream", "aiHeld", "aiChat", "aiChatStream",
+		"lctrue", "lcStreamtrue", "lcfalse", "lcStreamfalse",
 	} {
 		want[name] = "Hello to you."
 	}

@@ -12,6 +12,22 @@ stream.on("response.output_text.delta", (e) => { out.deltas += e.delta; });
 const final = await stream.finalResponse();
 out.final = final.output_text; out.previous = final.previous_response_id === first.id;
 out.same = final.conversation.id === first.conversation.id;
+const messages = [{ role: "user", content: "hello" }], named = (e) => e.constructor.name + " " + e.code;
+out.whole = (await client.chat.completions.create({ model: "nora", messages })).choices[0].message.content;
+out.text = ""; out.counted = out.keptAlive = false;
+for await (const chunk of await client.chat.completions.create({ model: "agent", messages, stream: true, stream_options: { include_usage: true } })) {
+  const choice = chunk.choices[0];
+  if (choice && !choice.delta.content && !choice.delta.role && !choice.finish_reason) out.keptAlive = true;
+  out.text += choice?.delta?.content ?? "";
+  if (chunk.usage?.total_tokens > 0) out.counted = true;
+}
+out.models = (await client.models.list()).data.length;
+try { await client.chat.completions.create({ model: "gpt-4o", messages }); } catch (e) { out.missing = named(e); }
+try { await client.withOptions({ apiKey: "stranger" }).models.list(); } catch (e) { out.key = named(e); }
+try { await client.chat.completions.create({ model: "agent", messages: [] }); } catch (e) { out.bad = e.constructor.name + " " + (e.requestID ?? "").slice(0, 3); }
+try {
+  for await (const _ of await client.chat.completions.create({ model: "agent", messages: [{ role: "user", content: "fail" }], stream: true }));
+} catch (e) { out.middle = named(e); }
 try { await client.responses.create({ model: "agent", input: "x", previous_response_id: first.id }); } catch (e) { out.stale = e.status + " " + e.code; }
 try { await client.responses.create({ model: "agent", input: "x", tools: [{ type: "web_search" }] }); } catch (e) { out.tools = e.status + " " + e.param; }
 const ai = createOpenAI({ baseURL, apiKey });
