@@ -174,15 +174,8 @@ func (h *Hold) Release(ctx context.Context) error {
 	h.run.mu.Lock()
 	delete(h.run.leases, h.lease)
 	h.run.mu.Unlock()
-	uncertain, released := false, false
 	_, err := RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
-		err := h.lease.Release(ctx)
-		released = uncertain && errors.Is(err, lanes.ErrLost) // by the previous attempt
-		uncertain = uncertain || err != nil
-		return struct{}{}, err
+		return struct{}{}, h.lease.Release(ctx)
 	})
-	if released {
-		return nil
-	}
 	return err
 }

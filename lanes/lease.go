@@ -186,6 +186,7 @@ type hold struct {
 	leases   map[*Lease]struct{}
 
 	background bool // its release continues in the background
+	uncertain  bool // an attempt without a response may have released the lane
 }
 
 func (h *hold) key() key { return key{h.lane, h.owner.name} }
@@ -208,7 +209,7 @@ func (k *Keeper) addGrant(ctx context.Context, owner Owner, g grant) *Lease {
 		}
 		k.lanes[g.lane][h] = struct{}{}
 	}
-	h.state = live
+	h.state, h.uncertain = live, false
 	h.ttl = g.ttl
 	if g.localEnd.IsZero() {
 		h.extend(g.sentAt, g.ttl, g.expires)

@@ -32,13 +32,12 @@ func (k *Keeper) releaseLease(ctx context.Context, l *Lease) (lossErr, err error
 	if !last {
 		return lossErr, nil
 	}
-	r := releaseLoop{keeper: k, hold: h}
-	released, err := r.try(ctx)
+	result, err := k.tryRelease(ctx, h)
 	if err != nil {
-		r.continueInBackground(ctx)
+		k.continueInBackground(ctx, h)
 		return nil, err
 	}
-	return k.finishRelease(h, released), nil
+	return k.finishRelease(h, result), nil
 }
 
 // finishRelease ends a hold after the response to its release.
@@ -68,31 +67,17 @@ func (k *Keeper) logReleased(ctx context.Context, r releaseRequest, successor st
 	k.log.InfoContext(ctx, "lane released", attrs...)
 }
 
-// releaseLoop is the release of a hold, with retries.
-type releaseLoop struct {
-	keeper    *Keeper
-	hold      *hold
-	uncertain bool // an attempt without a response may have released the lane
-	warned    bool
-}
-
-// try retries the release until the database responds, ctx ends or a retry is useless. The caller holds the key's lock.
-func (r *releaseLoop) try(ctx context.Context) (result releaseResult, err error) {
-	h := r.hold
+// tryRelease retries the release until the database responds, ctx ends or a retry is useless. The caller holds the
+// key's lock.
+func (k *Keeper) tryRelease(ctx context.Context, h *hold) (releaseResult, error) {
 	for pause := minRetryPause; ; pause = min(2*pause, maxRetryPause) {
-		result, err = r.keeper.releaseBatched(ctx, releaseRequest{h.lane, h.owner, h.token})
-		switch {
-		case err == nil:
-			result.released = result.released || r.uncertain
-			return result, nil // the lease was live before, so that attempt released it
-		case !retryable(err):
+		result, err := k.releaseOnce(ctx, h)
+		if err == nil || !retryable(err) {
 			return result, err
 		}
-		r.uncertain = r.uncertain || !postgres.Unchanged(err)
-		if !r.warned {
-			r.warned = true
-			r.keeper.log.WarnContext(h.logCtx, "lane not released yet, trying again", "lane", h.lane, "owner",
-				h.owner.name, "error", err)
+		if pause == minRetryPause {
+			k.log.WarnContext(h.logCtx, "lane not released yet, trying again", "lane", h.lane, "owner", h.owner.name,
+				"error", err)
 		}
 		if !sleep.For(ctx, pause) {
 			return result, err
@@ -100,22 +85,33 @@ func (r *releaseLoop) try(ctx context.Context) (result releaseResult, err error)
 	}
 }
 
-// continueInBackground retries until the lane is released, its lease has expired or its owner acquires it again.
-func (r *releaseLoop) continueInBackground(ctx context.Context) {
-	k, h := r.keeper, r.hold
+// releaseOnce makes one attempt. The caller holds the key's lock.
+func (k *Keeper) releaseOnce(ctx context.Context, h *hold) (releaseResult, error) {
+	result, err := k.releaseBatched(ctx, releaseRequest{h.lane, h.owner, h.token})
 	k.mu.Lock()
-	started := h.background
-	h.background = true
-	k.mu.Unlock()
-	if started { // by another Release of the same lease
-		return
+	defer k.mu.Unlock()
+	if err != nil {
+		h.uncertain = h.uncertain || !postgres.Unchanged(err)
+		return result, err
 	}
-	k.retryInBackground(ctx, h.ttl, r.tryOnce)
+	result.released = result.released || h.uncertain
+	return result, nil
 }
 
-// tryOnce makes one attempt in the background. It returns true if nothing is left to do.
-func (r *releaseLoop) tryOnce(ctx context.Context) (done bool) {
-	k, h := r.keeper, r.hold
+// continueInBackground retries until the lane is released, its lease has expired or its owner acquires it again.
+func (k *Keeper) continueInBackground(ctx context.Context, h *hold) {
+	k.mu.Lock()
+	started, ttl := h.background, h.ttl
+	h.background = true
+	k.mu.Unlock()
+	if started { // by an earlier Release of this hold
+		return
+	}
+	k.retryInBackground(ctx, ttl, func(ctx context.Context) (done bool) { return k.releaseInBackground(ctx, h) })
+}
+
+// releaseInBackground makes one attempt. It returns true if nothing is left to do.
+func (k *Keeper) releaseInBackground(ctx context.Context, h *hold) (done bool) {
 	unlock, err := k.keyed.Lock(ctx, h.key())
 	if err != nil {
 		return false
@@ -128,12 +124,10 @@ func (r *releaseLoop) tryOnce(ctx context.Context) (done bool) {
 	if done {
 		return true
 	}
-	result, err := k.releaseBatched(ctx, releaseRequest{h.lane, h.owner, h.token})
+	result, err := k.releaseOnce(ctx, h)
 	if err != nil {
-		r.uncertain = r.uncertain || !postgres.Unchanged(err)
 		return poolClosed(err)
 	}
-	result.released = result.released || r.uncertain
 	_ = k.finishRelease(h, result) // no caller waits for the result
 	return true
 }

@@ -56,6 +56,20 @@ func TestReleaseWithLostResponseSucceeds(t *testing.T) {
 	log.want(t, 0, "lane lost")
 }
 
+// A repeated Release does not report the lane as lost that an attempt without a response released.
+func TestRepeatedReleaseAfterLostResponseSucceeds(t *testing.T) {
+	t.Parallel()
+	w := &faultyDB{DB: pgtest.DB(t)}
+	k, log := newKeeper(t, w)
+	l := acquireLane(t, k, "x")
+	w.dropResponses.Store(true)
+	require.Error(t, l.ReleaseWithin(t.Context(), 100*time.Millisecond), "a release without a response")
+	w.dropResponses.Store(false)
+	assert.NoError(t, l.Release(t.Context()), "the repeated Release")
+	log.want(t, 1, "lane released", "lane=x")
+	log.want(t, 0, "lane lost")
+}
+
 // The keeper completes a release that ran out of time, long before the lease expires.
 func TestReleaseContinuesInBackground(t *testing.T) {
 	t.Parallel()
