@@ -24,7 +24,12 @@ const (
 func (k *Keeper) releaseLease(ctx context.Context, l *Lease) (lossErr, err error) {
 	h := l.hold
 	unlock, err := k.keyed.Lock(ctx, h.key())
-	if err != nil {
+	if err != nil { // another call of this owner holds the key
+		last, lossErr := k.detach(l)
+		if !last {
+			return lossErr, nil
+		}
+		k.continueInBackground(ctx, h)
 		return nil, err
 	}
 	defer unlock()

@@ -86,6 +86,31 @@ func TestReleaseContinuesInBackground(t *testing.T) {
 	assert.NoError(t, l.Release(t.Context()), "Release afterwards")
 }
 
+// A release that cannot start, because an acquire of the same claim hangs, continues in the background.
+func TestReleaseBehindHangingAcquireContinuesInBackground(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	w := &faultyDB{DB: db}
+	k, _ := newKeeper(t, w)
+	owner := liveClaim(t, db)
+	l, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Hour))
+	mustAcquired(t, l, err)
+	w.disconnected.Store(true)
+	ctx, cancel := context.WithCancel(t.Context())
+	hanging := make(chan error, 1)
+	go func() {
+		_, err := k.AcquireAs(ctx, owner, "x")
+		hanging <- err
+	}()
+	pgtest.Eventually(t, func() bool { return w.count("acquire_agent_execution_lock") == 2 }, "the acquire hangs")
+	w.disconnected.Store(false)
+	assert.Error(t, l.ReleaseWithin(t.Context(), 100*time.Millisecond), "a release behind a hanging acquire")
+	cancel()
+	assert.Error(t, <-hanging, "the hanging acquire")
+	pgtest.Until(t, db, false, `select is_agent_lock_held('x')`)
+	assert.NoError(t, l.Release(t.Context()), "Release afterwards")
+}
+
 // An owner that acquires the lane again before the release succeeds keeps it.
 func TestBackgroundReleaseKeepsLaterHold(t *testing.T) {
 	t.Parallel()

@@ -121,7 +121,7 @@ type faultyDB struct {
 func (w *faultyDB) beforeStatement(ctx context.Context, sql string) error {
 	for _, name := range []string{
 		"renew_agent_locks", "acquire_agent_lock(", "release_agent_lock(@", "acquire_or_enqueue_agent_lock",
-		"acquire_agent_locks", "release_agent_lock(w.",
+		"acquire_agent_locks", "release_agent_lock(w.", "acquire_agent_execution_lock",
 	} {
 		if strings.Contains(sql, name) {
 			n, _ := w.statementCounts.LoadOrStore(name, new(atomic.Int64))
