@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -19,8 +20,9 @@ const (
 	maxRetryPause = time.Second
 )
 
-// releaseLease ends one lease of a hold. After the last lease, it releases the lane. err means that the lane is not
-// released yet and the keeper continues in the background.
+// releaseLease ends one lease of a hold. After the last lease, it releases the lane. lossErr means that the lane was
+// lost before. err means that the lane is not released yet. The keeper then continues in the background if a retry may
+// succeed.
 func (k *Keeper) releaseLease(ctx context.Context, l *Lease) (lossErr, err error) {
 	h := l.hold
 	unlock, err := k.keyed.Lock(ctx, h.key())
@@ -39,7 +41,9 @@ func (k *Keeper) releaseLease(ctx context.Context, l *Lease) (lossErr, err error
 	}
 	result, err := k.tryRelease(ctx, h)
 	if err != nil {
-		k.continueInBackground(ctx, h)
+		if retryable(err) {
+			k.continueInBackground(ctx, h)
+		}
 		return nil, err
 	}
 	return k.finishRelease(h, result), nil
@@ -57,7 +61,7 @@ func (k *Keeper) finishRelease(h *hold, result releaseResult) (lossErr error) {
 	if h.state == releasing {
 		h.state = live
 	}
-	notify := k.loseLocked(h, "it was held no longer when it was released")
+	notify := k.loseLocked(h, "it was no longer held at its release")
 	k.mu.Unlock()
 	notify()
 	return h.lossError()
@@ -99,7 +103,7 @@ func (k *Keeper) releaseOnce(ctx context.Context, h *hold) (releaseResult, error
 		h.uncertain = h.uncertain || !postgres.Unchanged(err)
 		return result, err
 	}
-	result.released = result.released || h.uncertain
+	result.released = result.released || h.uncertain // assumes that the lane was not lost before
 	return result, nil
 }
 
@@ -131,7 +135,7 @@ func (k *Keeper) releaseInBackground(ctx context.Context, h *hold) (done bool) {
 	}
 	result, err := k.releaseOnce(ctx, h)
 	if err != nil {
-		return poolClosed(err)
+		return !retryable(err)
 	}
 	_ = k.finishRelease(h, result) // no caller waits for the result
 	return true
@@ -158,13 +162,10 @@ func (k *Keeper) retryInBackground(
 // retryable reports whether a retry may succeed. An error in the statement itself is permanent.
 func retryable(err error) bool {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
-		return pgErr.Code[:2] != "42" && !isInvalid(err)
+		return !strings.HasPrefix(pgErr.Code, "42") && !isInvalid(err)
 	}
-	return !poolClosed(err)
+	return !errors.Is(err, puddle.ErrClosedPool) // as at the end of the process
 }
-
-// poolClosed reports whether the pool is closed, as at the end of the process.
-func poolClosed(err error) bool { return errors.Is(err, puddle.ErrClosedPool) }
 
 // detach removes l from its hold. last means that the caller must release the hold now.
 func (k *Keeper) detach(l *Lease) (last bool, lossErr error) {
@@ -190,9 +191,9 @@ func (h *hold) lossError() error {
 }
 
 // Break releases a lane without its holder, and makes the holder's token invalid. It records an activity with the
-// reason in the holder's trace, and notifies the holder (see [Keeper.Run]). Break waits about a second for a fenced
-// write. Then it returns a *BlockedError and changes nothing. It returns false for a free lane, and ErrInvalid without
-// a reason.
+// reason, in the holder's trace if it has one, and notifies the holder (see [Keeper.Run]). Break waits about a second
+// for a fenced write. Then it returns a *BlockedError and changes nothing. It returns false for a free lane, and
+// ErrInvalid for an empty reason.
 func Break(ctx context.Context, db postgres.DB, lane, reason string) (bool, error) {
 	var broken bool
 	err := db.QueryRow(ctx, `select break_agent_lock(@lane, @reason)`,

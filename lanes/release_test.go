@@ -111,6 +111,38 @@ func TestReleaseBehindHangingAcquireContinuesInBackground(t *testing.T) {
 	assert.NoError(t, l.Release(t.Context()), "Release afterwards")
 }
 
+// The keeper does not repeat a release that no retry can make succeed, but the caller may.
+func TestRefusedReleaseIsNotRetriedInBackground(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	w := &faultyDB{DB: db}
+	k, _ := newKeeper(t, w)
+	refused := acquireLane(t, k, "x", lanes.WithTTL(time.Hour))
+	later := acquireLane(t, k, "y", lanes.WithTTL(time.Hour))
+	pgtest.Exec(t, db, `alter function lanekeeper.release_agent_lock rename to away`)
+	wantCode(t, refused.Release(t.Context()), "42883")
+	pgtest.Exec(t, db, `alter function lanekeeper.away rename to release_agent_lock`)
+	w.disconnected.Store(true)
+	require.Error(t, later.ReleaseWithin(t.Context(), 100*time.Millisecond), "a release without a database")
+	w.disconnected.Store(false)
+	pgtest.Until(t, db, false, `select is_agent_lock_held('y')`) // in the background, after the time for x
+	assert.True(t, pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "the refused release was repeated")
+	assert.NoError(t, refused.Release(t.Context()), "Release afterwards")
+}
+
+// An error without a SQLSTATE, as a connection pooler may send one, is retried.
+func TestReleaseRetriesErrorWithoutCode(t *testing.T) {
+	t.Parallel()
+	w := &faultyDB{DB: pgtest.DB(t), responseErr: &pgconn.PgError{Message: "server closed"}}
+	k, log := newKeeper(t, w)
+	l := acquireLane(t, k, "x")
+	w.dropResponses.Store(true)
+	assert.Error(t, l.ReleaseWithin(t.Context(), 100*time.Millisecond), "a release without a response")
+	w.dropResponses.Store(false)
+	assert.NoError(t, l.Release(t.Context()), "the repeated Release")
+	log.want(t, 0, "lane lost")
+}
+
 // An owner that acquires the lane again before the release succeeds keeps it.
 func TestBackgroundReleaseKeepsLaterHold(t *testing.T) {
 	t.Parallel()
