@@ -36,7 +36,7 @@ declare
     agent_thread_busy, agent_usd, agent_wait_event, agent_wait_lock, cancel_agent_execution,
     clean_agent_threads, clear_agent_lock, deliver_agent_completion, ensure_agent_activity_partitions,
     fence_agent_execution, flush_agent_threads, is_agent_evidence, join_agent_thread, let_into_agent_thread,
-    note_agent_hold}';
+    lock_agent_events, mark_agent_trial, note_agent_hold, return_agent_threads}';
   f regprocedure;
 begin
   for f in select p.oid from pg_proc p where p.pronamespace = 'lanekeeper'::regnamespace and p.proname = any (was) loop

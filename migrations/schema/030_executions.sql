@@ -647,14 +647,20 @@ begin
   select x.status, x.claimed_by, x.forked_from, x.surface into e from agent_executions x
    where x.id = p_id and x.claim = p_claim for key share;
   if e.surface = 'eval' then
-    perform lanekeeper.mark_agent_trial();
+    insert into lanekeeper.agent_trial_transactions values (pg_current_xact_id()) on conflict do nothing;
+    if found then
+      -- Other visible rows belong to ended transactions.
+      delete from lanekeeper.agent_trial_transactions t using (
+        select o.id from lanekeeper.agent_trial_transactions o
+         where o.id <> pg_current_xact_id() limit 100 for update skip locked) over_
+       where t.id = over_.id;
+    end if;
   end if;
   -- A fork receives its checkpoints while it is pending. No other pending execution may write.
-  if found
-     and (e.status = 'waiting'
-          or e.status = 'pending' and e.forked_from is not null
-          or (e.status = 'running' and exists (
-                select 1 from agent_workers w where w.id = e.claimed_by and w.expires_at > clock_timestamp()))) then
+  if e.status = 'waiting'
+     or e.status = 'pending' and e.forked_from is not null
+     or (e.status = 'running' and exists (
+           select 1 from agent_workers w where w.id = e.claimed_by and w.expires_at > clock_timestamp())) then
     return true;
   end if;
   raise exception '% of execution % is stale: the run was handed on, ended, or its worker''s lease expired',

@@ -277,6 +277,7 @@ declare
                                  union select k.lane from agent_lock_loans k where k.lender = any (p_ids) order by 1);
   id_ uuid;
   parent uuid;                      -- of a child that continues without a waiting parent
+  back record;                      -- a lane that returns to the parent
 begin
   -- No join with the arrays: a plan made while the table was small would scan the whole table later.
   insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_key, waited_since)
@@ -310,7 +311,23 @@ begin
   end if;
   if p_child is not null then
     perform lanekeeper.return_agent_lock(k.lane, k.lender) from agent_lock_loans k where k.lender = any (p_ids);
-    perform lanekeeper.return_agent_threads(parent, p_child) where parent is not null;
+  end if;
+  if parent is not null then
+    for back in                     -- the threads that the child holds or has lent, and in which the parent speaks
+      select a.lane, a.ttl_seconds from agent_locks a
+       where a.lane in (select c.lane from agent_locks c where c.execution_id = p_child
+                        union all select n.lane from agent_lock_loans n where n.lender = p_child and n.depth = 1)
+         and a.lane like 'thread:%'
+         and (exists (select from agent_executions x where x.id = parent and x.thread_id = substr(a.lane, 8))
+              or exists (select from agent_messages m
+                          where m.execution_id = parent and m.thread_id = substr(a.lane, 8)))
+       order by a.lane for update of a
+    loop
+      delete from agent_lock_loans n where n.lane = back.lane;
+      insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
+      values (back.lane, 1, parent, p_child, back.ttl_seconds);
+      perform lanekeeper.return_agent_lock(back.lane, parent);       -- as a loan of the parent
+    end loop;
   end if;
   if lanes <> '{}' or parent is not null then
     foreach id_ in array p_ids loop
@@ -661,50 +678,6 @@ comment on function lanekeeper.deliver_agent_event is
   'it would claim next is claimed at once, and the row has its checkpoints. held: recover the claim first. Rows: the '
   'event with each execution (null: none).';
 
-create or replace function lanekeeper.lock_agent_events(p_kinds text[], p_keys text[], p_ids text[])
-returns table (n int, execution_id uuid)
-language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off
-set plan_cache_mode = force_generic_plan set jit = off as $$
-#variable_conflict use_column
-declare
-  free int[];
-  waiters uuid[] := array_fill(null::uuid, array[cardinality(p_keys)]);
-begin
-  free := array(
-    select t.n from (select u.*, row_number() over (partition by u.kind, u.key order by u.n) as nth_of_key,
-                            row_number() over (partition by u.id order by u.n) as nth_of_id
-                       from unnest(p_kinds, p_keys, p_ids) with ordinality u (kind, key, id, n)) t
-     where t.kind not in ('agent', 'document', 'signature', 'test')
-       and t.nth_of_key = 1
-       and (t.id is null or t.nth_of_id = 1)
-       and pg_try_advisory_xact_lock(hashtextextended('wait ' || t.kind || ' ' || t.key, 0))
-       and (t.id is null or pg_try_advisory_xact_lock(1818324581, (hashtextextended(t.id, 0) & 2047)::int)));
-  for n, execution_id in
-    select t.n, w.id from unnest(p_kinds, p_keys) with ordinality t (kind, key, n)
-     cross join lateral (
-       select x.id from agent_executions x
-        where x.waiting_for = t.kind and x.waiting_key = t.key and (x.status = 'waiting') is true
-          and (t.kind <> 'response' or not coalesce(x.waiting_data ? 'queued_message', false)) for update skip locked) w
-     where t.n = any (free)
-  loop
-    waiters[n] := execution_id;
-  end loop;
-  -- Leave out an event with a second or a locked waiter. Leave out executions with lanes, because lanes have their own
-  -- lock order. Without the offsets the planner might read all waits.
-  return query
-  select t.n::int, t.id from unnest(p_kinds, p_keys, waiters) with ordinality t (kind, key, id, n)
-   where t.n = any (free)
-     and not exists (select from agent_executions x
-                      where x.waiting_for = t.kind and x.waiting_key = t.key and (x.status = 'waiting') is true
-                        and x.id is distinct from t.id
-                        and (t.kind <> 'response' or not coalesce(x.waiting_data ? 'queued_message', false)) offset 0)
-     and not exists (select from agent_locks l where l.execution_id = t.id offset 0)
-     and not exists (select from agent_lock_loans k where k.lender = t.id offset 0);
-end $$;
-comment on function lanekeeper.lock_agent_events is
-  'Lock each event that at most one execution waits for, and that execution. The call never waits. Rows: the locked '
-  'events (n: the place, from 1) and executions.';
-
 create or replace function lanekeeper.deliver_agent_events(p_events text[], p_keys text[], p_data jsonb[], p_ids text[],
                                      p_worker uuid, p_background int, p_interactive int, p_skip text[])
 returns table (n int, event_id uuid, execution_id uuid, queue text, execution agent_executions, held boolean,
@@ -714,6 +687,8 @@ set plan_cache_mode = force_generic_plan set jit = off
 set lock_timeout = '50ms' as $$
 #variable_conflict use_column
 declare
+  kinds text[];                                                           -- by place: the kind of wait
+  free int[];                                                             -- places of the locked events
   events uuid[] := array_fill(null::uuid, array[cardinality(p_events)]);    -- by place: the row that is written
   ids uuid[] := events;                                                   -- by place: the waiting execution
   inserted uuid[];
@@ -722,14 +697,42 @@ declare
   steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
 begin
   perform lanekeeper.refuse_agent_trial('agent_events');
+  kinds := array(select lanekeeper.check_agent_event(t.event, t.key, t.data, t.id)
+                   from unnest(p_events, p_keys, p_data, p_ids) with ordinality t (event, key, data, id, n)
+                  order by t.n);
+  -- Lock each event that at most one execution waits for, and that execution.
+  free := array(
+    select t.n from (select u.*, row_number() over (partition by u.kind, u.key order by u.n) as nth_of_key,
+                            row_number() over (partition by u.id order by u.n) as nth_of_id
+                       from unnest(kinds, p_keys, p_ids) with ordinality u (kind, key, id, n)) t
+     where t.kind not in ('agent', 'document', 'signature', 'test')
+       and t.nth_of_key = 1
+       and (t.id is null or t.nth_of_id = 1)
+       and pg_try_advisory_xact_lock(hashtextextended('wait ' || t.kind || ' ' || t.key, 0))
+       and (t.id is null or pg_try_advisory_xact_lock(1818324581, (hashtextextended(t.id, 0) & 2047)::int)));
   for n, execution_id in
-    select l.n, l.execution_id from lanekeeper.lock_agent_events(
-      array(select lanekeeper.check_agent_event(t.event, t.key, t.data, t.id)
-              from unnest(p_events, p_keys, p_data, p_ids) with ordinality t (event, key, data, id, n)
-             order by t.n), p_keys, p_ids) l
+    select t.n, w.id from unnest(kinds, p_keys) with ordinality t (kind, key, n)
+     cross join lateral (
+       select x.id from agent_executions x
+        where x.waiting_for = t.kind and x.waiting_key = t.key and (x.status = 'waiting') is true
+          and (t.kind <> 'response' or not coalesce(x.waiting_data ? 'queued_message', false)) for update skip locked) w
+     where t.n = any (free)
+  loop
+    ids[n] := execution_id;
+  end loop;
+  -- Leave out an event with a second or a locked waiter. Leave out executions with lanes, because lanes have their own
+  -- lock order. Without the offsets the planner might read all waits.
+  for n in
+    select t.n from unnest(kinds, p_keys, ids) with ordinality t (kind, key, id, n)
+     where t.n = any (free)
+       and not exists (select from agent_executions x
+                        where x.waiting_for = t.kind and x.waiting_key = t.key and (x.status = 'waiting') is true
+                          and x.id is distinct from t.id
+                          and (t.kind <> 'response' or not coalesce(x.waiting_data ? 'queued_message', false)) offset 0)
+       and not exists (select from agent_locks l where l.execution_id = t.id offset 0)
+       and not exists (select from agent_lock_loans k where k.lender = t.id offset 0)
   loop
     events[n] := lanekeeper.agent_uuid7();
-    ids[n] := execution_id;
   end loop;
   with v as (
     insert into agent_events as v (id, event, key, data, external_id, consumed_by)

@@ -550,30 +550,6 @@ comment on function lanekeeper.receive_agent_message is
   'with message_id, thread_id, content and channel. Rows: the message with each execution that it resumed (null: '
   'none). The same p_id twice counts once.';
 
-create or replace function lanekeeper.return_agent_threads(p_parent uuid, p_child uuid) returns void
-language plpgsql volatile set enable_seqscan = off set jit = off as $$
-declare
-  l record;
-begin
-  for l in                                                   -- lanes that the child holds or has lent
-    select a.lane, a.ttl_seconds from agent_locks a
-     where a.lane in (select c.lane from agent_locks c where c.execution_id = p_child
-                      union all select n.lane from agent_lock_loans n where n.lender = p_child and n.depth = 1)
-       and a.lane like 'thread:%'
-       and (exists (select from agent_executions x where x.id = p_parent and x.thread_id = substr(a.lane, 8))
-            or exists (select from agent_messages m
-                        where m.execution_id = p_parent and m.thread_id = substr(a.lane, 8)))
-     order by a.lane for update of a
-  loop
-    delete from agent_lock_loans n where n.lane = l.lane;
-    insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
-    values (l.lane, 1, p_parent, p_child, l.ttl_seconds);
-    perform lanekeeper.return_agent_lock(l.lane, p_parent);         -- as a loan of the parent
-  end loop;
-end $$;
-comment on function lanekeeper.return_agent_threads is
-  'Return threads to a parent that no longer waits for its child: the child''s threads in which the parent speaks.';
-
 create or replace function lanekeeper.agent_thread_id(p_kind text, p_owner text, p_visitor text, p_name text)
 returns text
 language plpgsql stable as $$

@@ -321,7 +321,15 @@ declare
   why_ text;
   a record;
 begin
-  if tg_table_name = 'agent_approvals' then
+  if tg_table_name = 'agent_approvals' and tg_when = 'AFTER' then
+    update agent_automation_runs r
+       set error_message = left(case new.status
+             when 'rejected' then format('rejected by %s: %s', new.decided_by, new.reason)
+             else 'not called: ' || coalesce(nullif(new.reason, ''), 'the approval expired') end, 1900)
+           || format(' (approval %s)', new.id)
+     where r.status = 'skipped' and r.output ? 'approval_id' and r.output ->> 'approval_id' = new.id::text;
+    return null;
+  elsif tg_table_name = 'agent_approvals' then
     raise exception '%', case when old.status in ('pending', new.status)
         then 'the call of an approval cannot be changed; a call with other arguments needs its own approval'
         else format('an approval that is %s stays %1$s; the call needs its own approval', old.status) end
@@ -357,24 +365,12 @@ begin
 end $$;
 comment on function lanekeeper.agent_approvals_check is
   'Refuse a change of the call or of the final status of an approval (LK003). Expire the open approvals of earlier '
-  'revisions of a skill, and resume the executions that wait for them.';
-
-create or replace function lanekeeper.agent_approvals_closed() returns trigger language plpgsql as $$
-begin
-  update agent_automation_runs r
-     set error_message = left(case new.status
-           when 'rejected' then format('rejected by %s: %s', new.decided_by, new.reason)
-           else 'not called: ' || coalesce(nullif(new.reason, ''), 'the approval expired') end, 1900)
-         || format(' (approval %s)', new.id)
-   where r.status = 'skipped' and r.output ? 'approval_id' and r.output ->> 'approval_id' = new.id::text;
-  return null;
-end $$;
-comment on function lanekeeper.agent_approvals_closed is
-  'Record in the run of an automation why its call is not made: its approval was rejected, or expired.';
+  'revisions of a skill, and resume the executions that wait for them. Record in the run of an automation why its call '
+  'is not made: its approval was rejected, or expired.';
 
 create or replace trigger agent_approvals_closed after update of status on agent_approvals for each row
   when (old.status <> new.status and new.status in ('rejected', 'expired'))
-  execute function lanekeeper.agent_approvals_closed();
+  execute function lanekeeper.agent_approvals_check();
 
 create or replace trigger agent_approvals_fixed
   before update of trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash

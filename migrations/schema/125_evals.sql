@@ -165,20 +165,6 @@ create or replace trigger agent_executions_no_eval_wait before update of waiting
 -- Tables without a trace refuse every write of a transaction that has fenced the claim of a trial. A transaction cannot
 -- delete its own row. Only a rollback to a savepoint before the fence, or the schema's owner, removes the row. Names
 -- are qualified, because a transaction may set its search path.
-create or replace function lanekeeper.mark_agent_trial() returns void language plpgsql as $$
-begin
-  insert into lanekeeper.agent_trial_transactions values (pg_current_xact_id()) on conflict do nothing;
-  -- Other visible rows belong to ended transactions.
-  if found then
-    delete from lanekeeper.agent_trial_transactions t using (
-      select o.id from lanekeeper.agent_trial_transactions o
-       where o.id <> pg_current_xact_id() limit 100 for update skip locked) over_
-     where t.id = over_.id;
-  end if;
-end $$;
-comment on function lanekeeper.mark_agent_trial is
-  'Record that the transaction writes under the claim of a trial, and delete rows of ended transactions.';
-
 create or replace function lanekeeper.refuse_agent_trial(p_table text) returns void
 language plpgsql security definer as $$
 begin
