@@ -82,9 +82,8 @@ func TestStartLostInACrashNeverExisted(t *testing.T) {
 	pgtest.Exec(t, pool, `select pg_switch_wal()`)            // the starts begin a WAL page; a full page may flush
 	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
 	require.NoError(t, err)
-	server.Stop(true)
 	pool.Close()
-	server.Start()
+	server.Crash()
 	pool = open()
 	p = newEngine(t, pool, p.flows, lease)
 	x, err := p.RunClaimed(t.Context(), &lost[0])

@@ -15,8 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// OwnServer is a durable PostgreSQL server of one test, with the schema. It stops, crashes and starts again at the
-// same address.
+// OwnServer is a durable PostgreSQL server of one test, with the schema.
 type OwnServer struct {
 	tb     testing.TB
 	dir    string
@@ -27,8 +26,8 @@ type OwnServer struct {
 func Own(tb testing.TB) *OwnServer {
 	tb.Helper()
 	s := &OwnServer{tb: tb, dir: OpenDir(tb)}
-	tb.Cleanup(func() { _ = s.server.Stop(context.Background()) }) // a test may have stopped the server
-	s.Start()
+	tb.Cleanup(func() { _ = s.server.Stop(context.Background()) }) // it may not have started again after a crash
+	s.start()
 	pool := Pool(tb, s.URL(), postgres.Options{})
 	_, err := migrations.Up(tb.Context(), pool)
 	require.NoError(tb, err)
@@ -53,8 +52,7 @@ func OpenDir(tb testing.TB) string {
 // URL is the database postgres of the server.
 func (s *OwnServer) URL() string { return s.server.URL() }
 
-// Start starts the server, also after Stop.
-func (s *OwnServer) Start() {
+func (s *OwnServer) start() {
 	s.tb.Helper()
 	config := pgserver.Config{Dir: s.dir, Durable: true, MaxConnections: 200}
 	server, err := pgserver.Start(context.WithoutCancel(s.tb.Context()), config)
@@ -62,16 +60,14 @@ func (s *OwnServer) Start() {
 	s.server = server
 }
 
-// Stop stops the server. With crash, it stops the server like pg_ctl's immediate mode, and the next start recovers.
-func (s *OwnServer) Stop(crash bool) {
+// Crash stops the server like pg_ctl's immediate mode. It starts the server again at the same address, and the server
+// recovers.
+func (s *OwnServer) Crash() {
 	s.tb.Helper()
-	if crash {
-		require.NoError(s.tb, syscall.Kill(Postmaster(s.tb, s.server.Dir()), syscall.SIGQUIT))
-	}
-	if err := s.server.Stop(context.Background()); err != nil && !crash {
-		s.tb.Fatal(err)
-	}
+	require.NoError(s.tb, syscall.Kill(Postmaster(s.tb, s.server.Dir()), syscall.SIGQUIT))
+	_ = s.server.Stop(context.Background()) // its error is the crash
 	<-s.server.Done()
+	s.start()
 }
 
 // Postmaster returns the process id of the server whose files are below a directory, which may be a pattern.

@@ -49,13 +49,6 @@ func newServer(t testing.TB) *server {
 	return s
 }
 
-// crash crashes the server and starts it again.
-func (s *server) crash() {
-	s.t.Helper()
-	s.Stop(true)
-	s.Start()
-}
-
 // count returns the number from a query. It retries while the server recovers.
 func (s *server) count(sql string, args ...any) (n int) {
 	s.t.Helper()
@@ -209,7 +202,7 @@ func (c *scenario) crash() {
 	for _, lane := range c.lanes {
 		ops = append(ops, history.call(&op{Kind: kindCrash, Lane: lane}))
 	}
-	c.server.crash()
+	c.server.Crash()
 	for _, o := range ops {
 		history.done(o, nil)
 	}
