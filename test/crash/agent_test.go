@@ -59,10 +59,10 @@ func (a *agent) address() string {
 	return found[1]
 }
 
-// acceptsConnections reports whether a process accepts connections at an address.
-func acceptsConnections(t testing.TB, address string) bool {
-	t.Helper()
-	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
+// acceptsConnections reports whether the process accepts connections.
+func (a *agent) acceptsConnections() bool {
+	a.t.Helper()
+	conn, err := (&net.Dialer{}).DialContext(a.t.Context(), "tcp", a.address())
 	if err != nil {
 		return false
 	}

@@ -78,15 +78,12 @@ func (s *testEnv) acquireLaneAsAdmin() {
 // waitRejectedWrite waits until the log of an execution has a rejected write, for one skill if given.
 func (s *testEnv) waitRejectedWrite(id, skill string) {
 	s.t.Helper()
-	eventually(s.t, "the refused write is in the activity log", func() bool { return s.hasRejectedWrite(id, skill) })
-}
-
-func (s *testEnv) hasRejectedWrite(id, skill string) bool {
-	s.t.Helper()
-	return pgtest.Value[bool](s.t, s.db, `
-		select exists (select from agent_activity
-		 where execution_id = $1 and skill_name = 'stale_write' and status = 'error' and error_class = 'stale'
-		   and ($2 = '' or input ->> 'rejected_write' = $2))`, id, skill)
+	eventually(s.t, "the refused write is in the activity log", func() bool {
+		return pgtest.Value[bool](s.t, s.db, `
+			select exists (select from agent_activity
+			 where execution_id = $1 and skill_name = 'stale_write' and status = 'error' and error_class = 'stale'
+			   and ($2 = '' or input ->> 'rejected_write' = $2))`, id, skill)
+	})
 }
 
 // executionRows returns all rows of a run, except the notes about rejected writes.

@@ -188,7 +188,7 @@ func TestSecondSignalEndsProcess(t *testing.T) {
 	id := s.requestHeartbeat()
 	held.waitBlocked()
 	a.Signal(syscall.SIGTERM)
-	eventually(t, "the API has closed", func() bool { return s.isStopping(a) })
+	eventually(t, "the API has closed", func() bool { return !a.acceptsConnections() })
 	a.Signal(syscall.SIGTERM)
 	assert.Equal(t, 130, a.Exit())
 	s.waitSessionsEnd()
@@ -197,13 +197,6 @@ func TestSecondSignalEndsProcess(t *testing.T) {
 	s.startServer("")
 	s.waitStatus(id, "completed")
 	s.checkHeartbeat(id, before)
-}
-
-// isStopping reports whether a process has begun to shut down.
-func (s *testEnv) isStopping(a *agent) bool {
-	s.t.Helper()
-	address := a.address()
-	return !acceptsConnections(s.t, address)
 }
 
 // checkReleased checks that an execution is free for another process, and that no other resource is held for it.

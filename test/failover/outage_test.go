@@ -129,7 +129,7 @@ func TestStandbyPromotion(t *testing.T) {
 func TestKillMigrateAtEveryRequest(t *testing.T) {
 	t.Parallel()
 	to := pgtest.EmptyURL(t)
-	db := connect(t, to)
+	db := pgtest.Pool(t, to, postgres.Options{MaxConns: 4})
 	seen := map[int]int{} // number of runs that ended with that many files applied
 	kills, n := 0, 1
 	for ; kills < 1000; kills++ {
@@ -192,11 +192,6 @@ func migrateUntil(t *testing.T, to string, n int, arrives bool) bool {
 	code := a.Exit()
 	require.Truef(t, code <= 0, "agent migrate, killed at request %d: exit code %d: %s", n, code, a.Err.Tail(30))
 	return code == 0
-}
-
-func connect(t *testing.T, to string) *pgxpool.Pool {
-	t.Helper()
-	return pgtest.Pool(t, to, postgres.Options{MaxConns: 4, ApplicationName: "test"})
 }
 
 // appliedFiles returns the number of applied files. The objects of a file exist exactly if it is recorded: a file fails
