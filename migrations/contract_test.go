@@ -268,13 +268,6 @@ func TestPartitionsAreCreatedBesideReader(t *testing.T) {
 		values (lanekeeper.agent_uuid7(clock_timestamp() + interval '5 months'), 'fl_x', 'x')`)
 }
 
-func TestUUIDFloorIsNotAboveItsTime(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	assert.True(t, pgtest.Value[bool](t, db, `select lanekeeper.agent_uuid7_floor(t) <= lanekeeper.agent_uuid7(t)
-		from (select timestamptz '2026-01-01 00:00:00.0016' t) x`), "the floor of a time is above an id made at that time")
-}
-
 func TestDayOfSpendUsesIndex(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

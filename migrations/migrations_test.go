@@ -170,7 +170,7 @@ func TestUUID7(t *testing.T) {
 	assert.True(t, pgtest.Value[bool](t, db, `
 		select bool_and(lanekeeper.agent_uuid7(at) >= lanekeeper.agent_uuid7_floor(at)
 		  and lanekeeper.agent_uuid7(at - interval '1 ms') < lanekeeper.agent_uuid7_floor(at))
-		  from (select '2026-01-02 03:04:05.678'::timestamptz + n * interval '1 ms' as at
+		  from (select '2026-01-02 03:04:05.678'::timestamptz + n * interval '1.1 ms' as at
 		    from generate_series(1, 500) n) t`), "agent_uuid7_floor is not between two milliseconds")
 	plan := strings.Join(pgtest.Column[string](t, db,
 		"explain (verbose, costs off) select lanekeeper.agent_uuid7_floor(clock_timestamp())"), "\n")
