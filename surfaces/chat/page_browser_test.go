@@ -227,6 +227,37 @@ func TestThePageUploadsTheFilesOfAMessageOnce(t *testing.T) {
 	noProblems(t, page)
 }
 
+// An edited message keeps its uploads. When they have expired, the page uploads the files again, in the same
+// conversation.
+func TestThePageUploadsAFileAgainWhenItHasExpired(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
+	page := openPage(t, w.process(t), browser.Look{})
+	page.Expect("400")
+	page.Expect("404")
+	submit(page, "Hi")
+	page.Until("the answer is shown", shown+` === "You Hi | nora Yes."`)
+	page.Eval(`(setFiles([new File(["id"], "orders.csv", { type: "text/csv" })]), 1)`, new(int))
+	for range 2 {
+		page.Eval(`document.querySelector("#message").value = "long ".repeat(7000).trim(); 1`, new(int))
+		page.Click("#send")
+		page.Shows("A message has at most 32768 bytes.")
+		page.Click(".message .interrupted button")
+	}
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_documents`)
+	pgtest.Exec(t, w.pool, `delete from agent_documents`)
+	page.Eval(`document.querySelector("#message").value = ""; 1`, new(int))
+	submit(page, "How many?")
+	page.Shows("There is no such file.")
+	page.Click(".message .interrupted button")
+	page.Until("the message is answered",
+		shown+` === "You Hi | nora Yes. | You How many? 📎 orders.csv | nora Yes."`)
+	pgtest.Equal(t, w.pool, "1 in 1", `
+		select count(*) || ' in ' || (select count(*) from agent_threads) from agent_documents`)
+	noProblems(t, page)
+}
+
 // markdown has typical output of models, and text that must never run.
 const markdown = "# Hours\n\nWe open at **nine**, see [our site](https://example.com/hours).\n\n" +
 	"<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>\n\n" +

@@ -431,21 +431,23 @@ function attachRequest(id) {
   return heard(call(path, { headers: headers(), signal: c.signal }), () => c.abort());
 }
 
-// upload stores the files that ids lacks, and returns the content of a message with all of them.
-async function upload(text, chosen, ids, signal) {
+let uploaded = new WeakMap(); // the ids of files that the server has
+
+// upload stores the files that the server lacks, and returns the content of a message with all of them.
+async function upload(text, chosen, signal) {
   if (!chosen.length) return text;
   const parts = text ? [{ type: "text", text }] : [];
   for (const file of chosen) {
-    if (!ids.has(file)) {
+    if (!uploaded.has(file)) {
       const form = new FormData();
       form.append("purpose", "user_data");
       form.append("file", file);
       const { "Content-Type": _, ...as } = headers(); // the browser sets it
       const response = await call("/v1/files", { method: "POST", headers: as, body: form, signal });
       if (!response.ok) throw await refusalOf(response);
-      ids.set(file, (await response.json()).id);
+      uploaded.set(file, (await response.json()).id);
     }
-    parts.push({ type: "file", file: { file_id: ids.get(file) } });
+    parts.push({ type: "file", file: { file_id: uploaded.get(file) } });
   }
   return parts;
 }
@@ -496,7 +498,9 @@ function ended(turn, problem, retry, edit) {
     turn.box.note("Stopped.");
     return;
   }
-  if (problem.status === 404) { // the conversation is gone, or the invitation is used: the next message starts a new one
+  if (problem.code === "file_not_found") { // an upload has expired, or belongs to another key
+    uploaded = new WeakMap();
+  } else if (problem.status === 404) { // the conversation is gone, or the invitation is used: the next message starts a new one
     store.removeItem("thread");
     store.removeItem("join");
   }
@@ -544,11 +548,10 @@ async function submit(event) {
 // message. After another refusal it is a new request.
 function deliver(text, chosen, current, edit) {
   let body, key;
-  const ids = new Map(); // of the uploaded files
   const request = async (turn) => {
     body ||= JSON.stringify({
       model: model(), stream: true, stream_options: { include_activity: true },
-      messages: [{ role: "user", content: await upload(text, chosen, ids, turn.controller.signal) }],
+      messages: [{ role: "user", content: await upload(text, chosen, turn.controller.signal) }],
     });
     key ||= randomKey();
     turn.sent = true;
@@ -557,7 +560,6 @@ function deliver(text, chosen, current, edit) {
   };
   const retry = (problem) => {
     if (problem?.status < 500) body = key = undefined;
-    if (problem?.code === "file_not_found") ids.clear(); // an unused upload has expired
     return answer(request, current, retry, edit);
   };
   return retry();
