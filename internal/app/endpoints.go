@@ -157,7 +157,8 @@ func (a *App) visitorEndpoints() []api.Endpoint {
 			Method: "POST", Path: "/v1/files", Access: api.Visitor, Body: api.FileForm{}, Response: json.RawMessage{},
 			OpenAIErrors: true, MaxBody: int64(a.Config.DocumentMaxBytes) + documents.FormOverhead,
 			Handler: a.Chat.FilesHandler(),
-			About:   "OpenAI's file upload. A message refers to the file by id. An unused file is deleted after a day.",
+			About: "OpenAI's file upload. A message refers to the file by id. An unused file of a visitor with a token is " +
+				"deleted after an hour, that of a key after a day.",
 		}, {
 			Method: "GET", Path: "/v1/files", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.Chat.FileListHandler(), About: "The caller's files.",
