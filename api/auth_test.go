@@ -70,63 +70,15 @@ func accessEndpoints() []api.Endpoint {
 	}
 }
 
-// expectedAccess lists the access of each route. A missing route fails the test below.
-func expectedAccess() map[string]api.Access {
-	all := map[string]api.Access{
-		"POST /v1/chat/completions": api.Visitor, "GET /v1/models": api.Visitor,
+// expectedAccess returns who may call a route. The list is deliberately a second copy.
+func expectedAccess(method, path string) api.Access {
+	switch method + " " + path {
+	case "GET /healthz", "GET /readyz", "GET /openapi.json", "POST /webhooks/endpoint", "GET /chat/file":
+		return api.Public
+	case "POST /v1/chat/completions", "GET /v1/models":
+		return api.Visitor
 	}
-	for _, name := range []string{
-		"GET /healthz", "GET /readyz", "GET /openapi.json", "POST /webhooks/endpoint", "GET /chat/file",
-	} {
-		all[name] = api.Public
-	}
-	for _, name := range []string{
-		"GET /v1/agents", "GET /v1/agents/name",
-		"GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/traces/id/prompts", "GET /v1/activity",
-		"GET /v1/activity/spend", "GET /v1/activity/slowest", "GET /v1/activity/failing", "GET /v1/activity/audit",
-		"GET /v1/executions", "GET /v1/executions/id",
-		"POST /v1/executions/id/fork", "POST /v1/executions/id/retry", "POST /v1/executions/id/replay",
-		"POST /v1/executions/bulk",
-		"GET /v1/monitor/status", "GET /v1/monitor/waiting", "GET /v1/monitor/stuck",
-		"GET /v1/monitor/verdict", "POST /v1/monitor/acknowledge",
-		"GET /v1/flows", "GET /v1/flows/name", "GET /v1/schemas/flow", "GET /v1/requests", "GET /v1/requests/id",
-		"GET /v1/documents", "POST /v1/documents", "GET /v1/documents/id", "GET /v1/documents/id/content",
-		"DELETE /v1/documents/id",
-		"GET /v1/executions/id/events", "POST /v1/executions/id/cancel", "GET /v1/lanes", "POST /v1/lanes/lane/break",
-		"GET /v1/skills", "POST /v1/skills/name/enable", "POST /v1/skills/name/disable", "GET /v1/approvals",
-		"GET /v1/approvals/id", "POST /v1/approvals/id", "POST /v1/events", "GET /v1/objectives", "GET /v1/objectives/id",
-		"POST /v1/objectives/id/accept", "POST /v1/objectives/id/reject",
-		"POST /v1/objectives/id/pause", "POST /v1/objectives/id/resume", "POST /v1/memory/id/forget",
-		"GET /v1/memory/entries/category/key", "PUT /v1/memory/entries/category/key",
-		"DELETE /v1/memory/entries/category/key",
-		"GET /v1/skills/name", "GET /v1/memory/conflicts", "POST /v1/memory/conflicts/id/decide", "GET /v1/automations",
-		"GET /v1/automations/id",
-		"POST /v1/automations/id/enable", "POST /v1/automations/id/disable", "POST /v1/automations/id/accept",
-		"POST /v1/automations/id/run", "GET /v1/memory", "GET /v1/threads", "POST /v1/threads",
-		"POST /v1/threads/id/messages", "PATCH /v1/threads/id",
-		"POST /v1/threads/id/join_tokens", "POST /v1/threads/id/participants", "GET /v1/threads/id/access",
-		"DELETE /v1/threads/id/access/access_id",
-		"GET /v1/threads/id", "POST /v1/operate", "POST /v1/executions", "POST /v1/executions/id/lock",
-		"PUT /v1/executions/id/lock/lock_id",
-		"DELETE /v1/executions/id/lock/lock_id", "POST /v1/executions/id/lock/lock_id", "PUT /v1/locks", "POST /v1/locks",
-		"POST /v1/executions/id/checkpoints",
-		"GET /v1/webhooks/deliveries", "GET /v1/webhooks/deliveries/id",
-		"GET /v1/webhooks/targets", "POST /v1/webhooks/targets/id/enable", "POST /v1/webhooks/targets/id/disable",
-		"POST /v1/webhooks/endpoints/id/enable", "POST /v1/webhooks/endpoints/id/disable",
-		"POST /v1/webhooks/outbox/id/resend",
-		"POST /v1/automations/runs/id/redrive", "GET /v1/pause", "POST /v1/pause", "POST /v1/resume",
-		"GET /v1/retention", "PUT /v1/retention", "GET /v1/me", "GET /v1/principals", "POST /v1/principals",
-		"GET /v1/principals/id", "PATCH /v1/principals/id", "POST /v1/principals/id/identities",
-		"DELETE /v1/principals/id/identities", "POST /v1/principals/id/login_links", "GET /v1/tokens", "POST /v1/tokens",
-		"POST /v1/tokens/id/revoke", "GET /v1/sessions", "POST /v1/sessions/id/revoke",
-		"GET /v1/channels", "GET /v1/channels/senders", "POST /v1/channels/pair", "POST /v1/channels/id/unpair",
-		"POST /v1/channels/id/enable", "POST /v1/channels/id/disable",
-		"GET /v1/evals", "GET /v1/evals/runs", "POST /v1/evals/runs", "GET /v1/evals/runs/id", "GET /v1/evals/labels",
-		"POST /v1/evals/labels",
-	} {
-		all[name] = api.Admin
-	}
-	return all
+	return api.Admin
 }
 
 func bearer(key string) http.Header {
@@ -135,40 +87,6 @@ func bearer(key string) http.Header {
 		h.Set("Authorization", "Bearer "+key)
 	}
 	return h
-}
-
-func TestRouteAccess(t *testing.T) {
-	t.Parallel()
-	a := withEndpoints(t)
-	table := expectedAccess()
-	for _, op := range a.operations() {
-		name := op[0] + " " + op[1]
-		access, known := table[name]
-		if !known {
-			t.Errorf("%s has no access rule", name)
-			continue
-		}
-		delete(table, name)
-		for who, test := range map[string]struct {
-			key    string
-			enters map[api.Access]bool
-		}{
-			"nobody":   {"", map[api.Access]bool{api.Public: true}},
-			"wrong":    {"guessed", map[api.Access]bool{api.Public: true}},
-			"visitor":  {chatKey, map[api.Access]bool{api.Public: true, api.Visitor: true}},
-			"admin":    {token, map[api.Access]bool{api.Public: true, api.Admin: true}},
-			"beheaded": {token[1:], map[api.Access]bool{api.Public: true}},
-		} {
-			w := a.raw(op[0], op[1], "{}", bearer(test.key))
-			assert.Equal(t, test.enters[access], w.Code != http.StatusUnauthorized &&
-				w.Code != http.StatusTooManyRequests, name, who, w.Code)
-			assert.Truef(t, w.Code != http.StatusMethodNotAllowed && !strings.Contains(w.Body.String(), "no route"),
-				"%s is documented and is not there: %d %s", name, w.Code, w.Body)
-		}
-	}
-	for name := range table {
-		t.Errorf("%s is not a route", name)
-	}
 }
 
 func TestUndocumentedMethodsAreRejected(t *testing.T) {
@@ -195,8 +113,9 @@ func TestUndocumentedMethodsAreRejected(t *testing.T) {
 			for m := range strings.SplitSeq(w.Header().Get("Allow"), ", ") {
 				allowed[m] = true
 			}
-			assert.Truef(t, allow[method] || maps.Equal(allowed, allow),
-				"%s %s: Allow is %q", method, path, w.Header().Get("Allow"))
+			assert.Truef(t, allow[method] || maps.Equal(allowed, allow) &&
+				strings.Contains(w.Body.String(), w.Header().Get("Allow")),
+				"%s %s: Allow is %q: %s", method, path, w.Header().Get("Allow"), w.Body)
 		}
 	}
 }
@@ -264,7 +183,7 @@ func TestForeignOriginsAreRejectedExceptWebhooks(t *testing.T) {
 			continue
 		}
 		key := token
-		if expectedAccess()[op[0]+" "+op[1]] == api.Visitor {
+		if expectedAccess(op[0], op[1]) == api.Visitor {
 			key = chatKey
 		}
 		for _, sent := range []http.Header{{"Sec-Fetch-Site": {"cross-site"}}, {"Origin": {"https://evil.example"}}} {

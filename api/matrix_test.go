@@ -77,16 +77,16 @@ func TestEveryRouteForEveryRole(t *testing.T) {
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method, described := range methods.(map[string]any) {
 			method, op := strings.ToUpper(method), described.(map[string]any)
-			security := op["security"].([]any)
-			scopes := []any{}
-			if len(security) > 0 {
-				scopes, _ = security[0].(map[string]any)["principal"].([]any)
-				_, visitor := security[0].(map[string]any)["visitor"]
-				assert.Truef(t, visitor || len(scopes) > 0, "%s %s has no scope", method, path)
-			}
 			at := strings.NewReplacer("{", "", "}", "").Replace(path)
+			access, scopes, visitor := expectedAccess(method, at), []any{}, false
+			if security := op["security"].([]any); len(security) > 0 {
+				scopes, _ = security[0].(map[string]any)["principal"].([]any)
+				_, visitor = security[0].(map[string]any)["visitor"]
+			}
+			assert.Truef(t, len(scopes) > 0 == (access == api.Admin) && visitor == (access == api.Visitor),
+				"%s %s is documented for %v", method, path, op["security"])
 			for who, secret := range callers {
-				may := len(security) == 0 || len(scopes) == 0 && who == "chat key"
+				may := access == api.Public || access == api.Visitor && who == "chat key"
 				for _, scope := range scopes {
 					may = may || slices.Contains(strings.Fields(rights[scope.(string)]), who) ||
 						who == "narrowed" && (scope == "runs:read" || scope == "authenticated")
@@ -106,6 +106,8 @@ func TestEveryRouteForEveryRole(t *testing.T) {
 					got = strings.Replace(fmt.Sprint(w.Code), "429", "401", 1)
 				}
 				assert.Truef(t, got == want, "%s %s as %q: %d %s, want %s", method, path, who, w.Code, w.Body, want)
+				assert.Truef(t, w.Code != http.StatusMethodNotAllowed && !strings.Contains(w.Body.String(), "no route"),
+					"%s %s is documented and is not there: %d %s", method, path, w.Code, w.Body)
 				assert.Truef(t, got != "403" || strings.Contains(w.Body.String(), fmt.Sprintf(`"scope":%q`, scopes[0])),
 					"%s %s as %q does not name the scope: %s", method, path, who, w.Body)
 				tried++
