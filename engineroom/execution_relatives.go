@@ -2,7 +2,6 @@ package engineroom
 
 import (
 	"context"
-	"fmt"
 	"slices"
 	"strings"
 	"time"
@@ -27,8 +26,8 @@ type relative struct {
 	ParentID         *string
 	CreatedAt        time.Time
 	Level            int
-	Here             bool // the execution of the page
-	Children         []*relative
+	Here             bool        `db:"-"` // the execution of the page
+	Children         []*relative `db:"-"`
 }
 
 // fork is an execution forked from this one.
@@ -66,7 +65,7 @@ func (room *Room) executionRelatives(ctx context.Context, req *pageRequest) (any
 
 // ancestors returns the execution and its ancestors, nearest first.
 func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) {
-	rows, err := room.Read.Query(ctx, `
+	return postgres.Rows[relative](ctx, room.Read, "read the parents of the execution", `
 		with recursive line (id, level) as (
 		  select x.id, 0
 		    from agent_executions x
@@ -82,21 +81,13 @@ func (room *Room) ancestors(ctx context.Context, id string) ([]relative, error) 
 		  join agent_executions x on x.id = l.id
 		 order by l.level`, customPlan,
 		postgres.Strict{"id": id, "deepest": executions.MaxDepth})
-	if err != nil {
-		return nil, fmt.Errorf("read the parents of the execution: %w", err)
-	}
-	list, err := collectRelatives(rows)
-	if err != nil {
-		return nil, fmt.Errorf("read the parents of the execution: %w", err)
-	}
-	return list, nil
 }
 
 // descendants reads the descendants by level: at most maxTreeWidth children of each parent, and maxTree + 1 in all. The
 // inner query reads the children in the order of the index on the parent, and bounds them before the order by id. With
 // an order by id alone, the planner may scan the whole table by its primary key.
 func (room *Room) descendants(ctx context.Context, id string) ([]relative, error) {
-	rows, err := room.Read.Query(ctx, `
+	return postgres.Rows[relative](ctx, room.Read, "read the children of the execution", `
 		with recursive tree (id, level) as (
 		  select @id::uuid, 0
 		  union all
@@ -117,20 +108,6 @@ func (room *Room) descendants(ctx context.Context, id string) ([]relative, error
 		 where t.level > 0
 		 order by t.level, x.id`, customPlan,
 		postgres.Strict{"id": id, "wide": maxTreeWidth, "near": 4 * maxTreeWidth, "deep": maxTreeDepth, "limit": maxTree})
-	if err != nil {
-		return nil, fmt.Errorf("read the children of the execution: %w", err)
-	}
-	list, err := collectRelatives(rows)
-	if err != nil {
-		return nil, fmt.Errorf("read the children of the execution: %w", err)
-	}
-	return list, nil
-}
-
-func collectRelatives(rows pgx.Rows) ([]relative, error) {
-	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (r relative, err error) {
-		return r, row.Scan(&r.ID, &r.Flow, &r.Status, &r.ParentID, &r.CreatedAt, &r.Level)
-	})
 }
 
 // buildTree builds the tree of the ancestors and descendants, and returns its root.

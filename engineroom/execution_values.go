@@ -114,16 +114,10 @@ func (room *Room) executionFork(ctx context.Context, req *pageRequest) (any, err
 	if f.Hidden = hide || int64(len(f.Input)) < size || isAbridged(f.Input); f.Hidden {
 		f.Input = ""
 	}
-	rows, err := room.Read.Query(ctx, `
+	f.Steps, err = postgres.Values[string](ctx, room.Read, "read recorded steps", `
 		select c.step from agent_checkpoints c where c.execution_id = @id and octet_length(c.step) <= 300
 		 order by c.created_at desc, c.step desc limit @limit`, postgres.Strict{"id": subject.ID, "limit": stepsOffered})
-	if err != nil {
-		return nil, fmt.Errorf("read recorded steps: %w", err)
-	}
-	if f.Steps, err = pgx.CollectRows(rows, pgx.RowTo[string]); err != nil {
-		return nil, fmt.Errorf("read recorded steps: %w", err)
-	}
-	return f, nil
+	return f, err
 }
 
 // isAbridged reports whether the page shows JSON incompletely. An edit of the shown text would lose the rest.

@@ -2,9 +2,6 @@ package engineroom
 
 import (
 	"context"
-	"fmt"
-
-	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/human"
@@ -54,12 +51,17 @@ func (room *Room) executionStates(ctx context.Context, req *pageRequest) (any, e
 // the planner scan the table for a rare state. Completed executions have no such index, so countStates counts them
 // among the newest executions.
 func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
-	rows, err := room.Read.Query(ctx, `
+	type stateCount struct {
+		Status string
+		More   bool
+		N      int64
+	}
+	list, err := postgres.Rows[stateCount](ctx, room.Read, "count executions", `
 		select s.status, false as more, (select count(*) filter (where x.status = s.status) from (
 		         select e.status from agent_executions e
 		          where e.status in ('pending', 'running', 'waiting')
 		            and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
-		          order by e.status, e.id limit @limit + 1) x)
+		          order by e.status, e.id limit @limit + 1) x) as n
 		  from unnest(array['pending', 'running', 'waiting']) s (status)
 		union all
 		select s.status, false, (select count(*) filter (where x.status = s.status) from (
@@ -78,26 +80,20 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 		  from (select from agent_executions_stuck k where k.waiting_until <= now() limit @limit + 1) x)`, customPlan,
 		postgres.Strict{"limit": maxCount, "searched": 4 * maxCount})
 	if err != nil {
-		return nil, fmt.Errorf("count executions: %w", err)
+		return nil, err
 	}
 	counts := map[string]string{}
-	var status string
-	var more bool
-	var n, failed int64
-	_, err = pgx.ForEachRow(rows, []any{&status, &more, &n}, func() error {
-		switch status {
+	var failed int64
+	for _, s := range list {
+		switch s.Status {
 		case string(executions.Failed), string(executions.Timeout):
-			failed += n
-			return nil
+			failed += s.N
+			continue
 		}
-		counts[status] = capped(n, maxCount)
-		if more && n <= maxCount {
-			counts[status] += "+"
+		counts[s.Status] = capped(s.N, maxCount)
+		if s.More && s.N <= maxCount {
+			counts[s.Status] += "+"
 		}
-		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("count executions: %w", err)
 	}
 	counts[string(executions.Failed)] = capped(failed, maxCount)
 	return counts, nil

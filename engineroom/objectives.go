@@ -164,15 +164,8 @@ func (room *Room) openObjective(ctx context.Context, req *pageRequest) (string, 
 }
 
 func (room *Room) progress(ctx context.Context, req *pageRequest) (any, error) {
-	list, err := postgres.Rows[objectiveRow](ctx, room.Read, "list objectives", objectiveColumns+` where o.id = @id`,
-		postgres.Strict{"id": req.Subject})
-	if err == nil && len(list) == 0 {
-		err = objectives.ErrNotFound
-	}
-	if err != nil {
-		return nil, err
-	}
-	return list[0], nil
+	return postgres.RowOr[objectiveRow](ctx, room.Read, notFound("%s", objectives.ErrNotFound), "read objective",
+		objectiveColumns+` where o.id = @id`, postgres.Strict{"id": req.Subject})
 }
 
 // stepRow is a step with its evidence.
@@ -224,7 +217,12 @@ func (room *Room) objectiveSteps(ctx context.Context, req *pageRequest) (any, er
 
 // objectiveTraces reads the traces that worked on the objective, latest first.
 func (room *Room) objectiveTraces(ctx context.Context, req *pageRequest) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	type touched struct {
+		TraceID string
+		At      time.Time
+		Did     []string
+	}
+	list, err := postgres.Rows[touched](ctx, room.Read, "list traces of an objective", `
 		select left(x.trace_id, 300) as trace_id, max(x.at) as at, array_agg(distinct x.did order by x.did) as did
 		  from (select o.last_trace_id, o.updated_at, 'worked on it last' from agent_objectives o where o.id = @id
 		        union all select o.proposed_trace, o.created_at, 'proposed it' from agent_objectives o where o.id = @id
@@ -238,17 +236,5 @@ func (room *Room) objectiveTraces(ctx context.Context, req *pageRequest) (any, e
 		       ) x (trace_id, at, did)
 		 where x.trace_id <> '' group by x.trace_id order by max(x.at) desc limit 50`,
 		postgres.Strict{"id": req.Subject, "limit": maxEvidence})
-	if err != nil {
-		return nil, fmt.Errorf("list traces of an objective: %w", err)
-	}
-	type touched struct {
-		TraceID string
-		At      time.Time
-		Did     []string
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[touched])
-	if err != nil {
-		return nil, fmt.Errorf("list traces of an objective: %w", err)
-	}
-	return map[string]any{"Traces": list}, nil
+	return map[string]any{"Traces": list}, err
 }

@@ -74,7 +74,7 @@ func (s shownSkill) Proof() shownValue { return shownJSON(s.Evidence, s.Evidence
 func (s shownSkill) Ever() bool { return s.EnabledAt.After(time.Unix(0, 0)) }
 
 func (room *Room) skillAbout(ctx context.Context, req *pageRequest) (any, error) {
-	rows, err := room.Read.Query(ctx, `
+	return postgres.RowOr[shownSkill](ctx, room.Read, notFound("the skill has been removed"), "read skill", `
 		select s.name, left(s.description, 4000) as description, left(s.handler, 300) as handler, s.scope, s.trust,
 		       left(s.source, 300) as source, s.disabled_by, left(s.disabled_reason, 2000) as disabled_reason, s.idempotent,
 		       s.enabled, s.timeout_ms, s.revision, s.state_revision, s.disabled_at, s.trial_at, s.enabled_at, s.updated_at,
@@ -83,17 +83,6 @@ func (room *Room) skillAbout(ctx context.Context, req *pageRequest) (any, error)
 		       left(s.config::text, 8192) as config, octet_length(s.config::text) as config_size,
 		       left(s.evidence::text, 8192) as evidence, octet_length(s.evidence::text) as evidence_size
 		  from agent_skills s where s.name = @name`, postgres.Strict{"name": req.Subject})
-	if err != nil {
-		return nil, fmt.Errorf("read skill: %w", err)
-	}
-	skill, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[shownSkill])
-	if errors.Is(err, pgx.ErrNoRows) {
-		return nil, notFound("the skill has been removed")
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read skill: %w", err)
-	}
-	return skill, nil
 }
 
 // skillHealth reads a skill's counted health and calls of 7 days. A removed skill is not found.

@@ -92,7 +92,7 @@ type threadRecord struct {
 	HeldSince, ExpiresAt                           *time.Time
 	Parked, Stale                                  bool
 	Waiters                                        int64
-	Turns                                          []threadTurn
+	Turns                                          []threadTurn `db:"-"`
 }
 
 // Lane is the thread's lane.
@@ -117,7 +117,7 @@ const maxNearTurns = 200
 // executions in the order of the index on the thread: for another order, the planner may scan the table.
 func (room *Room) threadFacts(ctx context.Context, req *pageRequest) (any, error) {
 	id := req.Subject.(threadSubject).ID
-	rows, err := room.Read.Query(ctx, `
+	t, err := postgres.Row[threadRecord](ctx, room.Read, "read thread", `
 		select t.id, left(t.channel, 100) as channel, left(t.target, 200) as target, left(t.agent, 100) as agent,
 		       left(t.owner, 200) as owner, left(t.participant, 200) as participant, t.idle_seconds, t.next_seq - 1 as said,
 		       left(t.summary, 8192) as summary, octet_length(t.summary) as summary_bytes, t.summary_through, t.created_at,
@@ -129,11 +129,7 @@ func (room *Room) threadFacts(ctx context.Context, req *pageRequest) (any, error
 		  from agent_threads t left join agent_locks l on l.lane = 'thread:' || @id and l.locked_by <> ''
 		 where t.id = @id`, postgres.Strict{"id": id})
 	if err != nil {
-		return nil, fmt.Errorf("read thread: %w", err)
-	}
-	t, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByNameLax[threadRecord])
-	if err != nil {
-		return nil, fmt.Errorf("read thread: %w", err)
+		return nil, err
 	}
 	t.Turns, err = postgres.Rows[threadTurn](ctx, room.Read, "read the turns of the thread", `
 		select e.id::text, left(e.flow, 100) as flow, e.status, right(coalesce(d.content, ''), 2000) as draft,
