@@ -119,28 +119,6 @@ func TestStreamEndsOnDisconnect(t *testing.T) {
 	}
 }
 
-func TestStreamsEndAtShutdown(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	stopping, entered, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
-	a := newAgentWith(t, api.Options{
-		Pool: pool, Engine: engine(t, pool), Stopping: stopping,
-		Endpoints: []api.Endpoint{stream(func(_ http.ResponseWriter, r *http.Request) {
-			close(entered)
-			<-r.Context().Done()
-			ended <- context.Cause(r.Context())
-		})},
-	})
-	server := a.listen(nil)
-	go func() {
-		<-entered
-		close(stopping)
-	}()
-	answer := a.call(t.Context(), "GET", server.URL+"/v1/stream", token)
-	defer answer.Body.Close()
-	assert.ErrorIs(t, <-ended, executions.ErrDraining)
-}
-
 // At shutdown, watching streams end first. A streamed response continues until the grace period ends.
 func TestShutdownCutsResponsesLast(t *testing.T) {
 	t.Parallel()
