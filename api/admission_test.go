@@ -76,37 +76,24 @@ func TestRejectionDoesNotWaitForBody(t *testing.T) {
 func TestFullClassRejectsOnlyItsOwn(t *testing.T) {
 	t.Parallel()
 	ok := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })
+	publicRequests := func(c *requestClasses) limits { return c.public.requests }
 	for name, c := range map[string]struct {
 		rt   route
-		take func(*requestClasses) (release func(), err error)
+		full func(*requestClasses) limits
 		want int
 	}{
-		"requests": {route{access: Public}, func(b *requestClasses) (func(), error) {
-			h, err := b.public.requests.budget.Acquire(b.public.requests.all)
-			return h.Release, err
-		}, http.StatusTooManyRequests},
-		"bytes": {route{access: Public, maxBody: 100}, func(b *requestClasses) (func(), error) {
-			h, err := b.public.bytes.budget.Acquire(b.public.bytes.all)
-			return h.Release, err
-		}, http.StatusTooManyRequests},
-		"other class": {route{access: Public}, func(b *requestClasses) (func(), error) {
-			h, err := b.webhook.requests.budget.Acquire(b.webhook.requests.all)
-			return h.Release, err
-		}, http.StatusOK},
-		"login": {route{access: Public, path: loginPath}, func(b *requestClasses) (func(), error) {
-			h, err := b.public.requests.budget.Acquire(b.public.requests.all)
-			return h.Release, err
-		}, http.StatusOK},
-		"probe": {route{access: Public, probe: true}, func(b *requestClasses) (func(), error) {
-			h, err := b.public.requests.budget.Acquire(b.public.requests.all)
-			return h.Release, err
-		}, http.StatusOK},
+		"requests":    {route{access: Public}, publicRequests, 429},
+		"bytes":       {route{access: Public, maxBody: 100}, func(c *requestClasses) limits { return c.public.bytes }, 429},
+		"other class": {route{access: Public}, func(c *requestClasses) limits { return c.webhook.requests }, 200},
+		"login":       {route{access: Public, path: loginPath}, publicRequests, 200},
+		"probe":       {route{access: Public, probe: true}, publicRequests, 200},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			c.rt.httpHandler = ok
 			s, h := newBareServer(t, c.rt)
-			release, err := c.take(&s.classes)
+			full := c.full(&s.classes)
+			held, err := full.budget.Acquire(full.all)
 			require.NoError(t, err)
 			ask := func() *httptest.ResponseRecorder {
 				w := httptest.NewRecorder()
@@ -116,7 +103,7 @@ func TestFullClassRejectsOnlyItsOwn(t *testing.T) {
 			if w := ask(); w.Code != c.want || c.want != http.StatusOK && w.Header().Get("Retry-After") == "" {
 				t.Errorf("answer %d %v %s", w.Code, w.Header(), w.Body)
 			}
-			release()
+			held.Release()
 			for range 3 { // each request releases its slots
 				w := ask()
 				assert.Truef(t, w.Code == http.StatusOK, "afterwards: %d %s", w.Code, w.Body)

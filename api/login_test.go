@@ -29,7 +29,7 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 	assert.Truef(t, w.Code == http.StatusSeeOther && w.Header().Get("Location") == "/lanes?x=1",
 		"login: %d to %s", w.Code, w.Header().Get("Location"))
 	assert.Contains(t, set, "lanekeeper_session=", "Path=/", "HttpOnly", "SameSite=Strict", "Secure", "Max-Age=43200")
-	c := a.logIn()
+	c := a.logIn(token)
 	assert.True(t, !c.Secure, "the cookie of a login without TLS would never come back")
 	for path, want := range map[string]int{"/v1/lanes": 200, "/lanes": 200, "/v1/models": 401} {
 		w := a.raw("GET", path, "", withCookie(c))
@@ -78,7 +78,7 @@ func TestLogoutRevokesCookie(t *testing.T) {
 		Listener: listener,
 	}
 	a, other := newAgentWith(t, o), newAgentWith(t, o)
-	c, kept := a.logIn(), a.logIn()
+	c, kept := a.logIn(token), a.logIn(token)
 	require.Equal(t, 200, other.raw("GET", "/v1/lanes", "", withCookie(c)).Code)
 	streamed := make(chan struct{})
 	go func() {
@@ -108,7 +108,7 @@ func TestLogoutRevokesCookie(t *testing.T) {
 func TestLogoutFailsWithoutDatabase(t *testing.T) {
 	t.Parallel()
 	a := withPages(t)
-	c := a.logIn()
+	c := a.logIn(token)
 	pgtest.Exec(t, a.pool, `alter table agent_sessions rename to away`)
 	for _, ask := range [][2]string{{"POST", "/logout"}, {"GET", "/v1/lanes"}, {"GET", "/lanes"}} {
 		w := a.raw(ask[0], ask[1], "", withCookie(c))
@@ -152,19 +152,7 @@ func TestOldCookieIsNotThrottled(t *testing.T) {
 			})
 			require.NoError(t, err)
 			a := &agent{t: t, pool: pool, handler: h}
-			login := func(more ...*http.Cookie) *http.Cookie {
-				body, header := form("token", secret)
-				for _, c := range more {
-					header.Set("Cookie", c.Name+"="+c.Value)
-				}
-				w := a.raw("POST", "/login", body, header)
-				if cookies := w.Result().Cookies(); w.Code == http.StatusSeeOther && len(cookies) == 1 {
-					return cookies[0]
-				}
-				t.Fatalf("login: %d %s", w.Code, w.Body)
-				return nil
-			}
-			ended := login()
+			ended := a.logIn(secret)
 			a.raw("POST", "/logout", "", withCookie(ended))
 			for name, old := range map[string]*http.Cookie{
 				"another token": {Name: ended.Name, Value: "A." + ended.Value},
@@ -180,7 +168,7 @@ func TestOldCookieIsNotThrottled(t *testing.T) {
 				if w := a.raw("GET", "/login", "", withCookie(old)); w.Code != http.StatusOK || !clearsCookie(w, old) {
 					t.Errorf("%s: the login page: %d %v", name, w.Code, w.Header())
 				}
-				w = a.raw("GET", "/v1/lanes", "", withCookie(login(old)))
+				w = a.raw("GET", "/v1/lanes", "", withCookie(a.logIn(secret, old)))
 				assert.Truef(t, w.Code == http.StatusOK, "%s: after another login: %d %s", name, w.Code, w.Body)
 			}
 		})
@@ -195,7 +183,7 @@ func clearsCookie(w *httptest.ResponseRecorder, c *http.Cookie) bool {
 func TestInvalidCookieIsRejected(t *testing.T) {
 	t.Parallel()
 	a := withPages(t)
-	good := a.logIn()
+	good := a.logIn(token)
 	for name, value := range map[string]string{
 		"empty": "", "longer": good.Value + "A", "another": strings.Repeat("A", len(good.Value)),
 		"beheaded": good.Value[1:], "trimmed": good.Value[:len(good.Value)-1], "token": token,
@@ -226,7 +214,7 @@ func TestInvalidCookieIsRejected(t *testing.T) {
 func TestCookieRejectsForeignOrigins(t *testing.T) {
 	t.Parallel()
 	a := withPages(t)
-	c := a.logIn()
+	c := a.logIn(token)
 	link := []string{"Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "document"}
 	for name, test := range map[string]struct {
 		method, path string
@@ -270,7 +258,7 @@ func TestCookieRejectsForeignOrigins(t *testing.T) {
 func TestPageErrorsArePages(t *testing.T) {
 	t.Parallel()
 	a := withPages(t)
-	c := a.logIn()
+	c := a.logIn(token)
 	browser, act := http.Header{"Accept": {"text/html,*/*"}}, "/act/v1/lanes/x/break"
 	admin := http.Header{"Authorization": {"Bearer " + token}}
 	from := func(page string) http.Header { return http.Header{"Referer": {page}} }
@@ -377,9 +365,13 @@ func scopeFor(access api.Access) principals.Scope {
 }
 
 // logIn returns the cookie of a login.
-func (a *agent) logIn() *http.Cookie {
+// logIn logs in with a secret, in a browser that has old cookies.
+func (a *agent) logIn(secret string, old ...*http.Cookie) *http.Cookie {
 	a.t.Helper()
-	body, header := form("token", token)
+	body, header := form("token", secret)
+	for _, c := range old {
+		header.Set("Cookie", c.Name+"="+c.Value)
+	}
 	w := a.raw("POST", "/login", body, header)
 	if cookies := w.Result().Cookies(); w.Code == http.StatusSeeOther && len(cookies) == 1 {
 		return cookies[0]

@@ -1,6 +1,7 @@
 package api_test
 
 import (
+	"cmp"
 	"crypto"
 	"crypto/rand"
 	"crypto/rsa"
@@ -106,32 +107,37 @@ func (i *issuer) logIn(t *testing.T, a *agent) *httptest.ResponseRecorder {
 	return a.raw("GET", "/login/oidc/callback?code=c&state="+url.QueryEscape(to.Query().Get("state")), "", back)
 }
 
+// withOIDC starts an agent with an issuer. The issuer's group agents are its admins.
+func withOIDC(t *testing.T, o api.OIDC) *agent {
+	t.Helper()
+	pool := pgtest.DB(t)
+	o.ClientID, o.ClientSecret = "agent", "a-secret-of-the-client"
+	o.PublicURL = cmp.Or(o.PublicURL, "http://agent.example")
+	o.Roles = append(o.Roles, api.ClaimRole{Claim: "groups", Value: "agents", Role: principals.Admin})
+	return newAgentWith(t, api.Options{Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, OIDC: &o})
+}
+
+// answers responds with a status and JSON.
+func answers(status int, body string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(status)
+		_, _ = w.Write([]byte(body))
+	}
+}
+
 // An issuer that hangs delays only its own login, for a bounded time. The log has the issuer's error.
 func TestFailedIssuerDoesNotBlockLaterLogins(t *testing.T) {
 	t.Parallel()
 	i := newIssuer(t)
-	i.userInfo = func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Content-Type", "application/json")
-		_, _ = w.Write([]byte(`{"sub":"7","groups":["agents"]}`))
-	}
-	pool := pgtest.DB(t)
-	a := newAgentWith(t, api.Options{
-		Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, OIDC: &api.OIDC{
-			Issuer: i.url, ClientID: "agent", ClientSecret: "a-secret-of-the-client", PublicURL: "http://agent.example",
-			Roles:   []api.ClaimRole{{Claim: "groups", Value: "agents", Role: principals.Admin}},
-			Timeout: 3 * time.Second, // long, for a busy machine
-		},
-	})
+	i.userInfo = answers(200, `{"sub":"7","groups":["agents"]}`)
+	a := withOIDC(t, api.OIDC{Issuer: i.url, Timeout: 3 * time.Second}) // long, for a busy machine
 	hang := func(_ http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body) // so that the server notices a disconnect
 		<-r.Context().Done()
 	}
-	refuse := func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Content-Type", "application/json")
-		w.WriteHeader(http.StatusUnauthorized)
-		_, _ = w.Write([]byte(`{"error":"invalid_client","error_description":"a-secret-of-the-client is old"}`))
-	}
-	down := func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusServiceUnavailable) }
+	refuse := answers(401, `{"error":"invalid_client","error_description":"a-secret-of-the-client is old"}`)
+	down := answers(503, "")
 	for _, test := range []struct {
 		path   string
 		fault  http.HandlerFunc
@@ -152,10 +158,7 @@ func TestFailedIssuerDoesNotBlockLaterLogins(t *testing.T) {
 	i.faults = nil
 	pgtest.Eventually(t, func() bool { return i.logIn(t, a).Code == 200 }, "a later login succeeds")
 	i.subject = "no subject" // it has a space
-	i.userInfo = func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Content-Type", "application/json")
-		_, _ = w.Write([]byte(`{"sub":"no subject"}`))
-	}
+	i.userInfo = answers(200, `{"sub":"no subject"}`)
 	got := i.logIn(t, a)
 	assert.Truef(t, got.Code == 403, "a subject that cannot be: %d %s", got.Code, got.Body)
 	body := a.log.String()
@@ -166,13 +169,7 @@ func TestFailedIssuerDoesNotBlockLaterLogins(t *testing.T) {
 // Browsers drop a cookie of more than 4,096 bytes.
 func TestLongAddressLeavesCookieOfLoginShort(t *testing.T) {
 	t.Parallel()
-	pool := pgtest.DB(t)
-	a := newAgentWith(t, api.Options{
-		Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, OIDC: &api.OIDC{
-			Issuer: newIssuer(t).url, ClientID: "agent", ClientSecret: "a-secret-of-the-client",
-			PublicURL: "http://agent.example",
-		},
-	})
+	a := withOIDC(t, api.OIDC{Issuer: newIssuer(t).url})
 	for _, next := range []string{"/lanes", "/lanes?q=" + strings.Repeat("&", 1000)} {
 		began := a.raw("GET", "/login/oidc?next="+url.QueryEscape(next), "", nil)
 		require.Equal(t, http.StatusSeeOther, began.Code)
@@ -185,13 +182,7 @@ func TestLongAddressLeavesCookieOfLoginShort(t *testing.T) {
 func TestFailedUserInfoRejectsLogin(t *testing.T) {
 	t.Parallel()
 	i := newIssuer(t)
-	pool := pgtest.DB(t)
-	a := newAgentWith(t, api.Options{
-		Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, OIDC: &api.OIDC{
-			Issuer: i.url, ClientID: "agent", ClientSecret: "a-secret-of-the-client", PublicURL: "http://agent.example",
-			Roles: []api.ClaimRole{{Claim: "groups", Value: "agents", Role: principals.Admin}},
-		},
-	})
+	a := withOIDC(t, api.OIDC{Issuer: i.url})
 	for name, test := range map[string]struct {
 		status int
 		body   string
@@ -202,18 +193,14 @@ func TestFailedUserInfoRejectsLogin(t *testing.T) {
 		"another subject": {200, `{"sub":"8","groups":["agents"]}`, false},
 		"a member":        {200, `{"sub":"7","groups":["agents"]}`, true},
 	} {
-		i.userInfo = func(w http.ResponseWriter, _ *http.Request) {
-			w.Header().Set("Content-Type", "application/json")
-			w.WriteHeader(test.status)
-			_, _ = w.Write([]byte(test.body))
-		}
+		i.userInfo = answers(test.status, test.body)
 		got := i.logIn(t, a)
-		sessions := pgtest.Value[int](t, pool, `select count(*)::int from agent_sessions`)
+		sessions := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_sessions`)
 		assert.Truef(t, (got.Code == http.StatusOK) == test.in && sessions == map[bool]int{true: 1}[test.in],
 			"%s: %d %s, %d sessions", name, got.Code, got.Body, sessions)
 		assert.Truef(t, test.in || strings.Contains(got.Body.String(), "issuer"),
 			"%s does not say whose answer failed: %s", name, got.Body)
-		pgtest.Exec(t, pool, `delete from agent_sessions`)
+		pgtest.Exec(t, a.pool, `delete from agent_sessions`)
 	}
 	if body := a.log.String(); !strings.Contains(body, "user info") || strings.Contains(body, "an-access-token") {
 		t.Errorf("the log says %s", body)

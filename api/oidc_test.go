@@ -6,19 +6,17 @@ import (
 	"io"
 	"net/http"
 	"net/http/cookiejar"
-	"net/http/httptest"
 	"net/url"
 	"regexp"
 	"strings"
 	"testing"
-
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/npmtest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
@@ -104,56 +102,46 @@ func (p person) me() int {
 
 func TestOIDCLogin(t *testing.T) {
 	t.Parallel()
-	var handler http.Handler
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		handler.ServeHTTP(w, r)
-	}))
-	t.Cleanup(server.Close)
-	issuer := startIssuer(t, server.URL+"/login/oidc/callback")
-	pool := pgtest.DB(t)
-	a := newAgentWith(t, api.Options{
-		Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, OIDC: &api.OIDC{
-			Issuer: issuer, ClientID: "agent", ClientSecret: "a-secret-of-the-client", PublicURL: server.URL,
-			Roles: []api.ClaimRole{
-				{Claim: "groups", Value: "agents", Role: principals.Admin},
-				{Claim: "groups", Value: "support", Role: principals.Approver},
-			},
-		},
+	var a *agent
+	base := testkit.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { a.handler.ServeHTTP(w, r) }))
+	issuer := startIssuer(t, base+"/login/oidc/callback")
+	a = withOIDC(t, api.OIDC{
+		Issuer: issuer, PublicURL: base,
+		Roles: []api.ClaimRole{{Claim: "groups", Value: "support", Role: principals.Approver}},
 	})
-	handler = a.handler
 	for name, role := range map[string]principals.Role{"anna": principals.Admin, "bert": principals.Approver} {
-		p := newPerson(t, server.URL)
+		p := newPerson(t, base)
 		status, body := p.logIn(name)
 		require.Truef(t, status == 200 && strings.Contains(body, `content="0;url=/lanes"`), "%s: %d %s", name, status, body)
-		who, err := principals.ByIdentity(t.Context(), pool, issuer, name)
+		who, err := principals.ByIdentity(t.Context(), a.pool, issuer, name)
 		assert.Truef(t, err == nil && who.Role == role && p.me() == 200, "%s is %+v, %v", name, who, err)
-		status, _, _ = p.do("GET", server.URL+"/v1/principals", nil)
+		status, _, _ = p.do("GET", base+"/v1/principals", nil)
 		assert.Equal(t, map[principals.Role]int{
 			"admin":    200,
 			"approver": 403,
 		}[role], status, name, "lists principals")
 		if name == "bert" {
-			sessions, err := principals.Sessions(t.Context(), pool, who.ID)
+			sessions, err := principals.Sessions(t.Context(), a.pool, who.ID)
 			require.NoError(t, err)
-			_, err = principals.RevokeSession(t.Context(), pool, sessions[0].ID, "a test")
+			_, err = principals.RevokeSession(t.Context(), a.pool, sessions[0].ID, "a test")
 			require.NoError(t, err)
 			assert.Equal(t, 401, p.me())
 			continue
 		}
-		p.do("POST", server.URL+"/logout", nil)
+		p.do("POST", base+"/logout", nil)
 		assert.Equal(t, 401, p.me())
 	}
-	stranger := newPerson(t, server.URL)
+	stranger := newPerson(t, base)
 	status, body := stranger.logIn("stranger")
 	assert.Truef(t, status == 403 && strings.Contains(body, "no role") && stranger.me() == 401,
 		"a stranger: %d %s", status, body)
-	checkOIDCRefusals(t, server.URL, pool, a)
+	checkOIDCRefusals(t, base, a)
 }
 
 // checkOIDCRefusals sends callbacks that no login of this browser requested.
-func checkOIDCRefusals(t *testing.T, base string, pool *pgxpool.Pool, a *agent) {
+func checkOIDCRefusals(t *testing.T, base string, a *agent) {
 	t.Helper()
-	assert.Equal(t, 3, pgtest.Value[int](t, pool, `select count(*)::int from agent_principals`))
+	assert.Equal(t, 3, pgtest.Value[int](t, a.pool, `select count(*)::int from agent_principals`))
 	other := newPerson(t, base)
 	status, body, _ := other.do("GET", base+"/login/oidc/callback?code=x&state=y", nil)
 	assert.Truef(t, status == 400 && other.me() == 401, "an answer that nobody asked for: %d %s", status, body)

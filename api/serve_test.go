@@ -44,15 +44,12 @@ func TestTimesAreUTC(t *testing.T) {
 
 func TestPanicIsProblem(t *testing.T) {
 	t.Parallel()
-	var log bytes.Buffer
-	s := &server{
-		auth: &authenticator{}, classes: newClasses(), timeouts: defaultTimeouts(),
-		log: slog.New(slog.NewTextHandler(&log, nil)),
-	}
-	h := s.withMiddleware(s.serve(route{
+	s, h := newBareServer(t, route{
 		access: Public,
 		handle: func(request) (response, error) { panic("the secret inside") },
-	}))
+	})
+	var log bytes.Buffer
+	s.log = slog.New(slog.NewTextHandler(&log, nil))
 	w := httptest.NewRecorder()
 	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
 	assert.Truef(t, w.Code == http.StatusInternalServerError &&
@@ -65,14 +62,11 @@ func TestPanicIsProblem(t *testing.T) {
 
 func TestPanicAbortsStartedResponse(t *testing.T) {
 	t.Parallel()
-	s := &server{
-		auth: &authenticator{}, classes: newClasses(), timeouts: defaultTimeouts(),
-		log: slog.New(slog.DiscardHandler),
-	}
-	h := s.withMiddleware(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+	breaks := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte("half"))
 		panic("then nothing")
-	}))
+	})
+	_, h := newBareServer(t, route{access: Public, httpHandler: breaks})
 	defer func() {
 		if recover() != http.ErrAbortHandler { //nolint:errorlint // net/http compares the value
 			t.Error("the connection is not aborted")
@@ -83,18 +77,14 @@ func TestPanicAbortsStartedResponse(t *testing.T) {
 
 func TestServerErrorHasFormatOfRoute(t *testing.T) {
 	t.Parallel()
-	s := &server{
-		auth: &authenticator{}, classes: newClasses(), timeouts: defaultTimeouts(),
-		log: slog.New(slog.DiscardHandler),
-	}
 	for name, fn := range map[string]func(request) (response, error){
 		"encoding error": func(request) (response, error) { return response{body: map[string]any{"f": func() {}}}, nil },
 		"panic":          func(request) (response, error) { panic("the secret inside") },
 	} {
 		for _, openAI := range []bool{false, true} {
+			_, h := newBareServer(t, route{access: Public, openAI: openAI, handle: fn})
 			w := httptest.NewRecorder()
-			s.withMiddleware(s.serve(route{access: Public, openAI: openAI, handle: fn})).ServeHTTP(w,
-				httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
+			h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
 			var got struct{ Error, Title any }
 			require.NoError(t, json.Unmarshal(w.Body.Bytes(), &got), name)
 			assert.Truef(t, w.Code == http.StatusInternalServerError && (got.Error != nil) == openAI &&
