@@ -51,18 +51,23 @@ func (s timeAxis) key(at time.Time) int64 { return at.UTC().Truncate(s.step).Uni
 
 // points returns the points with their values, by the start of the point. A point without values gets those of empty.
 func (s timeAxis) points(byStart map[int64][]float64, empty ...float64) []point {
-	list := make([]point, 0, s.count)
+	return pointsSince(s.since(), s.step, func(at time.Time) []float64 {
+		if values, ok := byStart[at.Unix()]; ok {
+			return values
+		}
+		return empty
+	})
+}
+
+// pointsSince returns the points from a time until now.
+func pointsSince(since time.Time, step time.Duration, values func(time.Time) []float64) []point {
+	list := []point{}
 	name, short := time.DateOnly, "Jan 2"
-	if s.step < 24*time.Hour {
+	if step < 24*time.Hour {
 		name, short = "2006-01-02 15:04", "Jan 2 15h"
 	}
-	for i := range s.count {
-		at := s.since().Add(time.Duration(i) * s.step)
-		values, ok := byStart[at.Unix()]
-		if !ok {
-			values = empty
-		}
-		list = append(list, point{Name: at.Format(name), Short: at.Format(short), Values: values})
+	for at := since; !at.After(time.Now()); at = at.Add(step) {
+		list = append(list, point{Name: at.Format(name), Short: at.Format(short), Values: values(at)})
 	}
 	return list
 }

@@ -111,7 +111,7 @@ func (room *Room) skillHealth(ctx context.Context, req *pageRequest) (any, error
 			"calls that do not count for the skill.",
 		Series: []series{{"succeeded", "bar-good"}, {"failed", "bar-bad"}, {"other", "bar-note"}}, Write: countTick,
 	}
-	c.Points = periodsSince(since, activity.ByDay, func(at time.Time) []float64 {
+	c.Points = pointsSince(since, 24*time.Hour, func(at time.Time) []float64 {
 		l := callsByDay[at.Unix()]
 		return []float64{float64(l.Worked - l.Failed), float64(l.Failed), float64(l.Calls - l.Worked)}
 	})

@@ -281,21 +281,12 @@ func spendChart(title string, lines []activity.SpendLine, since time.Time, per a
 			sums[l.Period.Unix()] += float64(l.Tokens)
 		}
 	}
-	c.Points = periodsSince(since, per, func(at time.Time) []float64 { return []float64{sums[at.Unix()]} })
-	return c
-}
-
-// periodsSince returns the days or hours from a time until now.
-func periodsSince(since time.Time, per activity.Period, values func(time.Time) []float64) []point {
-	list := []point{}
-	step, name, short := 24*time.Hour, time.DateOnly, "Jan 2"
+	step := 24 * time.Hour
 	if per == activity.ByHour {
-		step, name, short = time.Hour, "2006-01-02 15:04", "Jan 2 15h"
+		step = time.Hour
 	}
-	for at := since; !at.After(time.Now()); at = at.Add(step) {
-		list = append(list, point{Name: at.Format(name), Short: at.Format(short), Values: values(at)})
-	}
-	return list
+	c.Points = pointsSince(since, step, func(at time.Time) []float64 { return []float64{sums[at.Unix()]} })
+	return c
 }
 
 // moneyTick formats dollars at an axis. Parts of a cent have four decimals or more, so that small ticks differ.
