@@ -42,7 +42,7 @@ type executionSubject struct {
 	From string // the step from which the fork form starts
 	Tab  string // of the values
 	// before is the cursor of the timeline; nil for the newest steps.
-	before *stepCursor
+	before *timeCursor
 }
 
 // openExecution finds the execution.
@@ -59,7 +59,7 @@ func (room *Room) openExecution(ctx context.Context, req *pageRequest) (string, 
 	if err := checkOneOf("tab", subject.Tab, []string{"checkpoint"}); err != nil {
 		return "", err
 	}
-	if subject.before, err = parseStepCursor(q["before"]); err != nil {
+	if subject.before, err = parseTimeCursor(q["before"]); err != nil {
 		return "", err
 	}
 	var flow string

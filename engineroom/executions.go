@@ -193,7 +193,7 @@ func (room *Room) listExecutions(ctx context.Context, req *pageRequest) (any, er
 	f := req.Subject.(executionFilter)
 	switch {
 	case f.View != "":
-		return room.listWaiting(ctx, f)
+		return room.listWaiting(ctx, req)
 	case f.Sort != "":
 		return room.rankExecutions(ctx, f)
 	}
@@ -213,10 +213,10 @@ func (room *Room) listExecutions(ctx context.Context, req *pageRequest) (any, er
 	}
 	if len(result.Rows) > executionsShown {
 		result.Rows = result.Rows[:executionsShown]
-		result.Older = f.urlWith("before", result.Rows[executionsShown-1].ID)
+		result.Older = req.withParam("before", result.Rows[executionsShown-1].ID)
 		return result, nil
 	}
-	return room.lastSearched(ctx, f, result)
+	return room.lastSearched(ctx, req, result)
 }
 
 // rankExecutions reads the slowest of the newest maxRanked executions, or the most expensive by the newest maxRanked
@@ -263,7 +263,8 @@ func (room *Room) rankExecutions(ctx context.Context, f executionFilter) (any, e
 
 // lastSearched finds the last searched row of a page, if more rows follow. Later rows of any state belong to the next
 // page, so no row is on both pages.
-func (room *Room) lastSearched(ctx context.Context, f executionFilter, result executionList) (executionList, error) {
+func (room *Room) lastSearched(ctx context.Context, req *pageRequest, result executionList) (executionList, error) {
+	f := result.executionFilter
 	if f.searchesAll() {
 		return result, nil
 	}
@@ -316,13 +317,14 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, result ex
 	for len(result.Rows) > 0 && result.Rows[len(result.Rows)-1].ID < end {
 		result.Rows = result.Rows[:len(result.Rows)-1]
 	}
-	result.Older, result.Farther = f.urlWith("before", end), true
+	result.Older, result.Farther = req.withParam("before", end), true
 	return result, nil
 }
 
 // listWaiting reads waiting executions by deadline, or stuck executions. Other filters apply to the maxSearched
 // nearest.
-func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, error) {
+func (room *Room) listWaiting(ctx context.Context, req *pageRequest) (any, error) {
+	f := req.Subject.(executionFilter)
 	args := f.args(maxSearched, executionsShown)
 	args["from"], args["until"] = f.bounds("")
 	args["view"], args["kind"], args["after"], args["before"] = f.View, f.Kind, f.after, f.Before
@@ -363,7 +365,7 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 		result.Rows = result.Rows[:executionsShown]
 		last := result.Rows[executionsShown-1]
 		if last.WaitingUntil != nil { // the execution may have resumed meanwhile
-			result.Older = f.urlWith("before", last.WaitingUntil.UTC().Format(time.RFC3339Nano)+" "+last.ID)
+			result.Older = req.withParam("before", timeCursor{*last.WaitingUntil, last.ID}.String())
 		}
 	}
 	return result, nil

@@ -119,12 +119,11 @@ func (f *executionFilter) parseCursor(before string) error {
 	}
 	id := before
 	if f.View != "" {
-		at, rest, _ := strings.Cut(before, " ")
-		deadline, err := time.Parse(time.RFC3339Nano, at)
+		cursor, err := parseTimeCursor(before)
 		if err != nil {
-			return invalidCursor()
+			return err
 		}
-		f.after, id = &deadline, rest
+		f.after, id = &cursor.At, cursor.Key
 	}
 	if !uuidPattern.MatchString(id) {
 		return invalidCursor()
@@ -205,13 +204,6 @@ func (f executionFilter) urlValues() url.Values {
 
 // url returns the listing's URL.
 func (f executionFilter) url() string { return "/executions?" + f.urlValues().Encode() }
-
-// urlWith returns the listing's URL with one more filter.
-func (f executionFilter) urlWith(name, value string) string {
-	q := f.urlValues()
-	q.Set(name, value)
-	return "/executions?" + q.Encode()
-}
 
 // tabURL returns the listing's URL for a tab.
 func (f executionFilter) tabURL(name, value string) string {

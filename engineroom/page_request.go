@@ -96,6 +96,28 @@ func (req *pageRequest) withoutRow() *pageRequest {
 // firstN returns the first n items, and reports whether there are more.
 func firstN[T any](list []T, n int) ([]T, bool) { return list[:min(len(list), n)], len(list) > n }
 
+// timeCursor is a position in a list by time and key.
+type timeCursor struct {
+	At  time.Time
+	Key string
+}
+
+// parseTimeCursor parses a position in a URL; nil for none.
+func parseTimeCursor(text string) (*timeCursor, error) {
+	if text == "" {
+		return nil, nil
+	}
+	at, key, found := strings.Cut(text, " ")
+	t, err := time.Parse(time.RFC3339Nano, at)
+	if err != nil || !found {
+		return nil, invalidCursor()
+	}
+	return &timeCursor{t, key}, nil
+}
+
+// String formats the position for a URL.
+func (c timeCursor) String() string { return c.At.UTC().Format(time.RFC3339Nano) + " " + c.Key }
+
 // pager holds the links from a page of a list to the next page and to the first page. Each is empty for none.
 type pager struct{ Older, Newest string }
 

@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/url"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -39,13 +37,7 @@ type threadFilter struct {
 	Agent          string
 	Name           string // a part of the id, participant or public name
 	owners         []string
-	before         *threadCursor
-}
-
-// threadCursor is a thread's position in the listing.
-type threadCursor struct {
-	At time.Time
-	ID string
+	before         *timeCursor
 }
 
 func threadChannels() []string {
@@ -74,13 +66,8 @@ func (room *Room) openThreads(ctx context.Context, req *pageRequest) (string, er
 	if f.View != "" && len(q) > 1 {
 		return "", problem.BadParameter("view=%s lists all such threads: leave other filters out", f.View)
 	}
-	if q["before"] != "" {
-		timeText, id, found := strings.Cut(q["before"], " ")
-		at, err := time.Parse(time.RFC3339Nano, timeText)
-		if err != nil || !found {
-			return "", invalidCursor()
-		}
-		f.before = &threadCursor{at, id}
+	if f.before, err = parseTimeCursor(q["before"]); err != nil {
+		return "", err
 	}
 	req.Subject = f
 	return "Threads", nil
@@ -100,24 +87,6 @@ func (f threadFilter) moreOwners() []string {
 		return nil
 	}
 	return f.owners
-}
-
-// link returns the listing's URL from a position on.
-func (f threadFilter) link(p threadCursor) string {
-	q := url.Values{"before": {p.At.UTC().Format(time.RFC3339Nano) + " " + p.ID}}
-	if f.Channel != "" {
-		q.Set("channel", f.Channel)
-	}
-	if f.Owner != "" {
-		q.Set("owner", f.Owner)
-	}
-	if f.Agent != "" {
-		q.Set("agent", f.Agent)
-	}
-	if f.Name != "" {
-		q.Set("name", f.Name)
-	}
-	return "/threads?" + q.Encode()
 }
 
 // threadRow is a thread in a listing.
@@ -177,7 +146,7 @@ func (room *Room) listThreads(ctx context.Context, req *pageRequest) (any, error
 	var at *time.Time
 	id := ""
 	if f.before != nil {
-		at, id = &f.before.At, f.before.ID
+		at, id = &f.before.At, f.before.Key
 	}
 	rows, err := room.Read.Query(ctx, `
 		select `+threadRowColumns+` from (select w.id from (
@@ -206,7 +175,7 @@ func (room *Room) listThreads(ctx context.Context, req *pageRequest) (any, error
 	if len(result.Rows) > threadsShown {
 		result.Rows = result.Rows[:threadsShown]
 		last := result.Rows[threadsShown-1]
-		result.Older = f.link(threadCursor{last.UpdatedAt, last.ID})
+		result.Older = req.withParam("before", timeCursor{last.UpdatedAt, last.ID}.String())
 		return result, nil
 	}
 	if f.Channel == "" && f.Agent == "" && f.Name == "" && len(f.owners) < 2 {
@@ -217,7 +186,7 @@ func (room *Room) listThreads(ctx context.Context, req *pageRequest) (any, error
 		return nil, fmt.Errorf("read end of thread search: %w", err)
 	}
 	if hasMore {
-		result.Older, result.Farther = f.link(end), true
+		result.Older, result.Farther = req.withParam("before", end.String()), true
 	}
 	return result, nil
 }
@@ -225,7 +194,7 @@ func (room *Room) listThreads(ctx context.Context, req *pageRequest) (any, error
 // searchEnd returns the last thread that a bounded search reads. hasMore is false if the search reaches all threads.
 func (room *Room) searchEnd(
 	ctx context.Context, f threadFilter, at *time.Time, before string,
-) (end threadCursor, hasMore bool, err error) {
+) (end timeCursor, hasMore bool, err error) {
 	err = room.Read.QueryRow(ctx, `
 		select w.* from ((select x.updated_at, x.id from agent_threads x
 		  where @owner <> '' and x.owner = @owner and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
@@ -234,7 +203,7 @@ func (room *Room) searchEnd(
 		(select x.updated_at, x.id from agent_threads x
 		  where @owner = '' and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
 		  order by x.updated_at desc, x.id desc offset @searched - 1 limit 1)) w`, customPlan,
-		postgres.Strict{"owner": f.oneOwner(), "at": at, "before": before, "searched": maxSearched}).Scan(&end.At, &end.ID)
+		postgres.Strict{"owner": f.oneOwner(), "at": at, "before": before, "searched": maxSearched}).Scan(&end.At, &end.Key)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return end, false, nil
 	}

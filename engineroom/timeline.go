@@ -6,7 +6,6 @@ import (
 	"hash/fnv"
 	"net/url"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -16,25 +15,6 @@ import (
 
 // stepsShown bounds the recorded steps on a page.
 const stepsShown = 40
-
-// stepCursor is a recorded step's position.
-type stepCursor struct {
-	At   time.Time
-	Step string
-}
-
-// parseStepCursor parses a position; nil for none.
-func parseStepCursor(text string) (*stepCursor, error) {
-	if text == "" {
-		return nil, nil
-	}
-	at, step, found := strings.Cut(text, " ")
-	t, err := time.Parse(time.RFC3339Nano, at)
-	if err != nil || !found {
-		return nil, invalidCursor()
-	}
-	return &stepCursor{t, step}, nil
-}
 
 // recordedStep is a checkpoint.
 type recordedStep struct {
@@ -110,7 +90,7 @@ func (room *Room) executionTimeline(ctx context.Context, req *pageRequest) (any,
 	t := timeline{Entries: append(changes, stepEntries(x, steps)...), Steps: len(steps)}
 	slices.SortStableFunc(t.Entries, func(a, b timelineEntry) int { return a.At.Compare(b.At) })
 	if more {
-		cursor := steps[0].CreatedAt.UTC().Format(time.RFC3339Nano) + " " + steps[0].Step
+		cursor := timeCursor{steps[0].CreatedAt, steps[0].Step}.String()
 		if t.Unreachable = len(cursor) > maxFilterBytes; !t.Unreachable { // filtersOf rejects a longer cursor
 			t.Earlier = "/executions/" + x.ID + "?before=" + url.QueryEscape(cursor) + "#timeline"
 		}
@@ -131,7 +111,7 @@ func (room *Room) recordedSteps(
 	var at *time.Time
 	step := ""
 	if subject.before != nil {
-		at, step = &subject.before.At, subject.before.Step
+		at, step = &subject.before.At, subject.before.Key
 	}
 	list, err = postgres.Rows[recordedStep](ctx, room.Read, "read recorded steps", `
 		select c.step, c.claim, c.failed, left(o.text, 8192) as output, octet_length(o.text) as bytes,
