@@ -85,9 +85,6 @@ func (x executionRow) Took() int64 {
 	return x.CompletedAt.Sub(x.CreatedAt).Milliseconds()
 }
 
-// TraceEnd is the end of the trace's id.
-func (x executionRow) TraceEnd() string { return "…" + x.TraceID[max(len(x.TraceID)-6, 0):] }
-
 // collectExecutions reads rows of a listing, redacted.
 func collectExecutions(ctx context.Context, rows pgx.Rows, err error) ([]executionRow, error) {
 	list, err := postgres.Collect(rows, err, "list executions", pgx.RowToStructByName[executionRow])

@@ -85,14 +85,8 @@ func (room *Room) lanesFor(ctx context.Context, req *pageRequest, text string) (
 
 // heldLane is a held lane.
 type heldLane struct {
-	Lane, LockedBy string
-	ExecutionID    *string
-	TraceID        *string
-	FencingToken   int64
-	LockedAt       time.Time
-	ExpiresAt      *time.Time // nil if parked
-	Waiters        int64      // at most maxLanes + 1
-	Lender         *string    // the execution that lent the lane
+	lock           // with at most maxLanes + 1 waiters
+	Lender *string // the execution that lent the lane
 }
 
 // Waiting formats Waiters.
@@ -102,10 +96,7 @@ func (l heldLane) Waiting() string { return capped(l.Waiters, maxLanes) }
 func (room *Room) heldLanes(ctx context.Context, req *pageRequest) (any, error) {
 	filter, _ := req.Subject.(laneFilter)
 	all, err := postgres.Rows[heldLane](ctx, room.Read, "list lanes", `
-		select l.lane, l.locked_by, l.execution_id::text, coalesce(e.trace_id,
-		         substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}')) as trace_id,
-		       l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
-		       (select count(*) from (
+		select `+lockColumns+`, (select count(*) from (
 		          (select from agent_lock_waiters w where w.lane = l.lane and w.expires_at > now() limit @limit + 1) union all
 		          (select from agent_executions x where x.status = 'waiting' and x.waiting_for = 'lane'
 		            and x.waiting_key = l.lane limit @limit + 1)

@@ -162,13 +162,15 @@ type lock struct {
 	Waiters        int64
 }
 
+// lockColumns are the columns of a lock, of agent_locks l and agent_executions e, without the waiters.
+const lockColumns = `l.lane, l.locked_by, l.execution_id::text, coalesce(e.trace_id,
+	         substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}')) as trace_id,
+	       l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at`
+
 // locks reads the held lanes, newest first.
 func (room *Room) locks(ctx context.Context, _ *pageRequest) (any, error) {
 	list, err := postgres.Rows[lock](ctx, room.Read, "list lanes", `
-		select l.lane, l.locked_by, l.execution_id::text, coalesce(e.trace_id,
-		         substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}')) as trace_id,
-		       l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
-		       (select count(*) from (select from agent_lock_waiters w
+		select `+lockColumns+`, (select count(*) from (select from agent_lock_waiters w
 		         where w.lane = l.lane and w.expires_at > clock_timestamp() limit @count_limit) x) as waiters
 		  from (select * from agent_locks k
 		         where k.locked_by <> '' and k.expires_at > clock_timestamp()

@@ -3,7 +3,6 @@ package engineroom
 import (
 	"context"
 	"fmt"
-	"hash/fnv"
 	"net/url"
 	"time"
 
@@ -44,9 +43,7 @@ func (w spanWait) elementID() string {
 	if w.Queued {
 		place = "lane " + w.Key
 	}
-	sum := fnv.New64a()
-	_, _ = sum.Write([]byte(place)) // never fails
-	return fmt.Sprintf("wait-%s-%x", w.ExecutionID, sum.Sum64())
+	return elementID("wait-"+w.ExecutionID, place)
 }
 
 // waitsOf reads the past and present waits of runs, and their positions in the queues of lanes.
