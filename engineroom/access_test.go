@@ -30,8 +30,7 @@ func getAs(t *testing.T, room *Room, path string, role principals.Role, scopes .
 func TestTextsInThreadsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	id := rows.Execution(t, pool, "waiting", "flow", "onboarding")
 	rows.Quiet(t, pool, `insert into agent_threads (id, channel, owner) values ('maria', 'chat', 'key1')`)
 	rows.Quiet(t, pool, `insert into agent_requests (kind, execution_id, trace_id, thread_id, title, items)
@@ -55,8 +54,7 @@ func TestTextsInThreadsNeedThreadsRead(t *testing.T) {
 func TestResultsOfApprovedCallsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	x := rows.Execution(t, pool, "completed", "flow", "onboarding")
 	for skill, isText := range map[string]bool{"delegate": true, "count_rows": false} {
 		id := insert(t, pool, `
@@ -76,8 +74,7 @@ func TestResultsOfApprovedCallsNeedThreadsRead(t *testing.T) {
 func TestCheckpointsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	x := rows.Execution(t, pool, "completed", "heartbeat", "heartbeat")
 	rows.Quiet(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output)
 		values ($1, 'reflect', 1, '{"memories": [{"key": "k", "value": "PURPLE"}]}')`, x)
@@ -93,8 +90,7 @@ func TestCheckpointsNeedThreadsRead(t *testing.T) {
 func TestPayloadsOfChatsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	rows.Quiet(t, pool, `insert into agent_webhook_targets (name, url, secrets, events)
 		values ('crm', 'https://x.example', '{x}', '{*}')`)
 	id := insert(t, pool, `insert into agent_webhook_outbox (target_id, event, payload, trace_id)
@@ -111,8 +107,7 @@ func TestPayloadsOfChatsNeedThreadsRead(t *testing.T) {
 func TestScopesBoundOverviewAndSearch(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	id := rows.Execution(t, pool, "completed", "flow", "payday")
 	rows.Quiet(t, pool, `update agent_executions set result_summary = 'payday of 12 people' where id = $1`, id)
 	rows.Quiet(t, pool, `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash,

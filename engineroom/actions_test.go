@@ -36,11 +36,10 @@ func serveWithAPI(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.
 		calls = append(calls, apiCall{r.Method, r.URL.EscapedPath(), string(body), r.Header.Get("Content-Type"), r.Header})
 		answer(w, r)
 	})
-	room, err := New(Options{
-		Pool: pgtest.DB(t), Agent: "agent", API: func() http.Handler { return routes },
+	room := newRoom(t, Options{
+		Pool: pgtest.DB(t), API: func() http.Handler { return routes },
 		Key: []byte("k"),
 	})
-	require.NoError(t, err)
 	server := serveRoom(t, room)
 	noRedirect := &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error {
 		return http.ErrUseLastResponse

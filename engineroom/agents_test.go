@@ -26,8 +26,7 @@ func putAgent(t *testing.T, pool *pgxpool.Pool, d agents.Definition) {
 func openRoomWith(t *testing.T, settings agents.Settings) (*pgxpool.Pool, *httptest.Server) {
 	t.Helper()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: settings.Name, Agents: &agents.Directory{Settings: settings}})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool, Agent: settings.Name, Agents: &agents.Directory{Settings: settings}})
 	server := serveRoom(t, room)
 	return pool, server
 }

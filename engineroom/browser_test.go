@@ -17,7 +17,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
@@ -65,8 +64,7 @@ const rowListTemplates = `
 
 func serveRowList(t *testing.T) *rowList {
 	t.Helper()
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pgtest.DB(t)})
 	l := &rowList{rows: []string{"a", "b"}}
 	at := time.Now().Add(-90 * time.Second)
 	room.pages = append(room.pages, page{
@@ -290,8 +288,7 @@ func TestLoginOffersIssuerOfAnotherSite(t *testing.T) {
 	t.Parallel()
 	issuer := httptest.NewServer(http.NotFoundHandler())
 	t.Cleanup(issuer.Close)
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", OIDC: true})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pgtest.DB(t), OIDC: true})
 	mux := muxOf(room)
 	mux.HandleFunc("GET /login/oidc", func(w http.ResponseWriter, r *http.Request) {
 		http.Redirect(w, r, issuer.URL+"/?"+r.URL.RawQuery, http.StatusSeeOther)

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
-	"net/http/httptest"
 	"regexp"
 	"strings"
 	"testing"
@@ -254,8 +253,7 @@ func TestTrialIsLabelledByKeys(t *testing.T) {
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 		}
 	})
-	room, err := New(Options{Pool: pool, Agent: "agent", API: func() http.Handler { return mux }})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool, API: func() http.Handler { return mux }})
 	server := serveRoom(t, room)
 	_, newer := seedSuite(t, pool, "Money back!")
 	p := browser.Open(t, browser.Look{})
@@ -283,17 +281,8 @@ func TestTrialIsLabelledByKeys(t *testing.T) {
 func TestEvalButtonsDependOnRole(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
-	mux, role := muxOf(room), principals.Viewer
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		caller := &principals.Caller{
-			Principal: principals.Principal{Name: "ana", Role: role},
-			Scopes:    []string{principals.All},
-		}
-		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), caller, "session")))
-	}))
-	t.Cleanup(server.Close)
+	role := principals.Viewer
+	server := serveAs(t, pool, func(*http.Request) (string, principals.Role) { return "ana", role })
 	_, newer := seedSuite(t, pool, "Money back!")
 	const trace = "ch_01J8052XG1XHJAZ95GX5TCNBAZ"
 	rows.Quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage) values
@@ -317,7 +306,7 @@ func TestEvalButtonsDependOnRole(t *testing.T) {
 			"/evals":         {`#list details.action`, c.starts},
 			"/evals/returns": {`#facts form button`, c.starts},
 		} {
-			p.Go(server.URL + at)
+			p.Go(server + at)
 			var visible bool
 			p.Eval(`document.querySelector('`+button.selector+`').getClientRects().length > 0`, &visible)
 			assert.Truef(t, visible == button.visible, "the role %s sees %s on %s: %t", c.role, button.selector, at, visible)
@@ -330,33 +319,23 @@ func TestEvalButtonsDependOnRole(t *testing.T) {
 func TestLabelTextsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	_, newer := seedSuite(t, pool, "Money back!")
-	_, _, err = evals.PutLabel(t.Context(), pool, evals.NewLabel{
+	_, _, err := evals.PutLabel(t.Context(), pool, evals.NewLabel{
 		Run: newer, Case: "late", Trial: 2, Word: evals.Good, Note: "too kind",
 	})
 	require.NoError(t, err)
 	for role, quotes := range map[principals.Role]bool{principals.Viewer: false, principals.Approver: true} {
-		caller := &principals.Caller{
-			Principal: principals.Principal{Name: "ana", Role: role},
-			Scopes:    []string{principals.All},
-		}
 		for _, path := range []string{"/evals/returns", "/evals/returns?part=labels"} {
-			r := httptest.NewRequestWithContext(principals.WithCaller(t.Context(), caller, "session"), http.MethodGet, path, nil)
-			w := httptest.NewRecorder()
-			muxOf(room).ServeHTTP(w, r)
-			assert.Contains(t, w.Body.String(), "late, trial 2")
-			assert.Equal(t, quotes, strings.Contains(w.Body.String(), "Paid."), path, role)
-			assert.Equal(t, quotes, strings.Contains(w.Body.String(), "too kind"), path, role)
+			body := getAs(t, room, path, role, principals.All)
+			assert.Contains(t, body, "late, trial 2")
+			assert.Equal(t, quotes, strings.Contains(body, "Paid."), path, role)
+			assert.Equal(t, quotes, strings.Contains(body, "too kind"), path, role)
 		}
 		for _, path := range []string{"", "?part=cases", "?part=trials"} {
-			r := httptest.NewRequestWithContext(principals.WithCaller(t.Context(), caller, "session"), http.MethodGet,
-				"/evals/runs/"+newer+path, nil)
-			w := httptest.NewRecorder()
-			muxOf(room).ServeHTTP(w, r)
-			assert.Contains(t, w.Body.String(), "late")
-			assert.Equal(t, quotes, strings.Contains(w.Body.String(), "Money back!"), path, role)
+			body := getAs(t, room, "/evals/runs/"+newer+path, role, principals.All)
+			assert.Contains(t, body, "late")
+			assert.Equal(t, quotes, strings.Contains(body, "Money back!"), path, role)
 		}
 	}
 }

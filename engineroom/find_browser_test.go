@@ -181,8 +181,7 @@ func TestFindDialogWithKeys(t *testing.T) {
 func TestFindOpensAfterTwoEnters(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	rows.Skill(t, pool, "fetch_price", "Fetches.", "", "")
 	mux := muxOf(room)
 	entered := make(chan struct{})
@@ -212,8 +211,7 @@ func TestFindOpensAfterTwoEnters(t *testing.T) {
 
 func TestFindSaysWhyItIsRefused(t *testing.T) {
 	t.Parallel()
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pgtest.DB(t)})
 	mux := muxOf(room)
 	var status atomic.Int64
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -237,18 +235,9 @@ func TestFindSaysWhyItIsRefused(t *testing.T) {
 // A viewer may not search.
 func TestViewerIsNotOfferedFind(t *testing.T) {
 	t.Parallel()
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
-	require.NoError(t, err)
-	mux := muxOf(room)
-	caller := &principals.Caller{
-		Principal: principals.Principal{Name: "ana", Role: principals.Viewer}, Scopes: []string{principals.All},
-	}
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), caller, "session")))
-	}))
-	t.Cleanup(server.Close)
+	server := serveAs(t, pgtest.DB(t), func(*http.Request) (string, principals.Role) { return "ana", principals.Viewer })
 	p := browser.Open(t, browser.Look{})
-	p.Go(server.URL + "/lanes")
+	p.Go(server + "/lanes")
 	p.Until("the script runs", `document.querySelector("#find-open kbd:not([hidden])") !== null`)
 	var offered []string
 	p.Eval(`(() => {

@@ -60,8 +60,7 @@ func TestListFlows(t *testing.T) {
 	id := rows.Execution(t, pool, "completed", "flow", "external:sum")
 	rows.Quiet(t, pool, `update agent_executions set input = '{"start": 10}' where id = $1::uuid`, id)
 	rows.Quiet(t, pool, `update agent_executions set input = '{"password": "hunter2-Zq81xLm0Kk77"}' where flow = 'ship'`)
-	room, err := New(Options{Pool: pool, Agent: "agent"}) // this room has no cached suggestions
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool}) // this room has no cached suggestions
 	list := serveRoom(t, room).URL
 	row := func(name string) string {
 		body := wantTexts(t, list+"/flows")

@@ -68,8 +68,7 @@ func serveFakePage(t *testing.T) (*fakePage, *Room, *httptest.Server) {
 
 func serveFakePageWith(t *testing.T, change func(p *page)) (*fakePage, *Room, *httptest.Server) {
 	t.Helper()
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pgtest.DB(t), Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
 	s := &fakePage{texts: map[string]string{}, reads: map[string]*atomic.Int64{"one": {}, "calm": {}, "still": {}}}
 	p := page{path: "/watched", name: "watched", title: "Watched", parts: []part{
 		{name: "one", interval: 20 * time.Millisecond, load: s.load("one")},
@@ -445,8 +444,7 @@ func TestCachedValueIsInvalidatedDuringRead(t *testing.T) {
 
 func TestStreamsShareFailuresUntilAnotherFailure(t *testing.T) {
 	t.Parallel()
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pgtest.DB(t)})
 	run := func(status string) {
 		rows.Quiet(t, room.Pool, `
 			insert into agent_executions (trace_id, surface, flow, status, error_message, created_at, started_at,
@@ -758,23 +756,15 @@ func medianDelay(t *testing.T, pool *pgxpool.Pool, l *streamReader) time.Duratio
 func TestStreamOfApprovalIsOfItsViewer(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
-	mux := muxOf(room)
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		caller := &principals.Caller{
-			Principal: principals.Principal{Name: r.Header.Get("Last-Event-ID"), Role: principals.Admin},
-			Scopes:    []string{principals.All},
-		}
-		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), caller, "session")))
-	}))
-	t.Cleanup(server.Close)
+	server := serveAs(t, pool, func(r *http.Request) (string, principals.Role) {
+		return r.Header.Get("Last-Event-ID"), principals.Admin
+	})
 	id := pgtest.Value[string](t, pool, `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments,
 		arguments_hash, expires_at, four_eyes, requested_by)
 		values ('op_1', 'x', 1, '{}', 'x', clock_timestamp() + interval '1 hour', true, '{ana}') returning id::text`)
-	ben := openStream(t, server.URL+"/live/approvals/"+id, "ben")
+	ben := openStream(t, server+"/live/approvals/"+id, "ben")
 	ben.waitFor("Four eyes")
-	ana := openStream(t, server.URL+"/live/approvals/"+id, "ana")
+	ana := openStream(t, server+"/live/approvals/"+id, "ana")
 	ana.waitFor("You requested this call")
 }
 
@@ -782,8 +772,7 @@ func TestStreamOfApprovalIsOfItsViewer(t *testing.T) {
 func TestLiveFiltersFindNewRows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	server := serveRoom(t, room)
 	rows.Execution(t, pool, "completed", "flow", "greet_1")
 	const insertThread = `insert into agent_threads (id, channel, owner_kind, owner) values ($1, 'chat', 'key', $2)`

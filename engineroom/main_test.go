@@ -1,6 +1,7 @@
 package engineroom
 
 import (
+	"cmp"
 	"math"
 	"net/http"
 	"net/http/httptest"
@@ -16,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 func TestMain(m *testing.M) {
@@ -23,16 +25,22 @@ func TestMain(m *testing.M) {
 	pgtest.Main(leaks.Tests{M: browser.Tests{M: m}})
 }
 
+// newRoom returns a room with options. The default name of its agent is agent.
+func newRoom(t *testing.T, o Options) *Room {
+	t.Helper()
+	o.Agent = cmp.Or(o.Agent, "agent")
+	room, err := New(o)
+	require.NoError(t, err)
+	return room
+}
+
 // openRoom serves the room on its own database, without a login.
 func openRoom(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 	t.Helper()
 	pool := pgtest.DB(t)
-	room, err := New(Options{
-		Pool: pool, Agent: "agent",
-		Unforkable: func() map[string]string { return map[string]string{"turn": "say it again"} },
-	})
-	require.NoError(t, err)
-	return pool, serveRoom(t, room)
+	return pool, serveRoom(t, newRoom(t, Options{
+		Pool: pool, Unforkable: func() map[string]string { return map[string]string{"turn": "say it again"} },
+	}))
 }
 
 // muxOf routes the requests of a room.
@@ -50,6 +58,17 @@ func serveRoom(t *testing.T, room *Room) *httptest.Server {
 	server := httptest.NewServer(muxOf(room))
 	t.Cleanup(server.Close)
 	return server
+}
+
+// serveAs serves a room until the test ends. caller returns the name and the role of a request; it has all scopes.
+func serveAs(t *testing.T, pool *pgxpool.Pool, caller func(*http.Request) (string, principals.Role)) string {
+	t.Helper()
+	mux := muxOf(newRoom(t, Options{Pool: pool}))
+	return testkit.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		name, role := caller(r)
+		c := &principals.Caller{Principal: principals.Principal{Name: name, Role: role}, Scopes: []string{principals.All}}
+		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), c, "session")))
+	}))
 }
 
 // The smallest number has no positive counterpart. Count must not negate it for ever.

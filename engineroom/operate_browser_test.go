@@ -28,8 +28,7 @@ import (
 func serveConsole(t *testing.T, api map[string]http.HandlerFunc) (*pgxpool.Pool, string) {
 	t.Helper()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	mux := http.NewServeMux()
 	for _, r := range room.Routes() {
 		if r.Path != "/act/v1/operate" {

@@ -118,7 +118,7 @@ func TestOperateFormWithoutScript(t *testing.T) {
 		"late": func(w http.ResponseWriter) { w.WriteHeader(http.StatusUnauthorized) },
 	}
 	var got struct{ body, accept, cookie string }
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", API: func() http.Handler {
+	room := newRoom(t, Options{Pool: pgtest.DB(t), API: func() http.Handler {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			text, _ := io.ReadAll(r.Body)
 			got.body, got.accept, got.cookie = string(text), r.Header.Get("Accept"), r.Header.Get("Cookie")
@@ -129,7 +129,6 @@ func TestOperateFormWithoutScript(t *testing.T) {
 			}
 		})
 	}})
-	require.NoError(t, err)
 	mux := muxOf(room)
 	for message, want := range map[string]struct{ to, said string }{
 		"hello": {"/operate?session=ses_1", "The agent has answered."}, "busy": {"/operate?session=ses_0", "held by ana"},

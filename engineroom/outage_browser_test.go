@@ -33,8 +33,7 @@ type stoppableServer struct {
 func serveStoppable(t *testing.T) (*pgxpool.Pool, *stoppableServer) {
 	t.Helper()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	m := &stoppableServer{tb: t, handler: muxOf(room), address: testkit.FreeAddress(t)}
 	m.start()
 	t.Cleanup(m.stop)
@@ -125,8 +124,7 @@ func TestPageShowsServerOutage(t *testing.T) {
 // A page that the viewer may no longer open says so.
 func TestPageShowsNarrowedRole(t *testing.T) {
 	t.Parallel()
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pgtest.DB(t)})
 	mux := muxOf(room)
 	var narrowed atomic.Bool
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -40,11 +40,10 @@ func serveWithApprovals(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 		}
 		fmt.Fprint(w, "{}")
 	})
-	room, err := New(Options{
-		Pool: pool, Agent: "agent", Limits: budgets.Limits{Day: budgets.Limit{USD: 5}},
+	room := newRoom(t, Options{
+		Pool: pool, Limits: budgets.Limits{Day: budgets.Limit{USD: 5}},
 		API: func() http.Handler { return api },
 	})
-	require.NoError(t, err)
 	return pool, serveRoom(t, room)
 }
 

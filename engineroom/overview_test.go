@@ -290,8 +290,7 @@ func TestVerdictReasonsAreAcknowledged(t *testing.T) {
 	pool, server := openRoom(t)
 	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
 	rows.Skill(t, pool, "fetch_price", "Fetches a price.", "self_heal", "5 consecutive failures")
-	room, err := New(Options{Pool: pool})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	s, err := room.monitor().Status(t.Context(), pool)
 	require.NoError(t, err)
 	wantTexts(t, server.URL+"/", `data-verdict="degraded"`, `action="/act/v1/monitor/acknowledge"`,

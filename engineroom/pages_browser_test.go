@@ -82,8 +82,7 @@ var displayModes = map[string]browser.Look{
 // pageAddresses returns an address of each page of the room, and some more. It fails for a page without an address.
 func pageAddresses(t *testing.T, pool *pgxpool.Pool, addresses map[string]string) []string {
 	t.Helper()
-	room, err := New(Options{Pool: pool})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	var list []string
 	for _, p := range room.pages {
 		if addresses[p.path] == "" {

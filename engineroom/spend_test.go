@@ -21,8 +21,7 @@ func TestSpendByChatKeyAndModel(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	price := func(string) string { return "list price of 2026-07-24: $1 in, $2 out" }
-	room, err := New(Options{Pool: pool, PriceOf: price})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool, PriceOf: price})
 	server := serveRoom(t, room)
 	pgtest.Exec(t, pool, `
 		insert into agent_threads (id, channel, owner_kind, owner) values ('t', 'chat', 'visitor', 'shop <site>');
@@ -153,8 +152,7 @@ func TestBudgetLines(t *testing.T) {
 		},
 	}
 	assert.NoDiff(t, any(want), got)
-	limited, err := New(Options{Pool: pool, Agent: "agent", Limits: budgets.Limits{Day: budgets.Limit{Tokens: 5000}}})
-	require.NoError(t, err)
+	limited := newRoom(t, Options{Pool: pool, Limits: budgets.Limits{Day: budgets.Limit{Tokens: 5000}}})
 	wantTexts(t, serveRoom(t, limited).URL+"/", "5,000 tokens</a> of 5,000 tokens")
 }
 

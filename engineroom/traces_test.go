@@ -483,8 +483,7 @@ func maxNesting(body, begin, end string) (most int) {
 func TestEndedTraceIsReadOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	id, _ := seedTrace(t, pool)
 	v := pageRequest{path: func(string) string { return string(id) }}
 	loads := 0
@@ -518,8 +517,7 @@ func TestEndedTraceIsReadOnce(t *testing.T) {
 func TestEndOfRootReloadsLargeTrace(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
-	require.NoError(t, err)
+	room := newRoom(t, Options{Pool: pool})
 	id := insertRun(t, pool, trace.Heartbeat, "running", 5)
 	exec(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, parent_id)
