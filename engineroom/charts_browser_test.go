@@ -74,7 +74,6 @@ func TestChartsShowErrorsLatencyAndSpend(t *testing.T) {
 	p.Until("values are named where one points", `document.querySelector(".chart-area title").textContent.includes("p95")`)
 	p.Click(".charts details > summary")
 	p.Until("a table has the numbers", `document.querySelector(".charts details[open] table td").textContent !== ""`)
-	screenshot(t, p, "charts-7d", true)
 	wantNoBrowserErrors(t, p)
 	p.Click(`nav[aria-label="Range"] a[href*="90d"]`)
 	p.Until("the range is in the address",
@@ -100,7 +99,6 @@ func TestSpendOfDayIsTwoClicksAway(t *testing.T) {
 	} {
 		p.Shows(words)
 	}
-	screenshot(t, p, "spend-day", true)
 	wantNoBrowserErrors(t, p)
 	p.Click("#traces tbody a")
 	p.Until("it leads to the trace", `location.pathname.startsWith("/traces/fl_")`)

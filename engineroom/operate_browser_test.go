@@ -7,8 +7,6 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"os"
-	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -78,14 +76,6 @@ func respond(body string) http.HandlerFunc {
 	}
 }
 
-// screenshot saves a screenshot in the folder AGENT_SHOTS, if set.
-func screenshot(t *testing.T, p *browser.Page, name string, whole bool) {
-	t.Helper()
-	if dir := os.Getenv("AGENT_SHOTS"); dir != "" {
-		p.Screenshot(filepath.Join(dir, name+".png"), whole)
-	}
-}
-
 const inWindow = `(() => { const r = document.querySelector(".approval .decide").getBoundingClientRect(),
 	c = document.getElementById("say").getBoundingClientRect(); return r.top >= 0 && r.bottom <= c.top + 1 })()`
 
@@ -119,10 +109,8 @@ func TestApprovalInSessionIsVisibleOrLinked(t *testing.T) {
 		return until?.dateTime === "2030-01-01T00:00:00Z" && until.textContent.startsWith("in ");
 	})()`)
 	p.Until("no line is needed", `document.getElementById("asked-line").hidden`)
-	screenshot(t, p, "operate-approval", false)
 	p.Eval(`scrollTo(0, 0), 1`, new(int))
 	p.Shows("1 approval requested: show")
-	screenshot(t, p, "operate-approval-line", false)
 	wantNoBrowserErrors(t, p)
 	p.Click("#asked-link")
 	p.Until("the approval is in view again", inWindow+` && document.activeElement.value === "approve"`)
@@ -179,7 +167,6 @@ func TestAnswersAreSafeMarkdown(t *testing.T) {
 	p.Click("#send")
 	p.Shows("Done. Trace")
 	p.Until("a streamed answer is formatted", isFormatted)
-	screenshot(t, p, "operate-markdown", false)
 	wantNoBrowserErrors(t, p)
 	insertSession(t, pool, "hello", text, "cancelled")
 	p.Go(url + "/operate?session=" + aSession)
@@ -207,7 +194,6 @@ func TestCommandsAreSuggestedAndRun(t *testing.T) {
 	p.Type("#message", "/")
 	p.Until("all are listed", `document.querySelectorAll("#commands [role=option]").length > 8`)
 	wantNoBrowserErrors(t, p)
-	screenshot(t, p, "operate-commands", false)
 	p.Type("#message", "ski")
 	p.Press("\r")
 	p.Until("the list has a link", `document.querySelector("#transcript a[href='/skills/fetch']") !== null`)
@@ -266,7 +252,6 @@ func TestSessionAfterReloadAndWithoutScript(t *testing.T) {
 	text := p.Text("main")
 	assert.Contains(t, text, "what did you do?", "I **read** the orders.", "read_order", "1 approval requested: show",
 		"Approval requested: drop", `"amount": 120.50`, "Approve", "Reject", "Rename", "Sessions")
-	screenshot(t, p, "operate-noscript-phone", true)
 	p.As(browser.Look{Width: 320, Height: 700})
 	p.Expect("404") // this test has no API
 	p.Go(url + "/operate?session=" + aSession)
