@@ -2,7 +2,6 @@ package engineroom
 
 import (
 	"cmp"
-	"math"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -12,7 +11,6 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
-	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -69,18 +67,6 @@ func serveAs(t *testing.T, pool *pgxpool.Pool, caller func(*http.Request) (strin
 		c := &principals.Caller{Principal: principals.Principal{Name: name, Role: role}, Scopes: []string{principals.All}}
 		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), c, "session")))
 	}))
-}
-
-// The smallest number has no positive counterpart. Count must not negate it for ever.
-func TestCountOfAnyNumber(t *testing.T) {
-	t.Parallel()
-	for n, want := range map[int64]string{
-		0: "0", 999: "999", 1000: "1,000", -1: "-1", -999: "-999", -123456: "-123,456",
-		math.MaxInt64: "9,223,372,036,854,775,807", math.MinInt64: "-9,223,372,036,854,775,808",
-	} {
-		got := human.Count(n)
-		assert.Truef(t, got == want, "human.Count(%d) = %q, want %q", n, got, want)
-	}
 }
 
 // hostile is text of an attacker.
