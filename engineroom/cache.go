@@ -35,37 +35,37 @@ func (r *cached[T]) invalidate() { r.stale.Store(true) }
 // sumsInterval is the interval at which a stream refreshes sums over the log.
 const sumsInterval = 10 * time.Second
 
-// dayCache caches results by day. Concurrent calls after the lifetime of a result each read it.
-type dayCache struct {
-	mu   sync.Mutex
-	days map[time.Time]cachedDay
+// keyedCache caches results by key. Concurrent calls after the lifetime of a result each read it.
+type keyedCache[K comparable, T any] struct {
+	mu      sync.Mutex
+	results map[K]cachedResult[T]
 }
 
-type cachedDay struct {
-	data any
+type cachedResult[T any] struct {
+	data T
 	at   time.Time
 }
 
-// maxCachedDays bounds the cached days. At the bound, the cache drops all of them.
-const maxCachedDays = 32
+// maxCachedKeys bounds the cached results. At the bound, the cache drops all of them.
+const maxCachedKeys = 32
 
-// read returns the cached result of a day, or reads it.
-func (m *dayCache) read(day time.Time, lifetime time.Duration, read func() (any, error)) (any, error) {
+// read returns the cached result of a key, or reads it.
+func (m *keyedCache[K, T]) read(key K, lifetime time.Duration, read func() (T, error)) (T, error) {
 	m.mu.Lock()
-	result, ok := m.days[day]
+	result := m.results[key]
 	m.mu.Unlock()
-	if ok && time.Since(result.at) < lifetime {
+	if time.Since(result.at) < lifetime {
 		return result.data, nil
 	}
 	data, err := read()
 	if err != nil {
-		return nil, err
+		return data, err
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.days == nil || len(m.days) >= maxCachedDays {
-		m.days = map[time.Time]cachedDay{}
+	if m.results == nil || len(m.results) >= maxCachedKeys {
+		m.results = map[K]cachedResult[T]{}
 	}
-	m.days[day] = cachedDay{data, time.Now()}
+	m.results[key] = cachedResult[T]{data, time.Now()}
 	return data, nil
 }

@@ -30,6 +30,7 @@ import (
 	"html/template"
 	"log/slog"
 	"net/http"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -72,10 +73,10 @@ type Room struct {
 	templates       *template.Template
 	placeholder     string // see pageData.Part
 	hub             *hub
-	suggestionCache suggestions
+	suggestionCache keyedCache[string, []suggestion] // by kind of filter
 	pendingCache    cached[pendingCounts]
 	// traceCosts has the most expensive traces of days.
-	traceCosts dayCache
+	traceCosts keyedCache[time.Time, any]
 }
 
 // Route is a handler with its path.

@@ -795,7 +795,7 @@ func TestLiveFiltersFindNewRows(t *testing.T) {
 		pages[name].nextPart()
 	}
 	room.suggestionCache.mu.Lock()
-	clear(room.suggestionCache.cached)
+	clear(room.suggestionCache.results)
 	room.suggestionCache.mu.Unlock()
 	rows.Quiet(t, pool, `insert into agent_executions (trace_id, surface, flow)
 		values ('fl_01M8NKXTQ1T5J22XBV7F83NY73', 'flow', 'greet_2')`)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -19,7 +18,7 @@ const (
 	maxSuggestedLength = 200
 	// maxSuggestedCount bounds the count beside a suggestion.
 	maxSuggestedCount = 100
-	// suggestionTTL is the cache time of suggestions. Concurrent requests after it each read the values.
+	// suggestionTTL is the cache time of suggestions.
 	suggestionTTL = 15 * time.Second
 	// maxNamesLike bounds the values that a filter by a part of a name expands to. Further matches are ignored, and the
 	// chip of the filter says so.
@@ -30,17 +29,6 @@ const (
 type suggestion struct {
 	Value string
 	Count string // number of rows with the value, or of recent calls of a skill; empty if no index counts them
-}
-
-// suggestions caches the values of filters for suggestionTTL.
-type suggestions struct {
-	mu     sync.Mutex
-	cached map[string]cachedSuggestions
-}
-
-type cachedSuggestions struct {
-	list []suggestion
-	at   time.Time
 }
 
 // distinctSQL lists the values of a column with one index lookup each (a loose index scan). It counts the rows of each
@@ -69,23 +57,9 @@ var distinctColumns = map[string][3]string{
 
 // suggested returns the first maxSuggested values that a filter can have, at most suggestionTTL old.
 func (room *Room) suggested(ctx context.Context, kind string) ([]suggestion, error) {
-	room.suggestionCache.mu.Lock()
-	cached := room.suggestionCache.cached[kind]
-	room.suggestionCache.mu.Unlock()
-	if time.Since(cached.at) < suggestionTTL {
-		return cached.list, nil
-	}
-	list, err := room.readSuggestions(ctx, kind)
-	if err != nil {
-		return nil, err
-	}
-	room.suggestionCache.mu.Lock()
-	defer room.suggestionCache.mu.Unlock()
-	if room.suggestionCache.cached == nil {
-		room.suggestionCache.cached = map[string]cachedSuggestions{}
-	}
-	room.suggestionCache.cached[kind] = cachedSuggestions{list, time.Now()}
-	return list, nil
+	return room.suggestionCache.read(kind, suggestionTTL, func() ([]suggestion, error) {
+		return room.readSuggestions(ctx, kind)
+	})
 }
 
 // readSuggestions reads the first maxSuggested values of a kind of filter from the database.
