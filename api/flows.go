@@ -39,21 +39,11 @@ func (s *server) flowRoutes() []route {
 
 // listFlows pages by name, unlike the listings by id.
 func (s *server) listFlows(r request) (response, error) {
-	after, err := decodeCursor("flows", r.query["cursor"])
-	if err != nil {
-		return response{}, err
-	}
-	limit := r.query.limit()
-	rows, err := flows.List(r.Context(), s.pool, flows.Filter{After: after, Limit: limit})
-	if err != nil || len(rows) < limit {
-		return response{body: pageOf(rows, "")}, err
-	}
-	last := rows[len(rows)-1].Name
-	more, err := flows.List(r.Context(), s.pool, flows.Filter{After: last, Limit: 1})
-	if err != nil || len(more) == 0 {
-		return response{body: pageOf(rows, "")}, err
-	}
-	return response{body: pageOf(rows, encodeCursor("flows", last))}, nil
+	list, err := readPageByKey("flows", r.query, func(f flows.Flow) string { return f.Name },
+		func(after string, limit int) ([]flows.Flow, error) {
+			return flows.List(r.Context(), s.pool, flows.Filter{After: after, Limit: limit})
+		})
+	return response{body: list}, err
 }
 
 func (s *server) getFlow(r request) (response, error) {

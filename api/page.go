@@ -39,20 +39,30 @@ const (
 	maxPage     = activity.MaxLimit
 )
 
-// readPage reads a page of a listing by id, newest first, and checks for a next page. The arguments of read are the id
-// to continue after and the row count.
+// readPage reads a page of a listing by id, newest first: see readPageByKey.
 func readPage[T any](
 	listing string, q query, id func(T) string, read func(before string, limit int) ([]T, error),
 ) (page[T], error) {
-	before, err := decodeIDCursor(listing, q["cursor"])
+	if _, err := decodeIDCursor(listing, q["cursor"]); err != nil {
+		return page[T]{}, err
+	}
+	return readPageByKey(listing, q, id, read)
+}
+
+// readPageByKey reads a page of a listing, and checks for a next page. The arguments of read are the key to continue
+// after and the row count.
+func readPageByKey[T any](
+	listing string, q query, key func(T) string, read func(after string, limit int) ([]T, error),
+) (page[T], error) {
+	after, err := decodeCursor(listing, q["cursor"])
 	if err != nil {
 		return page[T]{}, err
 	}
-	rows, err := read(before, q.limit())
+	rows, err := read(after, q.limit())
 	if err != nil || len(rows) < q.limit() {
 		return pageOf(rows, ""), err
 	}
-	last := id(rows[len(rows)-1])
+	last := key(rows[len(rows)-1])
 	more, err := read(last, 1)
 	if err != nil || len(more) == 0 {
 		return pageOf(rows, ""), err

@@ -48,32 +48,19 @@ func (s *server) threadRoutes() []route {
 // listThreads lists threads by their last message. A thread that gets a message during a listing moves to the front, so
 // the later pages miss it.
 func (s *server) listThreads(r request) (response, error) {
-	after, err := decodeCursor("threads", r.query["cursor"])
-	if err != nil {
-		return response{}, err
-	}
-	f := threads.Filter{
-		Channel: r.query["channel"], Owner: r.query["owner"], Agent: r.query["agent"], Limit: r.query.limit(),
-	}
-	if after != "" {
-		at, id, _ := strings.Cut(after, " ")
-		f.BeforeID = id
-		if f.BeforeTime, err = time.Parse(time.RFC3339Nano, at); err != nil {
-			return response{}, activity.ErrCursor
+	key := func(t threads.Thread) string { return t.UpdatedAt.UTC().Format(time.RFC3339Nano) + " " + t.ID }
+	list, err := readPageByKey("threads", r.query, key, func(after string, limit int) (_ []threads.Thread, err error) {
+		f := threads.Filter{Channel: r.query["channel"], Owner: r.query["owner"], Agent: r.query["agent"], Limit: limit}
+		if after != "" {
+			at, id, _ := strings.Cut(after, " ")
+			f.BeforeID = id
+			if f.BeforeTime, err = time.Parse(time.RFC3339Nano, at); err != nil {
+				return nil, activity.ErrCursor
+			}
 		}
-	}
-	rows, err := threads.List(r.Context(), s.pool, f)
-	if err != nil || len(rows) < f.Limit {
-		return response{body: pageOf(rows, "")}, err
-	}
-	last := rows[len(rows)-1]
-	f.BeforeTime, f.BeforeID, f.Limit = last.UpdatedAt, last.ID, 1
-	more, err := threads.List(r.Context(), s.pool, f)
-	if err != nil || len(more) == 0 {
-		return response{body: pageOf(rows, "")}, err
-	}
-	return response{body: pageOf(rows,
-		encodeCursor("threads", last.UpdatedAt.UTC().Format(time.RFC3339Nano)+" "+last.ID))}, nil
+		return threads.List(r.Context(), s.pool, f)
+	})
+	return response{body: list}, err
 }
 
 // threadDetail is a thread with a page of messages, newest first.
