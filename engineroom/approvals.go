@@ -70,9 +70,11 @@ func openApprovals(req *pageRequest) (filter approvalFilter, err error) {
 // arguments that it shows in full.
 const maxListedArguments = 4000
 
-// approvalRow is an approval in the list.
+// approvalRow is an approval in a list.
 type approvalRow struct {
 	ID, SkillName, TraceID, Flow, Status, DecidedBy, Reason, Arguments string
+	Description                                                        string // of the skill
+	Whole                                                              bool   // Arguments has them in full
 	SkillRevision                                                      int
 	Bytes                                                              int64
 	RevisionNow                                                        *int // nil if the skill is deleted
@@ -88,15 +90,12 @@ type pendingApproval struct {
 	Back string // the page to return to after the decision
 }
 
-// Whole reports that the page shows the arguments in full.
-func (a approvalRow) Whole() bool { return a.Bytes <= maxListedArguments }
-
 // Changed reports that the skill has changed since the request, so an approval would be void.
 func (a approvalRow) Changed() bool { return a.RevisionNow == nil || *a.RevisionNow != a.SkillRevision }
 
 // Text formats the arguments, or their beginning.
 func (a approvalRow) Text() string {
-	if a.Whole() {
+	if a.Whole {
 		return formatJSON(a.Arguments)
 	}
 	return a.Arguments + "…"
@@ -135,13 +134,14 @@ func (room *Room) approvalsList(ctx context.Context, req *pageRequest) (any, err
 	}, nil
 }
 
-// selectApproval reads approvals a of executions e.
+// selectApproval reads approvals a of executions e, with up to @listed bytes of arguments.
 const selectApproval = `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.decided_by,
 		       left(a.reason, 300) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
 		       coalesce(e.flow, '') as flow,
 		       case when @time::text = 'over' then 'expired' else a.status end as status, s.revision as revision_now,
-		       octet_length(a.arguments::text)::bigint as bytes, left(a.arguments::text, @listed::int) as arguments
+		       octet_length(a.arguments::text)::bigint as bytes, left(a.arguments::text, @listed::int) as arguments,
+		       octet_length(a.arguments::text) <= @listed::int as whole, coalesce(left(s.description, 200), '') as description
 		  from agent_approvals a
 		  left join agent_executions e on e.id = a.execution_id
 		  left join agent_skills s on s.name = a.skill_name`

@@ -48,7 +48,7 @@ type attentionItem struct {
 	Kind, Name, Target, Note string
 	At                       time.Time
 	Total                    int64
-	Call                     *pendingCall `db:"-"` // of an approval
+	Call                     *approvalRow `db:"-"` // of an approval
 }
 
 // maxPerKind bounds the named items of one kind.
@@ -115,29 +115,12 @@ func (n attentionKind) Noun() string { return strings.ToLower(n.Title[:1]) + n.T
 // Path is the item's URL, without its id.
 func (n attentionKind) Path() string { return n.item }
 
-// pendingCall is a call that waits for an approval.
-type pendingCall struct {
-	ID, TraceID, Flow, Agent, Description string
-	ExecutionID                           *string
-	SkillRevision                         int
-	RevisionNow                           *int
-	Bytes                                 int64
-	Arguments                             string // empty if the arguments are long
-	ExpiresAt                             time.Time
-}
-
 // maxInlineArguments bounds the arguments, in bytes, that a person can read and approve on the overview. Longer
 // arguments have a page of their own.
 const maxInlineArguments = 3000
 
-// Whole reports that the page shows the arguments in full.
-func (c pendingCall) Whole() bool { return c.Bytes <= maxInlineArguments }
-
-// Changed reports that an approval would be void: see approvalFacts.
-func (c pendingCall) Changed() bool { return c.RevisionNow == nil || *c.RevisionNow != c.SkillRevision }
-
 // pendingCalls reads the calls of the named approvals, by id. Arguments are exact, as on the approval's page.
-func (room *Room) pendingCalls(ctx context.Context, items []attentionItem) (map[string]*pendingCall, error) {
+func (room *Room) pendingCalls(ctx context.Context, items []attentionItem) (map[string]*approvalRow, error) {
 	ids := []string{}
 	for _, n := range items {
 		if n.Kind == "approval" {
@@ -147,19 +130,10 @@ func (room *Room) pendingCalls(ctx context.Context, items []attentionItem) (map[
 	if len(ids) == 0 {
 		return nil, nil
 	}
-	list, err := postgres.Rows[pendingCall](ctx, room.Read, "read approvals", `
-		select a.id::text, left(a.trace_id, 100) as trace_id, coalesce(left(e.flow, 100), '') as flow,
-		       coalesce(left(e.agent, 100), '') as agent, coalesce(left(s.description, 200), '') as description,
-		       a.execution_id::text, a.skill_revision, s.revision as revision_now, octet_length(a.arguments::text) as bytes,
-		       case when octet_length(a.arguments::text) <= @limit then a.arguments::text else '' end as arguments,
-		       a.expires_at
-		  from agent_approvals a
-		  left join agent_executions e on e.id = a.execution_id
-		  left join agent_skills s on s.name = a.skill_name
-		 where a.id = any (@ids::uuid[])`, postgres.Strict{"ids": ids, "limit": maxInlineArguments})
-	calls := map[string]*pendingCall{}
+	list, err := postgres.Rows[approvalRow](ctx, room.Read, "read approvals", selectApproval+`
+		 where a.id = any (@ids::uuid[])`, postgres.Strict{"ids": ids, "time": "", "listed": maxInlineArguments})
+	calls := map[string]*approvalRow{}
 	for i := range list {
-		list[i].Arguments = formatJSON(list[i].Arguments)
 		calls[list[i].ID] = &list[i]
 	}
 	return calls, err
