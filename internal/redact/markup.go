@@ -3,6 +3,7 @@ package redact
 import (
 	"slices"
 	"strings"
+	"unicode"
 )
 
 // scrubMarkup removes the content of XML elements that have the name of a secret: <password>value</password>.
@@ -52,8 +53,11 @@ func contentAt(s string, i int, ends *endTags) (from, to int) {
 	} else {
 		content = content[:bareEnd(content)]
 	}
-	trimmed := strings.TrimSpace(content)
-	if trimmed == Marker || spared(trimmed, how) || how == weak && strings.Contains(content, "<") {
+	start := strings.TrimLeftFunc(content, unicode.IsSpace)
+	if how == weak && strings.Contains(start, "<") || strings.HasPrefix(start, cutPrefix) {
+		return i, i // without reading it all: many elements may share an end tag
+	}
+	if trimmed := strings.TrimSpace(start); trimmed == Marker || spared(trimmed, how) {
 		return i, i
 	}
 	return from, from + len(content)

@@ -50,10 +50,12 @@ func queryKeywords() []string {
 // time, and a signature, joined by dots.
 func scrubDiscord(s string) string {
 	const middle, signature, least, most = 6, 27, 23, 28
+	var out strings.Builder
+	done := 0 // s up to here is written
 	for i := 0; ; i++ {
 		next := strings.IndexByte(s[i:], '.')
 		if next < 0 {
-			return s
+			return out.String() + s[done:]
 		}
 		i += next
 		last := i + 1 + middle
@@ -61,15 +63,16 @@ func scrubDiscord(s string) string {
 			continue
 		}
 		from := i
-		for from > 0 && i-from <= most && isToken(s[from-1]) {
+		for from > done && i-from <= most && isToken(s[from-1]) {
 			from--
 		}
 		if i-from < least || i-from > most || strings.IndexByte("MNO", s[from]) < 0 {
 			continue
 		}
 		to := last + 1 + tokenLength(s[last+1:])
-		s = s[:from] + Marker + s[to:]
-		i = from + len(Marker) - 1 // the loop adds 1
+		out.WriteString(s[done:from])
+		out.WriteString(Marker)
+		done, i = to, to-1 // the loop adds 1
 	}
 }
 

@@ -2,6 +2,7 @@ package redact
 
 import (
 	"strings"
+	"unicode"
 )
 
 // A value in YAML may begin on the line after its name: as a block (name: |) of all lines with a larger indentation
@@ -10,23 +11,24 @@ import (
 // yamlEnd returns the length of the end of a name's line at index i of s, if its value may begin on the next line: a
 // block sign, or nothing. Otherwise it returns 0.
 func yamlEnd(s string, i int) int {
-	line := s[i:]
-	if end := strings.IndexByte(line, '\n'); end >= 0 {
-		line = line[:end+1]
-	} else {
+	text := strings.TrimLeftFunc(s[i:], unicode.IsSpace)
+	first := len(s) - len(text)
+	if end := strings.IndexByte(s[i:first], '\n'); end >= 0 {
+		return end + 1
+	}
+	if text == "" || text[0] != '|' && text[0] != '>' {
 		return 0
 	}
-	sign := strings.TrimSpace(line)
-	if comment := strings.Index(sign, " #"); comment >= 0 {
-		sign = strings.TrimSpace(sign[:comment])
-	}
-	if sign == "" || sign[0] != '|' && sign[0] != '>' || strings.Trim(sign[1:], "+-0123456789") != "" {
-		if sign == "" {
-			return len(line)
-		}
+	const longest = 1000 // of a line: other names may follow on it, and each of them looks for its end
+	end := strings.IndexByte(text[:min(len(text), longest)], '\n')
+	if end < 0 {
 		return 0
 	}
-	return len(line)
+	sign, _, _ := strings.Cut(text[1:end], " #")
+	if strings.Trim(strings.TrimRightFunc(sign, unicode.IsSpace), "+-0123456789") != "" {
+		return 0
+	}
+	return first + end + 1 - i
 }
 
 // yamlScalar finds the value that begins on the line after the name, which ends at i+length.
