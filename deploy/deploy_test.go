@@ -199,6 +199,23 @@ func TestKubernetesDeployment(t *testing.T) {
 	requireGracePeriod(t, "k8s", duration(t, env["AGENT_DRAIN_DELAY"]), time.Duration(grace)*time.Second)
 }
 
+// The example Secret has the name of the operator's own: kubectl apply of the folder would replace that one.
+func TestKubectlAppliesNoExampleSecret(t *testing.T) {
+	texts := deployFiles(t)
+	for _, path := range []string{"../docs/guide/production.md", "../README.md"} {
+		texts[path] = read(t, path)
+	}
+	found := 0
+	for path, text := range texts {
+		for _, command := range regexp.MustCompile(`kubectl apply -f ([\w./-]+)`).FindAllStringSubmatch(text, -1) {
+			found++
+			applied := strings.TrimRight(command[1], ".")
+			assert.Equal(t, "deploy/k8s/lanekeeper.yaml", applied, path)
+		}
+	}
+	assert.Truef(t, found >= 2, "%d commands", found)
+}
+
 // systemd, if installed, accepts the unit, and rates its exposure at most 2.0 of 10. The unit's stop timeout covers the
 // shutdown.
 func TestSystemdUnit(t *testing.T) {
