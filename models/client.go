@@ -44,7 +44,7 @@ type Client struct {
 
 	mu        sync.Mutex
 	dialects  map[string]dialect // rejected features, by model
-	densities map[string]float64 // see Density, by model
+	densities map[string]density // by model
 	reports   bool               // the server has reported usage before
 }
 

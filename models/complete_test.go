@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
+	"math"
 	"net/http"
 	"strings"
 	"testing"
@@ -235,8 +236,9 @@ func TestImplausibleUsageIsEstimated(t *testing.T) {
 			resp := complete(t, c, ask(strings.Repeat("word", 10)))
 			want := models.Usage{PromptTokens: 36, CompletionTokens: 1, TotalTokens: 37, Estimated: true}
 			assert.NoDiff(t, want, resp.Usage)
-			c.ObserveUsage(models.Quote{Model: "m", PromptTokens: 14}, resp.Usage)
-			assert.Equal(t, 1, c.Density("m"), "later prompts are estimated at more")
+			quote := models.Quote{Model: "m", PromptTokens: 14}
+			c.ObserveUsage(quote, resp.Usage)
+			assert.Equal(t, 1, c.Density(quote), "later prompts are estimated at more")
 		})
 	}
 }
@@ -354,11 +356,32 @@ func TestDensityIsOfTextAndModel(t *testing.T) {
 	picture.Messages[0].Parts = []models.Part{{Image: &models.Image{URL: "https://host/picture"}}}
 	c.ObserveUsage(c.Quote(picture), models.Usage{PromptTokens: 27_000})
 	quote := c.Quote(text)
-	assert.Equal(t, 1, c.Density(quote.Model), "after an image")
+	assert.Equal(t, 1, c.Density(quote), "after an image")
 	c.ObserveUsage(quote, models.Usage{PromptTokens: 2 * quote.PromptTokens})
-	assert.Equal(t, 2, c.Density(quote.Model), "after a text")
+	assert.Equal(t, 2, c.Density(quote), "after a text")
 	text.Model = "other"
-	assert.Equal(t, 1, c.Density(c.Quote(text).Model), "of another model")
+	assert.Equal(t, 1, c.Density(c.Quote(text)), "of another model")
+}
+
+// A provider may add a prompt of its own to each prompt. Long prompts reserve no multiple of it.
+func TestDensityOfHiddenPrompt(t *testing.T) {
+	t.Parallel()
+	c := client(t, modeltest.New(t))
+	reserved := func(tokens int) float64 {
+		return math.Round(float64(tokens) * c.Density(models.Quote{Model: "m", PromptTokens: tokens}))
+	}
+	observe := func(tokens, counted int) {
+		c.ObserveUsage(models.Quote{Model: "m", PromptTokens: tokens}, models.Usage{PromptTokens: counted})
+	}
+	observe(200, 8000)
+	assert.Equal(t, 8000, reserved(200), "the same prompt")
+	assert.Equal(t, 15_800, reserved(8000), "a longer prompt")
+	observe(100_000, 157_800) // dense text
+	assert.Equal(t, 8100, reserved(200), "a short prompt after dense text")
+	assert.Equal(t, 157_800, reserved(100_000), "dense text")
+	observe(100_000, 1_000_000)
+	assert.Equal(t, 1_000_000, reserved(100_000), "more than text can be")
+	assert.Equal(t, 800_400, reserved(200), "a short prompt after that")
 }
 
 func TestQuoteExceedsUsage(t *testing.T) {

@@ -80,7 +80,7 @@ func New(config Config) (*Client, error) {
 	if len(problems) > 0 {
 		return nil, fmt.Errorf("configure model: %w", errors.Join(problems...))
 	}
-	return &Client{config: config, densities: map[string]float64{}}, nil
+	return &Client{config: config, densities: map[string]density{}}, nil
 }
 
 func withDefaults(config Config) Config {

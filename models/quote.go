@@ -154,12 +154,22 @@ func measure(m Message) (e extent) {
 
 func ceilDiv(a, b int) int { return (a + b - 1) / b }
 
-// Density is the largest ratio of tokens that a model's server counted to tokens of [Client.Quote], for prompts without
-// images; at least 1. A budget multiplies its quotes by this ratio. Density is safe for concurrent use.
-func (c *Client) Density(model string) float64 {
+// density has what a model's server counted beyond quotes: tokens for each token of a long prompt, and tokens for each
+// prompt, such as those of a hidden system prompt.
+type density struct{ ratio, overhead float64 }
+
+const (
+	longPrompt = 20_000 // tokens of a quote; the overhead of a shorter prompt may exceed its text
+	maxDensity = 2      // a letter is half a token of a quote, and hardly more than one of a server
+)
+
+// Density is the factor by which a budget multiplies a quote, at least 1. It covers what the model's server counted
+// for earlier prompts without images. Density is safe for concurrent use.
+func (c *Client) Density(q Quote) float64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return max(c.densities[model], 1)
+	learnt := c.densities[q.Model]
+	return max(learnt.ratio, 1) + learnt.overhead/float64(max(q.PromptTokens, 1))
 }
 
 // reportsUsage reports whether the server has ever reported usage.
@@ -178,5 +188,10 @@ func (c *Client) ObserveUsage(q Quote, u Usage) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.densities[q.Model] = max(c.densities[q.Model], float64(u.PromptTokens)/float64(q.PromptTokens))
+	learnt, quoted, counted := c.densities[q.Model], float64(q.PromptTokens), float64(u.PromptTokens)
+	if q.PromptTokens >= longPrompt {
+		learnt.ratio = max(learnt.ratio, min((counted-learnt.overhead)/quoted, maxDensity))
+	}
+	learnt.overhead = max(learnt.overhead, counted-quoted*max(learnt.ratio, 1))
+	c.densities[q.Model] = learnt
 }

@@ -76,7 +76,7 @@ func (a *account) newReservation(ctx context.Context, model *models.Client, req 
 	req.MaxTokens = a.answerTokens
 	quote := model.Quote(req)
 	need := func() budgets.Need {
-		density := model.Density(quote.Model)
+		density := model.Density(quote)
 		return budgets.Need{
 			PromptTokens: int64(math.Ceil(float64(quote.PromptTokens) * density)), PromptUSD: quote.PromptUSD * density,
 			TokenUSD: quote.TokenUSD,
