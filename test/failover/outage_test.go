@@ -267,11 +267,12 @@ func TestRestoredDumpContinues(t *testing.T) {
 		a.Stop()
 	}
 
-	to := pgtest.EmptyURL(t)
+	to := urlOf(newServer(t)) // which has no roles of the old one
+	runDocumented(t, "psql .*create role", dir, "NEW_DATABASE_URL="+to)
 	runDocumented(t, "pg_restore", dir, "NEW_DATABASE_URL="+to)
 	// the schema of the test itself
 	run(t, `psql --dbname="$NEW_DATABASE_URL" --command='drop schema truth cascade'`, dir, "NEW_DATABASE_URL="+to)
-	runDocumented(t, "psql --dbname", dir, "NEW_DATABASE_URL="+to)
+	runDocumented(t, "psql .*void_agent_leases", dir, "NEW_DATABASE_URL="+to)
 	restored := newTestEnv(t, to, "30s")
 	assert.Equal(t, waiting, pgtest.Value[int](restored.t, restored.db, asleep))
 	checkRestored(restored, waiting+running, token, claims)
