@@ -99,9 +99,10 @@ func (w *testEnv) worker(owner, base string, ttl int, environ ...string) *procte
 	if packed {
 		sdk = installed(w.T, "python")
 	}
-	return proctest.Start(w, waitTimeout, w.TempDir(), proctest.Environ(append(environ, "AGENT_URL="+base,
-		"AGENT_TOKEN="+token, "OWNER="+owner, "EFFECTS="+w.effects, "SDK="+sdk, fmt.Sprint("TTL_SECONDS=", ttl),
-		"PYTHONDONTWRITEBYTECODE=1")...), w.command...)
+	return proctest.Start(w, waitTimeout, w.TempDir(), proctest.Environ(append([]string{
+		"AGENT_URL=" + base, "AGENT_TOKEN=" + token, "OWNER=" + owner, "EFFECTS=" + w.effects, "SDK=" + sdk,
+		fmt.Sprint("TTL_SECONDS=", ttl), "PYTHONDONTWRITEBYTECODE=1",
+	}, environ...)...), w.command...)
 }
 
 // proxy forwards requests to the server.
@@ -323,6 +324,14 @@ func TestUnreadableInputFailsItsFlowOnly(t *testing.T) {
 		w.checkEnd(deep, "failed", map[string]string{
 			"typescript": "it gives up", "python": "the input or a record of the execution is nested too deeply for Python",
 		}[w.name])
+	})
+}
+
+// Settings often come from files.
+func TestSettingsMayEndInLineBreak(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		w.worker("first", w.base, 30, "AGENT_URL="+w.base+"\n", "AGENT_TOKEN="+token+"\n")
+		w.checkEnd(w.start("external:scenario", `{"steps":1,"pause_ms":0}`), "completed", "the sum is 1")
 	})
 }
 

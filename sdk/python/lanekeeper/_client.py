@@ -78,10 +78,10 @@ class Connection:
     """Sends requests. Each of them may be sent twice, so it is repeated while the server is away."""
 
     def __init__(self, url: str | None = None, token: str | None = None) -> None:
-        self.url = (url or os.environ.get("AGENT_URL") or "http://127.0.0.1:8080").rstrip("/")
+        self.url = (url or os.environ.get("AGENT_URL") or "http://127.0.0.1:8080").strip().rstrip("/")
         if not self.url.lower().startswith(("http://", "https://")):
             raise ValueError(f"the URL {self.url} does not begin with http:// or https://: pass url, or set AGENT_URL")
-        self.token = token or os.environ.get("AGENT_TOKEN") or os.environ.get("AGENT_ADMIN_TOKEN")
+        self.token = (token or os.environ.get("AGENT_TOKEN") or os.environ.get("AGENT_ADMIN_TOKEN") or "").strip()
         if not self.token:
             raise ValueError("a token is missing: pass token, or set AGENT_TOKEN")
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects())
