@@ -33,6 +33,12 @@ func LoadDir(dir string) (Workspace, error) {
 	return load(os.DirFS(dir), dir)
 }
 
+// HasFiles reports whether a folder has a file that [LoadDir] reads.
+func HasFiles(dir string) bool {
+	files, _ := find(os.DirFS(dir)) // LoadDir reports what cannot be read
+	return len(files) > 0
+}
+
 // LoadFrom is LoadDir for files from elsewhere; dir names the folder in positions.
 func LoadFrom(fsys fs.FS, dir string) (Workspace, error) { return load(fsys, dir) }
 

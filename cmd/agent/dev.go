@@ -10,8 +10,6 @@ import (
 	"maps"
 	"net"
 	"net/url"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -52,7 +50,7 @@ of the environment. --watch applies WORKSPACE again after each file change.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 1 {
 				opts.dir = args[0]
-			} else if _, err := os.Stat(filepath.Join(workspaceDir, agentFile)); err == nil { // of agent init
+			} else if workspace.HasFiles(workspaceDir) { // of agent init
 				opts.dir = workspaceDir
 			}
 			if opts.watch && opts.dir == "" {

@@ -118,6 +118,15 @@ func TestDevReportsDotEnv(t *testing.T) {
 	assert.Error(t, err, "a program of the folder ran")
 }
 
+// Without an argument, dev applies the folder workspace, under any names of its files.
+func TestDevAppliesWorkspaceOfFolder(t *testing.T) {
+	t.Chdir(t.TempDir())
+	require.NoError(t, os.MkdirAll(filepath.Join(workspaceDir, "people"), 0o755))
+	testkit.WriteFile(t, filepath.Join(workspaceDir, "people", "nora.yml"), "kind: agent\nname: nora\n")
+	p := program{t, []string{"DATABASE_URL=" + pgtest.URL(t), "AGENT_LISTEN=127.0.0.1:0"}}.start("dev")
+	p.find(t, "applied workspace: 1 agent\n")
+}
+
 // The first run prints the trace, the addresses and what it created.
 func TestDevOutput(t *testing.T) {
 	t.Parallel()

@@ -20,11 +20,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
 
-// The folder and the file by which agent dev finds a workspace of agent init.
-const (
-	workspaceDir = "workspace"
-	agentFile    = "agent.yaml"
-)
+// workspaceDir is the folder in which agent dev finds a workspace of agent init.
+const workspaceDir = "workspace"
 
 type initOptions struct {
 	dir      string
