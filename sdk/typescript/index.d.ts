@@ -91,7 +91,7 @@ export class Worker {
   /** The client of this worker's connection. */
   readonly client: Client;
   /** Registers the function of a flow, `external` or `external:NAME`. */
-  flow<In = unknown, Out = unknown>(name: string, handler: Handler<In, Out>): void;
+  flow<In = any, Out = unknown>(name: string, handler: Handler<In, Out>): void;
   /**
    * Claims and runs up to `concurrency` executions (default 4, at most 1,000) until `signal` aborts. Then running flows
    * have `graceSeconds` (default 20) to end. Then their locks expire, as after a crash.

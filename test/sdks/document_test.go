@@ -232,8 +232,7 @@ func TestReadmeWorker(t *testing.T) {
 		}
 		page, err := os.ReadFile(filepath.Join("../../sdk", w.name, "README.md"))
 		require.NoError(w, err)
-		_, rest, _ := strings.Cut(string(page), fence)
-		code, _, whole := strings.Cut(rest, "```")
+		code, whole := firstBlock(string(page), fence)
 		if lines := strings.Count(code, "\n"); !whole || lines >= 20 || strings.Count(string(page), "\n") > 50 {
 			w.Errorf("the worker has %d lines, the README %d", lines, strings.Count(string(page), "\n"))
 		}
@@ -257,6 +256,19 @@ func TestReadmeWorker(t *testing.T) {
 		w.checkEnd(id, "completed", text)
 	})
 }
+
+// firstBlock returns the code after the first line of a page that is fence.
+func firstBlock(page, fence string) (code string, whole bool) {
+	_, rest, _ := strings.Cut(page, fence)
+	code, _, whole = strings.Cut(rest, "```")
+	return code, whole
+}
+
+// readmeTypes declares the bank of the README.
+const readmeTypes = `declare const bank: {
+  charge(order: { id: number }, key: string, signal: AbortSignal): Promise<string>;
+};
+`
 
 const readmeBank = `import os, sys
 sys.path.insert(0, os.environ["SDK"])
@@ -283,8 +295,8 @@ func (m tests) Run() int {
 	return code
 }
 
-// install packs and installs both SDKs once: npm pack, tsc --noEmit on the types, and pip install. It returns the
-// folders with the installed packages.
+// install packs and installs both SDKs once: npm pack, tsc --noEmit on the types and the README, and pip install. It
+// returns the folders with the installed packages.
 var install = sync.OnceValues(func() (folders map[string]string, err error) {
 	dir, err := os.MkdirTemp("", "lanekeeper-sdks-")
 	if err != nil {
@@ -322,12 +334,20 @@ var install = sync.OnceValues(func() (folders map[string]string, err error) {
 		}
 		to := "lanekeeper"
 		if name == "tsconfig.json" {
-			to = ""
+			to = `"readme.mts", `
 		}
 		changed := []byte(strings.ReplaceAll(string(text), from, to))
 		if err := os.WriteFile(filepath.Join(typescript, name), changed, 0o600); err != nil {
 			return nil, err
 		}
+	}
+	page, failed := os.ReadFile("../../sdk/typescript/README.md")
+	if failed != nil {
+		return nil, failed
+	}
+	code, _ := firstBlock(string(page), "```ts\n")
+	if err := os.WriteFile(filepath.Join(typescript, "readme.mts"), []byte(readmeTypes+code), 0o600); err != nil {
+		return nil, err
 	}
 	run(typescript, "npx", "tsc", "--noEmit")
 	run(".", "cp", "-r", "../../sdk/python", filepath.Join(dir, "source")) // pip builds inside the folder
