@@ -35,7 +35,7 @@ type Options struct {
 type Observer interface {
 	// LaneWaited reports the duration of AcquireWait, and whether it acquired the lane.
 	LaneWaited(lane string, took time.Duration, acquired bool)
-	// LaneLost reports a lease that was lost before its release.
+	// LaneLost reports a lease that was lost before its release, with the cancel of its work.
 	LaneLost(lane string)
 }
 

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"sync"
 	"testing"
 	"time"
@@ -210,10 +211,17 @@ func TestRenewalOfLockedRowIsRetried(t *testing.T) {
 	log.want(t, 0, "lane lost")
 }
 
+// noLoss fails the test when a loss is counted.
+type noLoss struct{ testing.TB }
+
+func (noLoss) LaneWaited(string, time.Duration, bool) {}
+func (o noLoss) LaneLost(lane string)                 { o.Errorf("the loss of %s is counted", lane) }
+
 func TestLossOfThreadLaneCancelsNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	k, log := newKeeper(t, db)
+	log := new(logs)
+	k := lanes.NewKeeper(db, lanes.Options{Logger: slog.New(slog.NewTextHandler(log, nil)), Observer: noLoss{TB: t}})
 	runKeeper(t, k)
 	l := acquireLane(t, k, "thread:1", lanes.WithTTL(5*time.Second))
 	ends := l.ExpiresAt()

@@ -287,12 +287,12 @@ func (k *Keeper) loseLocked(h *hold, reason string) (notify func()) {
 	h.state = lost
 	return func() {
 		close(h.lost)
-		k.observer.LaneLost(h.lane)
 		if !h.policy.cancels {
 			k.log.InfoContext(h.logCtx, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token",
 				h.token, "reason", reason)
 			return
 		}
+		k.observer.LaneLost(h.lane)
 		cancelAll(leases, fmt.Errorf("%w: %s: %s", ErrLost, h.lane, reason))
 		k.log.ErrorContext(h.logCtx, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token",
 			h.token, "reason", reason)
