@@ -510,7 +510,7 @@ type nodeWorker struct {
 	out *testkit.Log
 }
 
-func (a *agent) startNodeWorker(base, name, id, pause string) *nodeWorker {
+func (a *agent) startNodeWorker(base, name, id, pause string, environ ...string) *nodeWorker {
 	a.t.Helper()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(a.t.Context()), 3*time.Minute)
 	n := &nodeWorker{
@@ -518,6 +518,7 @@ func (a *agent) startNodeWorker(base, name, id, pause string) *nodeWorker {
 		out: &testkit.Log{},
 	}
 	n.cmd.Env = append(os.Environ(), "AGENT_URL="+base, "AGENT_ADMIN_TOKEN="+token, "WORKER="+name, "TTL_SECONDS=600")
+	n.cmd.Env = append(n.cmd.Env, environ...)
 	n.cmd.Stdout, n.cmd.Stderr = n.out, n.out
 	require.NoError(a.t, n.cmd.Start())
 	a.t.Cleanup(func() {
@@ -588,4 +589,38 @@ func TestNodeWorkerResumesAfterKill(t *testing.T) {
 		assert.Truef(t, !strings.Contains(n.out.String(), "recorded add 1\n") &&
 			!strings.Contains(n.out.String(), "locked with 0"), "it began anew: %s", n.out)
 	}
+}
+
+// The worker repeats a request that a busy server refuses. While a beat has no answer, it sends no other.
+func TestNodeWorkerWaitsForBusyServer(t *testing.T) {
+	t.Parallel()
+	if _, err := osexec.LookPath("node"); err != nil {
+		t.Skip("node is not installed: the worker in another language is not tried")
+	}
+	var refused atomic.Bool
+	var beats atomic.Int32
+	released := make(chan struct{})
+	release := sync.OnceFunc(func() { close(released) })
+	base := testkit.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch {
+		case r.Method == http.MethodPut:
+			assert.Equal(t, 1, beats.Add(1), "beats without an answer")
+			select {
+			case <-released:
+			case <-r.Context().Done():
+			}
+			beats.Add(-1)
+			http.Error(w, `{"detail":"the run has ended"}`, http.StatusConflict)
+		case !refused.Swap(true):
+			http.Error(w, `{"detail":"busy"}`, http.StatusTooManyRequests)
+		case r.Method == http.MethodDelete:
+			release()
+			fallthrough
+		default:
+			fmt.Fprint(w, `{"lock_id":"lock","checkpoints":{},"execution":{"input":{}}}`)
+		}
+	}))
+	worker := (&agent{t: t}).startNodeWorker(base, "first", "x", "100", "TTL_SECONDS=0.1")
+	err := worker.cmd.Wait()
+	assert.Truef(t, err == nil && strings.Contains(worker.out.String(), "completed: 36"), "%v %s", err, worker.out)
 }

@@ -15,8 +15,8 @@ const base = process.env.AGENT_URL ?? "http://127.0.0.1:8080";
 const owner = process.env.WORKER ?? `${hostname()} ${process.pid} ${randomUUID()}`; // one process, never two
 const ttl = Number(process.env.TTL_SECONDS ?? 30);
 
-// call sends one request. A connection that breaks is tried again: each of these requests may be sent twice. (A release that is
-// sent again after it was done is refused with 409: the run has ended.)
+// call sends one request. A connection that breaks and a busy server are tried again: each of these requests may be sent twice.
+// (A release that is sent again after it was done is refused with 409: the run has ended.)
 async function call(method, path, body) {
   for (let wait = 100; ; wait = Math.min(wait * 2, 5000)) {
     try {
@@ -26,7 +26,7 @@ async function call(method, path, body) {
         body: body === undefined ? undefined : JSON.stringify(body),
         signal: AbortSignal.timeout(10_000),
       });
-      if (answer.status < 500) return { status: answer.status, body: await answer.json() };
+      if (answer.status < 500 && answer.status !== 408 && answer.status !== 429) return { status: answer.status, body: await answer.json() };
     } catch (error) {
       if (!(error instanceof TypeError) && error.name !== "TimeoutError") throw error;
     }
@@ -46,13 +46,19 @@ const recorded = run.checkpoints;
 console.log(`locked with ${Object.keys(recorded).length} steps recorded`);
 
 // The heartbeat has a request of its own, so it never waits for a checkpoint. The lock is in its path: do not log it.
-const beat = setInterval(async () => {
-  const now = must("beat", await call("PUT", `/v1/executions/${id}/lock/${run.lock_id}`));
-  if (now.cancel_requested) {
+let over = false;
+async function beat() {
+  await pause((ttl * 1000) / 2, undefined, { ref: false });
+  if (over) return;
+  const answer = await call("PUT", `/v1/executions/${id}/lock/${run.lock_id}`);
+  if (over) return;
+  if (must("beat", answer).cancel_requested) {
     console.log("cancelled");
     process.exit(9);
   }
-}, (ttl * 1000) / 2);
+  beat();
+}
+beat();
 
 // step does some work once: what is recorded is not done again.
 async function step(name, work) {
@@ -73,6 +79,6 @@ for (let n = 1; n <= Number(steps); n++) {
   });
 }
 
-clearInterval(beat);
+over = true;
 must("release", await call("DELETE", `/v1/executions/${id}/lock/${run.lock_id}`, { status: "completed", result_summary: `the sum is ${sum}` }));
 console.log(`completed: ${sum}`);
