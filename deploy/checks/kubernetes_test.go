@@ -164,6 +164,14 @@ func TestTheChart(t *testing.T) {
 			[]string{"Secret", "Ingress"},
 		},
 		"with secrets": {map[string]any{"secrets": secrets}, []string{"Secret"}, nil},
+		"with the names of a workspace and of Go": {
+			map[string]any{
+				"secrets": map[string]any{
+					"DATABASE_URL": "postgres://a@b/c", "AGENT_ADMIN_TOKEN": "t", "SHOP_DATABASE_URL": "u", "TELEGRAM_TOKEN": "v",
+				},
+				"settings": map[string]any{"GOMEMLIMIT": "400MiB", "GOGC": 100},
+			}, []string{"Secret"}, nil,
+		},
 		"with everything": {
 			map[string]any{
 				"secrets": secrets, "replicas": 5, "drainSeconds": 3, "shutdownSeconds": 7,
