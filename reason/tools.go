@@ -315,7 +315,11 @@ func (w *turn) recordRefusal(ctx context.Context, c *call, id, class, reason str
 		return struct{}{}, &executions.StepError{Class: class, Message: reason}
 	})
 	if failure, ok := errors.AsType[*executions.StepError](err); ok {
-		w.reportOutcome(c, failure)
+		status := string(activity.Error)
+		if class == classDenied {
+			status = classDenied
+		}
+		w.reportEnd(c, status, failure.Message)
 		return nil
 	}
 	return err

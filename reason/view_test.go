@@ -112,6 +112,27 @@ func TestTurnThatGoesOnShowsOnlyWhatIsNew(t *testing.T) {
 	assert.NoDiff(t, want, got)
 }
 
+// One denial holds for both of two equal calls, and both end as denied.
+func TestRepeatedDenialIsShownAsDenied(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.parking(t)
+	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("drop", `{"table":"x"}`), modeltest.Text("Done"))
+	s := w.watch()
+	x := w.park(t)
+	for _, a := range w.pending(t) {
+		w.decide(t, a, false, "keep it")
+	}
+	w.engine(t, true)
+	w.ended(t, x.ID, nil)
+	denied := `end drop denied {"error":"DENIED","note":"Do not ask for this call again.","reason":"keep it"}`
+	assert.NoDiff(t, []string{
+		`approve drop {"table": "x"}?`,
+		`begin drop {"table":"x"}`, denied + "keep it",
+		`begin drop {"table":"x"}`, denied + "denied before in this turn: keep it", `says Done`,
+	}, s.take())
+}
+
 func TestCallbackThatPanicsHarmsNothing(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("Fine."))
