@@ -35,11 +35,13 @@ func (w *turn) requireApproval(ctx context.Context, c *call, s skills.Skill) err
 	if err := w.requestApproval(ctx, c); err != nil || c.result != "" {
 		return err
 	}
-	w.outcome.Calls = append(w.outcome.Calls, s.Name+" (awaits approval)")
-	c.result = encode(map[string]string{
-		"status": "pending_approval", "approval_id": c.approval.row.ID,
-		"note": "An admin must approve this call. It runs later, if approved; do not ask again.",
-	})
+	ending, status, note := " (awaits approval)", "pending_approval",
+		"An admin must approve this call. It runs later, if approved; do not ask again."
+	if c.approval.row.Status == "approved" { // requested by an earlier run
+		ending, status, note = " (approved)", "approved", "This call is approved and runs later; do not ask again."
+	}
+	w.outcome.Calls = append(w.outcome.Calls, s.Name+ending)
+	c.result = encode(map[string]string{"status": status, "approval_id": c.approval.row.ID, "note": note})
 	return w.notifyOnce(ctx, c, "deferred", string(activity.PendingApproval), "")
 }
 

@@ -132,6 +132,27 @@ func TestApprovalThatExpiredDuringEarlierWaitIsDenied(t *testing.T) {
 	assert.Truef(t, slices.Equal(d.list(), []string{`{"table":"x"}`}), "calls are %q", d.list())
 }
 
+// A request that an admin has approved before the call is made does not await approval.
+func TestDeferredCallSaysThatItIsApproved(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.parking(t)
+	w.turn.Approvals = reason.Defer
+	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("Later."))
+	for _, want := range []struct{ call, status string }{
+		{"drop (awaits approval)", "pending_approval"}, {"drop (approved)", "approved"},
+	} {
+		_, got := w.completed(t)
+		assert.Truef(t, slices.Equal(got.Calls, []string{want.call}), "calls are %q, want %q", got.Calls, want.call)
+		requests := w.model.Requests()
+		messages := requests[len(requests)-1].Messages
+		assert.Contains(t, messages[len(messages)-1].Content, `"status":"`+want.status+`"`)
+		for _, a := range w.pending(t) {
+			w.decide(t, a, true, "")
+		}
+	}
+}
+
 func TestApprovedCallIsMadeByTurnThatWaits(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

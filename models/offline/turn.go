@@ -130,7 +130,7 @@ func (t *turn) readCalls(messages []openai.ChatCompletionMessage) {
 			c.result = content(m)
 			c.object, _ = decode(c.result).(map[string]any)
 			reason := c.object["error"]
-			c.pending = c.object["status"] == "pending_approval"
+			c.pending = c.object["approval_id"] != nil
 			c.failed = c.pending || pattern("error").MatchString(c.result) || reason != nil && reason != false && reason != ""
 		}
 	}
