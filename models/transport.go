@@ -5,11 +5,9 @@ import (
 	"errors"
 	"net"
 	"net/url"
-
-	openai "github.com/sashabaranov/go-openai"
 )
 
-// transportError converts a network error, or go-openai's validation error, to an Error.
+// transportError converts the error of a request without a usable response.
 func transportError(err error) *Error {
 	if wrapped, ok := errors.AsType[*url.Error](err); ok {
 		err = wrapped.Err // the outer text repeats the URL
@@ -25,23 +23,8 @@ func transportError(err error) *Error {
 		e.Code, e.Retryable = codeUnreachable, false
 	case errors.As(err, &dial) && dial.Op == "dial":
 		e.Code = codeUnreachable
-	case rejectedLocally(err), errors.Is(err, errWebPage), errors.Is(err, errAnswerTooLong):
+	case errors.Is(err, errWebPage), errors.Is(err, errAnswerTooLong):
 		e.Retryable = false
 	}
 	return e
-}
-
-// rejectedLocally reports whether go-openai rejected the request before it sent anything.
-func rejectedLocally(err error) bool {
-	for _, validationErr := range []error{
-		openai.ErrChatCompletionInvalidModel, openai.ErrContentFieldsMisused,
-		openai.ErrReasoningModelMaxTokensDeprecated, openai.ErrReasoningModelLimitationsOther,
-		openai.ErrReasoningModelLimitationsLogprobs, openai.ErrReasoningEffortUnsupported,
-		openai.ErrReasoningToolsRequireResponses, openai.ErrReasoningSamplingUnsupported,
-	} {
-		if errors.Is(err, validationErr) {
-			return true
-		}
-	}
-	return false
 }
