@@ -5,8 +5,11 @@ import (
 	"context"
 	"errors"
 	"io"
+	"log"
 	"log/slog"
+	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"strings"
 	"testing"
@@ -223,6 +226,46 @@ func TestUnreachableServerAdvice(t *testing.T) {
 	var failure *models.Error
 	assert.Truef(t, errors.As(err, &failure) && failure.Retryable && strings.Contains(err.Error(), "OPENAI_BASE_URL"),
 		"err = %v", err)
+}
+
+// No retry of such a request can succeed.
+func TestPermanentTransportErrors(t *testing.T) {
+	t.Parallel()
+	tooLong := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = w.Write([]byte("{" + strings.Repeat(" ", 32<<20)))
+	})
+	plain := httptest.NewServer(tooLong)
+	t.Cleanup(plain.Close)
+	encrypted := httptest.NewUnstartedServer(tooLong)
+	encrypted.Config.ErrorLog = log.New(io.Discard, "", 0) // of the failed handshake
+	encrypted.StartTLS()
+	t.Cleanup(encrypted.Close)
+	unknownHost := &http.Transport{DialContext: func(context.Context, string, string) (net.Conn, error) {
+		return nil, &net.OpError{Op: "dial", Err: &net.DNSError{Err: "no such host", IsNotFound: true}}
+	}}
+	for name, test := range map[string]struct {
+		url       string
+		transport http.RoundTripper
+		want      string
+	}{
+		"unknown host":   {"http://models.invalid/v1", unknownHost, "OPENAI_BASE_URL"},
+		"unknown issuer": {encrypted.URL, nil, "OPENAI_BASE_URL"},
+		"plain HTTP":     {strings.Replace(plain.URL, "http:", "https:", 1), nil, "OPENAI_BASE_URL"},
+		"long answer":    {plain.URL, nil, "longer than 32 MiB"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			c, err := models.New(models.Config{
+				BaseURL: test.url, Model: "m", Logger: slog.New(slog.DiscardHandler),
+				HTTPClient: &http.Client{Transport: test.transport},
+			})
+			require.NoError(t, err)
+			_, err = c.Complete(t.Context(), ask("hi"))
+			failure, ok := errors.AsType[*models.Error](err)
+			assert.Truef(t, ok && !failure.Retryable && strings.Contains(err.Error(), test.want),
+				"err = %v, want a permanent one with %q", err, test.want)
+		})
+	}
 }
 
 func TestEveryModelIsSentToServer(t *testing.T) {

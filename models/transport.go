@@ -4,6 +4,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"net"
+	"net/http"
 	"net/url"
 )
 
@@ -17,9 +18,9 @@ func transportError(err error) *Error {
 	var certificate *tls.CertificateVerificationError
 	var dial *net.OpError
 	switch {
-	case errors.As(err, &dns):
+	case errors.As(err, &dns): // before dial, because a failed dial wraps it
 		e.Code, e.Retryable = codeUnreachable, !dns.IsNotFound
-	case errors.As(err, &certificate):
+	case errors.As(err, &certificate), errors.Is(err, http.ErrSchemeMismatch):
 		e.Code, e.Retryable = codeUnreachable, false
 	case errors.As(err, &dial) && dial.Op == "dial":
 		e.Code = codeUnreachable
