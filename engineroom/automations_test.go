@@ -42,13 +42,13 @@ func TestAutomationsShowScheduleAndRuns(t *testing.T) {
 		where id = $1::uuid returning name`, insertAutomation(t, pool, "weekly"))
 	body := wantTexts(t, server.URL+"/automations", "2030-01-01 03:00", "2030-01-02 03:00",
 		"2030-01-03 03:00", "no route to host",
-		"by self_heal", "fetch fails", "paused", `action="/act/v1/automations/runs/`+dead+`/redrive"`)
+		"paused by self_heal", "fetch fails", `action="/act/v1/automations/runs/`+dead+`/redrive"`)
 	assert.True(t, !strings.Contains(body, "2030-01-04"), "the page shows more than three planned runs")
 	assert.True(t, !strings.Contains(body, "hunter22"), "the list of all automations shows a secret")
 	body = wantTexts(t, server.URL+"/automations/nightly", "[redacted]")
 	assert.True(t, !strings.Contains(body, "hunter22") && !strings.Contains(body, "AIzaSyD"),
 		"the page of the automation shows a secret, or a part of one")
-	body = wantTexts(t, server.URL+"/automations?state=enabled", "nightly")
+	body = wantTexts(t, server.URL+"/automations?state=enabled", `id="automation-`+id+`"`)
 	assert.True(t, !strings.Contains(body, "weekly"), "a paused automation is listed as enabled")
 	wantError(t, server.URL+"/automations?state=asleep", 400, "it can be enabled, disabled")
 	wantError(t, server.URL+"/automations?before=x", 400, "no place in this list")
