@@ -10,6 +10,7 @@ import (
 // Verdict is the fate of a request. All others than Pass break its connection.
 type Verdict int32
 
+// These are the verdicts.
 const (
 	Pass       Verdict = iota
 	Refuse             // the server does not get it
