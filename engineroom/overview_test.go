@@ -3,16 +3,19 @@ package engineroom
 import (
 	"html"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
@@ -224,6 +227,34 @@ func TestAttentionCountIsBounded(t *testing.T) {
 		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
 		select 'hb_1', 'drop', 1, '{}', n::text, clock_timestamp() + interval '1 day' from generate_series(1, 1200) n`)
 	wantTexts(t, server.URL+"/", `">1,000+<span class="aside-text"> Approvals requested`)
+}
+
+// The overview often queries the items that need a person, and each table except that of skills grows. Each branch has
+// an index of only those items. The plan uses it as soon as a scan of the whole table is made expensive.
+func TestAttentionItemsAreReadByIndex(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(t.Context()) }()
+	pgtest.Exec(t, tx, `set local enable_seqscan = off`)
+	rows, err := tx.Query(t.Context(), `explain (costs off) `+attentionSQL, pgx.QueryExecModeSimpleProtocol,
+		postgres.Strict{"count_limit": countLimit, "limit": maxPerKind, "hide_texts": false})
+	require.NoError(t, err)
+	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	plan := strings.Join(lines, "\n")
+	for _, index := range []string{
+		"agent_approvals_state", "agent_requests_pending", "agent_objectives_proposed", "agent_memory_conflicts_status",
+		"agent_executions_waiting_until", "agent_automation_runs_dead", "agent_webhook_deliveries_open",
+		"agent_webhook_outbox_dead",
+		"agent_messages_failed",
+	} {
+		assert.Truef(t, strings.Contains(plan, index+" ") || strings.Contains(plan, index+"\n"),
+			"the plan does not use %s", index)
+	}
+	scanned := slices.Compact(regexp.MustCompile(`Seq Scan on \w+`).FindAllString(plan, -1))
+	assert.Truef(t, slices.Equal(scanned, []string{"Seq Scan on agent_skills"}), "table scans: %q", scanned)
 }
 
 func TestEveryPageShowsPause(t *testing.T) {

@@ -276,8 +276,6 @@ var indexedPages = map[string]struct {
 		  from generate_series(1, 5000) n;
 		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
 		select 'hb_1', 'x', 1, '{}', n::text, 'rejected', now() from generate_series(1, 5000) n;
-		insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, status, decided_at)
-		select 'c', 'k' || n, '1', 0, 0, 'kept', now() from generate_series(1, 5000) n;
 		insert into agent_requests (kind, execution_id, trace_id, status) select 'test', gen_random_uuid(), 'x', 'closed'
 		  from generate_series(1, 5000) n;
 		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256)
@@ -292,7 +290,7 @@ var indexedPages = map[string]struct {
 		tables: `
 			agent_executions agent_locks agent_messages agent_approvals agent_requests agent_webhook_deliveries
 			agent_webhook_outbox agent_automation_runs agent_objectives agent_objective_steps agent_memory agent_activity
-			agent_activity_counts agent_lock_waiters agent_memory_conflicts`,
+			agent_activity_counts agent_lock_waiters`,
 		paths:   `/ /?agent=billing`,
 		maxRows: 10_000,
 	},
