@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"maps"
 	"net/http"
-	"net/http/httptest"
 	"slices"
 	"strconv"
 	"strings"
@@ -128,9 +127,7 @@ func newFixture(t *testing.T, mode string, prepare ...func(*Transport)) *fixture
 	}
 	if mode == "events" {
 		hook := func(rw http.ResponseWriter, r *http.Request) { w.Hook(rw, r, w.inbox) }
-		server := httptest.NewServer(http.HandlerFunc(hook))
-		t.Cleanup(server.Close)
-		w.fake.EventsURL = server.URL
+		w.fake.EventsURL = testkit.Serve(t, http.HandlerFunc(hook))
 	}
 	testkit.Run(t, func(ctx context.Context) error { return w.Transport.Run(ctx, w.inbox) })
 	w.eventually(func() bool { return w.inbox.times() > 0 && (mode == "events" || w.fake.Connected() == 1) })

@@ -27,6 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
@@ -48,12 +49,7 @@ func site(t *testing.T, p *process, transport http.RoundTripper, network func(*h
 	mux.Handle("GET /chat", p.chat.PageHandler())
 	mux.Handle("GET /chat/{file}", p.chat.PageHandler())
 	mux.Handle("/v1/", proxy)
-	server := httptest.NewServer(mux)
-	t.Cleanup(func() {
-		server.CloseClientConnections() // a page may still read a stream
-		server.Close()
-	})
-	return server.URL
+	return testkit.Serve(t, mux)
 }
 
 // openPage opens the page of a process with a chat key.
@@ -823,7 +819,7 @@ func TestASiteEmbedsThePageInAnElementThatComesLater(t *testing.T) {
 	t.Parallel()
 	embedded, ran := "", make(chan struct{})
 	hasRun := sync.OnceFunc(func() { close(ran) })
-	host := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+	host := testkit.Serve(t, http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/ran" {
 			hasRun()
 			return
@@ -838,40 +834,38 @@ func TestASiteEmbedsThePageInAnElementThatComesLater(t *testing.T) {
 		}
 		fmt.Fprint(rw, `<div id="help"></div></main>`)
 	}))
-	t.Cleanup(host.Close)
-	embedded = site(t, newWorld(t).process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host.URL} }), nil, nil)
+	embedded = site(t, newWorld(t).process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host} }), nil, nil)
 	page := browser.Open(t, browser.Look{})
-	page.Go(host.URL)
+	page.Go(host)
 	page.Until("the frame is in its place", `document.querySelector("#help > div")?.shadowRoot.querySelector(".inline iframe")`)
 }
 
 func TestASiteEmbedsThePage(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Hello, visitor."))
-	host := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+	host := testkit.Serve(t, http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		rw.Header().Set("Content-Type", "text/html")
 		fmt.Fprintf(rw, `<!doctype html><html lang="en"><title>Shop</title><main><h1>Shop</h1><div id="help"></div></main>
 			<script src="%s/chat/embed.js" data-key="site" data-accent="%s" %s></script>`,
 			r.URL.Query().Get("at"), cmp.Or(r.URL.Query().Get("accent"), "#0a7d3c"), r.URL.Query().Get("with"))
 	}))
-	t.Cleanup(host.Close)
-	embedded := site(t, w.process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host.URL} }), nil, nil)
+	embedded := site(t, w.process(t, func(c *chat.Chat) { c.EmbedOrigins = []string{host} }), nil, nil)
 	page := browser.Open(t, browser.Look{})
-	page.Go(host.URL + "?at=" + embedded)
+	page.Go(host + "?at=" + embedded)
 	const inRoot = `[...document.querySelectorAll("div")].find(e => e.shadowRoot)?.shadowRoot`
 	page.Until("the button is there", inRoot+`?.querySelector("button")?.textContent === "Chat"`)
 	page.Until("its text is light", `getComputedStyle(`+inRoot+`.querySelector("button")).color === "rgb(255, 255, 255)"`)
 	page.Eval(`(`+inRoot+`.querySelector("button").click(), 1)`, new(int))
 	page.Until("the page in the frame reports its height", `parseInt(`+inRoot+
 		`.querySelector("div").style.getPropertyValue("--height")) > 100`)
-	page.Go(host.URL + "?at=" + embedded + "&with=" + url.QueryEscape(`data-target="#help"`))
+	page.Go(host + "?at=" + embedded + "&with=" + url.QueryEscape(`data-target="#help"`))
 	page.Until("the frame is in its place",
 		`document.querySelector("#help > div")?.shadowRoot.querySelector(".inline iframe").clientHeight >= 300`)
-	page.Go(host.URL + "?at=" + embedded + "&accent=yellow")
+	page.Go(host + "?at=" + embedded + "&accent=yellow")
 	page.Until("the text of a light button is dark",
 		inRoot+`?.querySelector("button") &&
 			getComputedStyle(`+inRoot+`.querySelector("button")).color === "rgb(0, 0, 0)"`)
-	for origins, want := range map[string]string{host.URL: "frame-ancestors " + host.URL, "": "frame-ancestors 'none'"} {
+	for origins, want := range map[string]string{host: "frame-ancestors " + host, "": "frame-ancestors 'none'"} {
 		c := &chat.Chat{}
 		if origins != "" {
 			c.EmbedOrigins = []string{origins}

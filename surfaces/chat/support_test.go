@@ -7,7 +7,6 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
-	"net/http/httptest"
 	"slices"
 	"strings"
 	"testing"
@@ -158,12 +157,7 @@ func (p *process) serve(t *testing.T) {
 			Message: "Incorrect API key.", Type: "invalid_request_error", Code: "invalid_api_key",
 		}))
 	})
-	server := httptest.NewServer(guarded)
-	t.Cleanup(func() {
-		server.CloseClientConnections()
-		server.Close()
-	})
-	p.url = server.URL
+	p.url = testkit.Serve(t, guarded)
 }
 
 // client returns the stock Go client with the key site.

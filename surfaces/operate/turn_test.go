@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -109,13 +110,12 @@ func withHangingTurn(t *testing.T, kind string) (w *testDatabase, runs, stopped 
 		return w, sleeping, func() bool { return !sleeping() }
 	}
 	var came, gone atomic.Bool
-	server := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+	url := testkit.Serve(t, http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		came.Store(true)
 		<-r.Context().Done()
 		gone.Store(true)
 	}))
-	t.Cleanup(server.Close)
-	w.addSkill(t, skills.Definition{Name: "slow", Handler: "http:GET " + server.URL})
+	w.addSkill(t, skills.Definition{Name: "slow", Handler: "http:GET " + url})
 	return w, came.Load, gone.Load
 }
 

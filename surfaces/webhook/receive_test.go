@@ -157,7 +157,7 @@ func TestChallenges(t *testing.T) {
 		"slack?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=1":          404,
 		"meta?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=1&more=true": 200,
 	} {
-		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, w.server.URL+"/webhooks/"+query, nil)
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, w.url+"/webhooks/"+query, nil)
 		require.NoError(t, err)
 		got := w.do(t, r)
 		if got.status != want || want == 200 && (!strings.HasPrefix(got.header.Get("Content-Type"), "text/plain") ||
@@ -278,7 +278,7 @@ func TestTruncatedBody(t *testing.T) {
 	w := newTestWebhooks(t)
 	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "cut"})
 	body := `{"a":1}`
-	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(w.server.URL, "http://"))
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(w.url, "http://"))
 	require.NoError(t, err)
 	defer func() { _ = conn.Close() }()
 	h := signedHeaders(t, testSecret, "msg_cut", time.Now(), []byte(body))

@@ -10,7 +10,6 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
-	"net/http/httptest"
 	"testing"
 	"time"
 
@@ -43,7 +42,7 @@ func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
 // testWebhooks is a database with a receiving server, and the settings of its surfaces.
 type testWebhooks struct {
 	pool       *pgxpool.Pool
-	server     *httptest.Server
+	url        string           // of the server
 	surface    *webhook.Surface // of the server
 	env        map[string]string
 	newSurface func() *webhook.Surface
@@ -65,8 +64,7 @@ func newTestWebhooks(t *testing.T) *testWebhooks {
 	mux.Handle("POST /webhooks/{endpoint}", w.surface.Receive())
 	mux.Handle("GET /webhooks/{endpoint}", w.surface.Challenge())
 	mux.Handle("POST /v1/webhooks/deliveries/{id}/replay", w.surface.ReplayDelivery())
-	w.server = httptest.NewServer(mux)
-	t.Cleanup(w.server.Close)
+	w.url = testkit.Serve(t, mux)
 	return w
 }
 
@@ -137,7 +135,7 @@ type reply struct {
 // post sends a request.
 func (w *testWebhooks) post(t *testing.T, path string, h http.Header, body io.Reader) reply {
 	t.Helper()
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, w.server.URL+path, body)
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, w.url+path, body)
 	require.NoError(t, err)
 	for name, values := range h {
 		r.Header[http.CanonicalHeaderKey(name)] = values
@@ -147,7 +145,7 @@ func (w *testWebhooks) post(t *testing.T, path string, h http.Header, body io.Re
 
 func (w *testWebhooks) do(t *testing.T, r *http.Request) reply {
 	t.Helper()
-	response, err := w.server.Client().Do(r)
+	response, err := http.DefaultClient.Do(r)
 	if err != nil {
 		t.Error(err)
 		return reply{}

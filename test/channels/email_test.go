@@ -8,7 +8,6 @@ import (
 	"io"
 	"maps"
 	"net/http"
-	"net/http/httptest"
 	netmail "net/mail"
 	"strings"
 	"sync"
@@ -211,11 +210,10 @@ func TestMailIsAnsweredOnceDespiteFaults(t *testing.T) {
 func TestMailCannotApprove(t *testing.T) {
 	t.Parallel()
 	var paid atomic.Int32
-	shop := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+	shop := testkit.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		paid.Add(1)
 		_, _ = w.Write([]byte(`{"ok": true}`))
 	}))
-	t.Cleanup(shop.Close)
 	model := modeltest.New(t)
 	model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
 		text := modeltest.Said(r.Messages[len(r.Messages)-1])
@@ -233,7 +231,7 @@ scope: external
 trust: approve
 parameters: {type: object, required: [order], properties: {order: {type: integer}}}
 handler: http:POST %s/refunds
-`, shop.URL), "AGENT_PUBLIC_URL=https://agent.shop.example")
+`, shop), "AGENT_PUBLIC_URL=https://agent.shop.example")
 	p.env.serve()
 	p.send("bob", "1", shopAddress, "My money back, please", nil)
 	p.env.waitUntil("the request", func() bool { return len(p.answers("")) == 1 })

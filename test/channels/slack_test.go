@@ -3,7 +3,6 @@ package channels_test
 import (
 	"fmt"
 	"net/http"
-	"net/http/httptest"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -16,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
@@ -131,11 +131,10 @@ func TestSlackIsAnsweredOnceDespiteFaults(t *testing.T) {
 func TestSlackButtonApprovesCall(t *testing.T) {
 	t.Parallel()
 	var paid atomic.Int32
-	shop := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	shop := testkit.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		paid.Add(1)
 		_, _ = w.Write([]byte(`{"ok": true}`))
 	}))
-	t.Cleanup(shop.Close)
 	model := modeltest.New(t)
 	model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
 		last := r.Messages[len(r.Messages)-1]
@@ -155,7 +154,7 @@ trust: approve
 approvals: {four_eyes: true}
 parameters: {type: object, required: [order], properties: {order: {type: integer}, note: {type: string}}}
 handler: http:POST %s/refunds
-`, shop.URL))
+`, shop))
 	for account, p := range map[string]principals.CreateParams{
 		"U0ANA": {Name: "ana", Role: principals.Approver}, "U1": {Name: "olga", Role: principals.Approver},
 		"U0BEN": {Name: "ben", Role: principals.Viewer},
