@@ -198,16 +198,17 @@ actions:
 func TestMigrate(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
-	p := newProgram(t, url, "AGENT_LISTEN=127.0.0.1:0")
+	p := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0")
 	for _, args := range [][]string{
+		{"serve"},
 		{"skills", "ls"},
 		{"heartbeat"},
 		{"apply", caretaker},
 		{"lanes", "run", "x", "--", "echo"},
 	} {
 		got := p.run(args...)
-		if got.code != 2 || got.out != "" || !strings.Contains(got.err, "the database is not migrated to this version of "+
-			"agent; run `agent migrate`") {
+		if got.code != 2 || got.out != "" || got.err != "agent: the database is not migrated to this version of agent; run "+
+			"`agent migrate`\n" {
 			t.Errorf("agent %v on an empty database: exit %d, stdout %q, stderr %q", args, got.code, got.out, got.err)
 		}
 	}

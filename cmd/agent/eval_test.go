@@ -164,11 +164,3 @@ func TestEvalAddFromOutage(t *testing.T) {
 	p.must("apply", dir)
 	assert.Contains(t, p.must("eval", "ls"), "selfheal", "2")
 }
-
-// The report of the public set needs no database.
-func TestSelfhealReportNeedsNoDatabase(t *testing.T) {
-	t.Parallel()
-	p := newProgramWithoutDatabase(t, "DATABASE_URL=postgres://127.0.0.1:1/none")
-	assert.Contains(t, p.must("selfheal", "report"), "the set of this release: 240 traces")
-	p.mustFail(2, "there is no file none.jsonl", "selfheal", "report", "--set", "none.jsonl")
-}

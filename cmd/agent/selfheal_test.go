@@ -122,10 +122,10 @@ func TestSelfHealCommand(t *testing.T) {
 		"a second self-heal: %+v", again)
 }
 
-// The report replays the set of the release, a file, or the local history.
+// The report replays the set of the release, a file, or the local history. Only the history needs a database.
 func TestSelfHealReport(t *testing.T) {
 	t.Parallel()
-	p := newProgram(t, pgtest.URL(t))
+	p := newProgram(t, "postgres://127.0.0.1:1/none")
 	assert.Contains(t, p.must("selfheal", "report"), "the set of this release: 240 traces", "self-heal ", "3 in a row ",
 		"one_bad_caller", "held out")
 	var report healReport
@@ -140,6 +140,7 @@ func TestSelfHealReport(t *testing.T) {
 	assert.Contains(t, p.must("selfheal", "report", "--set", set), "1 trace\n", "mine", "1.00")
 	testkit.WriteFile(t, set+".bad", "{}")
 	p.mustFail(1, "line 1 of the set", "selfheal", "report", "--set", set+".bad")
+	p.mustFail(2, "there is no file none.jsonl", "selfheal", "report", "--set", "none.jsonl")
 	p.mustFail(2, "exclude each other", "selfheal", "report", "--set", set, "--since", "30d")
-	assert.Contains(t, p.must("selfheal", "report", "--since", "30d"), ": 0 traces")
+	assert.Contains(t, newProgram(t, pgtest.URL(t)).must("selfheal", "report", "--since", "30d"), ": 0 traces")
 }

@@ -146,14 +146,6 @@ func TestPortInUse(t *testing.T) {
 	}
 }
 
-func TestServeRequiresMigratedDatabase(t *testing.T) {
-	t.Parallel()
-	url := pgtest.EmptyURL(t)
-	got := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0").run("serve")
-	assert.Truef(t, got.code == 2 && strings.Count(got.err, "\n") == 1 && strings.Contains(got.err, "run `agent migrate`"),
-		"exit %d, stderr %q", got.code, got.err)
-}
-
 func TestServe(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.EmptyURL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
