@@ -5,11 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"html"
-	"io"
 	"math/rand/v2"
-	"net/http"
-	"net/http/cookiejar"
-	"net/url"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -381,7 +377,7 @@ func (c *reportChecker) check(name, sql, since string, fields ...string) []line 
 		args = append(args, "--since", since)
 	}
 	c.p.mustJSON(&byCommand, args...)
-	require.NoError(c.t, json.Unmarshal([]byte(c.get("/v1/activity/"+name+"?limit=500")), &byHTTP))
+	require.NoError(c.t, json.Unmarshal([]byte(c.page("/v1/activity/"+name+"?limit=500", nil)), &byHTTP))
 	only := cmpopts.IgnoreMapEntries(func(k string, _ any) bool { return !slices.Contains(fields, k) })
 	assert.Truef(c.t, len(bySQL) > 0, "%s has no lines", name)
 	for way, lines := range map[string][]line{"the command line": byCommand.Items, "HTTP": byHTTP.Items} {
@@ -393,36 +389,9 @@ func (c *reportChecker) check(name, sql, since string, fields ...string) []line 
 
 // reportChecker queries one running program.
 type reportChecker struct {
-	t       *testing.T
-	p       program
-	db      *pgxpool.Pool
-	base    string
-	browser *http.Client
-}
-
-// get reads a page or an admin route.
-func (c *reportChecker) get(path string) string {
-	c.t.Helper()
-	return c.do(http.MethodGet, path, "")
-}
-
-func (c *reportChecker) do(method, path, form string) string {
-	c.t.Helper()
-	req, err := http.NewRequestWithContext(c.t.Context(), method, c.base+path, strings.NewReader(form))
-	require.NoError(c.t, err)
-	if form != "" {
-		req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
-	}
-	if strings.HasPrefix(path, "/v1/") {
-		req.Header.Set("Authorization", "Bearer "+strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
-	}
-	got, err := c.browser.Do(req)
-	require.NoError(c.t, err)
-	defer got.Body.Close()
-	body, err := io.ReadAll(got.Body)
-	require.Truef(c.t, err == nil && got.StatusCode == http.StatusOK,
-		"%s %s: %d %s (%v)", method, path, got.StatusCode, body, err)
-	return string(body)
+	browserTab
+	p  program
+	db *pgxpool.Pool
 }
 
 // row returns the part of a page from a text to the end of its table row.
@@ -463,20 +432,14 @@ func TestReportsAgreeEverywhere(t *testing.T) {
 	p := newProgram(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info",
 		"AGENT_HEARTBEAT_CRON=0 0 29 2 *")
 	s := p.start("serve")
-	jar, err := cookiejar.New(nil)
-	require.NoError(t, err)
-	c := &reportChecker{t, p, db, "http://" + s.find(t, `listen=http://(\S+)`), &http.Client{Jar: jar}}
-	c.do(http.MethodPost, "/login", url.Values{
-		"token": {strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")},
-		"next":  {"/spend"},
-	}.Encode())
+	c := &reportChecker{newTab(t, s.find(t, `listen=(http://\S+)`)), p, db}
 
 	c.check("spend", `select s.*, s.day::text as day from agent_spend s order by s.day desc, s.cost_usd desc,
 		s.tokens desc, s.skill, s.surface, s.model`, "30d",
 		"day", "skill", "surface", "model", "calls", "prompt_tokens", "completion_tokens", "tokens", "cost_usd",
 		"unknown_tokens", "unknown_usd")
 	c.checkSpendTotal(t.Context())
-	page := c.get("/skills")
+	page := c.page("/skills", nil)
 	for _, l := range c.check("slowest", `select * from agent_slowest_skills`, "", "skill", "calls", "p50_ms", "p95_ms",
 		"max_ms", "slowest_trace_id") {
 		c.cells(c.row(page, fmt.Sprintf(`id="slowest-%s"`, l["skill"])), l["calls"], duration(l["p50_ms"]),
@@ -488,7 +451,7 @@ func TestReportsAgreeEverywhere(t *testing.T) {
 			Health line   `json:"health"`
 		} `json:"items"`
 	}
-	require.NoError(t, json.Unmarshal([]byte(c.get("/v1/skills")), &skills))
+	require.NoError(t, json.Unmarshal([]byte(c.page("/v1/skills", nil)), &skills))
 	health := map[any]line{}
 	for _, k := range skills.Items {
 		health[k.Name] = k.Health
@@ -501,7 +464,7 @@ func TestReportsAgreeEverywhere(t *testing.T) {
 			t.Errorf("%s: the health of skills says %v, failing says %v", l["skill"], h, l)
 		}
 	}
-	page = c.get("/audit")
+	page = c.page("/audit", nil)
 	const first = 20
 	for i, l := range c.check("audit", `select * from agent_audit order by id desc`, "30d", "id", "actor", "kind", "act",
 		"object", "reason", "origin", "on_behalf_of", "status",
@@ -531,7 +494,7 @@ func (c *reportChecker) checkSpendTotal(ctx context.Context) {
 		Scan(&charged, &purposes, &log)
 	assert.Truef(c.t, err == nil && charged == log && purposes == log,
 		"charged are %s, by purpose %s, the log has %s (%v)", charged, purposes, log, err)
-	page := c.get("/spend?days=30&by=skill")
+	page := c.page("/spend?days=30&by=skill", nil)
 	rows, err := c.db.Query(ctx, `select s.skill, sum(s.tokens)::float8, sum(s.calls)::float8 from agent_spend s
 		where s.skill <> '' group by 1`)
 	require.NoError(c.t, err)

@@ -368,19 +368,11 @@ func TestInternalFlowsAreNotStartable(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
 	s := p.start("serve")
-	base := "http://" + s.find(t, `listen=http://(\S+)`)
-	_, admin, _ := strings.Cut(token, "=")
-	req, err := http.NewRequestWithContext(t.Context(), "POST", base+"/v1/executions",
-		strings.NewReader(`{"flow":"nobody-knows-this"}`))
-	require.NoError(t, err)
-	req.Header.Set("Content-Type", "application/json")
-	req.Header.Set("Authorization", "Bearer "+admin)
-	got, err := http.DefaultClient.Do(req)
-	require.NoError(t, err, "the program said", s.err.String())
-	defer got.Body.Close()
-	body, err := io.ReadAll(got.Body)
-	assert.Truef(t, err == nil && got.StatusCode == http.StatusUnprocessableEntity &&
-		strings.Contains(string(body), "(known: external)"), "%d %s, %v", got.StatusCode, body, err)
+	base := s.find(t, `listen=(http://\S+)`)
+	got := send(t.Context(), "POST", base+"/v1/executions", strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="),
+		`{"flow":"nobody-knows-this"}`)
+	assert.Truef(t, got.status == http.StatusUnprocessableEntity && strings.Contains(got.body, "(known: external)"),
+		"%d %s, %v", got.status, got.body, got.err)
 }
 
 // Command line and HTTP reject the same flows.
