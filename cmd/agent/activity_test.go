@@ -98,11 +98,7 @@ var notAudited = map[string]string{
 // auditedCommands returns all commands with an audit row, each with audited object and reason. In their order, each has
 // an effect.
 func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]string {
-	one := func(sql string, args ...any) (id string) {
-		t.Helper()
-		require.NoError(t, db.QueryRow(t.Context(), sql, args...).Scan(&id))
-		return id
-	}
+	one := func(sql string, args ...any) string { return pgtest.Value[string](t, db, sql, args...) }
 	begin := func() string {
 		engine, err := executions.New(db, executions.Options{Keeper: lanes.NewKeeper(db, lanes.Options{})})
 		require.NoError(t, err)

@@ -11,7 +11,6 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/requests"
 )
@@ -84,13 +83,10 @@ func TestAnswerRequest(t *testing.T) {
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
 	pool := connect(t, url)
-	ask := func(kind, items string) (id string) {
-		t.Helper()
-		err := pool.QueryRow(t.Context(), `
+	ask := func(kind, items string) string {
+		return pgtest.Value[string](t, pool, `
 			insert into agent_requests (kind, execution_id, trace_id, title, items)
-			values ($1, gen_random_uuid(), 'fl_1', 'Please', $2::text[]) returning id::text`, kind, items).Scan(&id)
-		require.NoError(t, err)
-		return id
+			values ($1, gen_random_uuid(), 'fl_1', 'Please', $2::text[]) returning id::text`, kind, items)
 	}
 	for _, c := range []struct {
 		kind, items string

@@ -94,9 +94,7 @@ func TestCommandsSkipBusyLane(t *testing.T) {
 	assert.Equal(t, exitBusy, got.code, got)
 	assert.Contains(t, got.err, "skipped", "somebody")
 	checkSkipped(t, db, "run_automation", "somebody", 1)
-	var runs int
-	err := db.QueryRow(t.Context(), `select count(*) from agent_automation_runs`).Scan(&runs)
-	assert.Truef(t, err == nil && runs == 0, "%d runs are left, %v", runs, err)
+	pgtest.Equal(t, db, 0, `select count(*) from agent_automation_runs`)
 }
 
 // Breaking a lane used by an open transaction names the transaction.
@@ -169,10 +167,8 @@ func TestLanesRunInvalidLane(t *testing.T) {
 	}
 	_, err := os.Stat(mark)
 	assert.Error(t, err, "a command ran")
-	var rows int
-	require.NoError(t, connect(t, url).QueryRow(t.Context(), `select (select count(*) from agent_locks) + (select count(*)
-		from agent_activity)`).Scan(&rows))
-	assert.Equal(t, 0, rows)
+	pgtest.Equal(t, connect(t, url), 0, `
+		select (select count(*) from agent_locks) + (select count(*) from agent_activity)`)
 	got := p.run("lanes", "run", strings.Repeat("x", 255), "--ttl", "30d", "--", "true")
 	assert.Truef(t, got.code == 0, "the longest lane for the longest time: exit %d, stderr %q", got.code, got.err)
 }

@@ -47,10 +47,7 @@ func TestModelsCheck(t *testing.T) {
 	assert.Contains(t, got.err, "28 calls to 4 models")
 	assert.Contains(t, got.out, "gpt-6-luna\n", "gpt-5-mini\n", "house/own (effort low)\n", "gpt-5-mini (effort low)\n",
 		"skipped  price", "set AGENT_PRICES")
-	var rows int
-	err := connect(t, url).QueryRow(t.Context(), `select count(*) from agent_activity where skill_name = 'model_call'`).
-		Scan(&rows)
-	assert.Truef(t, err == nil && rows == 0, "%d rows of calls are in the log: %v", rows, err)
+	pgtest.Equal(t, connect(t, url), 0, `select count(*) from agent_activity where skill_name = 'model_call'`)
 }
 
 // Beside agent dev, .env names the model's server.

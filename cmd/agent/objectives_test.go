@@ -349,7 +349,5 @@ func TestWebhookCommands(t *testing.T) {
 		got := p.run(append([]string{"webhooks"}, strings.Fields(command)...)...)
 		assert.Truef(t, got.code == code && got.err != "", "webhooks %s: exit %d, %s", command, got.code, got.err)
 	}
-	var status string
-	err := db.QueryRow(t.Context(), `select status from agent_executions where flow = 'webhook'`).Scan(&status)
-	assert.Truef(t, err == nil && status == "pending", "its execution is %q, %v", status, err)
+	pgtest.Equal(t, db, "pending", `select status from agent_executions where flow = 'webhook'`)
 }

@@ -129,11 +129,8 @@ func TestSkillsOnNamedDatabase(t *testing.T) {
 	}
 	without.must("heartbeat")
 	assert.Contains(t, with.must("skills", "call", "close_order", "--args", `{"id": 1}`), `"row_count": 1`)
-	var failed int
-	err := connect(t, url).QueryRow(t.Context(), `
-		select count(*) from agent_skill_calls where skill_name = 'close_order' and status = 'error'`).Scan(&failed)
-	assert.NoError(t, err)
-	assert.Equal(t, 0, failed)
+	pgtest.Equal(t, connect(t, url), 0, `
+		select count(*) from agent_skill_calls where skill_name = 'close_order' and status = 'error'`)
 }
 
 // A kill hits the process between the commit in the shop's database and its own checkpoint. Another process resumes
@@ -168,9 +165,7 @@ func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 	p.start("serve").find(t, `listen=http://(\S+)`)
 	waitQuery(t, own, `select count(*) = 1 from agent_executions where flow = 'skill_call' and status = 'completed'
 		and claim > 1 and result::text like '%row_count%'`)
-	var closed int
-	err = shop.QueryRow(t.Context(), `select closed from orders`).Scan(&closed)
-	assert.Truef(t, err == nil && closed == 1, "the order was closed %d times, %v", closed, err)
+	pgtest.Equal(t, shop, 1, `select closed from orders`)
 }
 
 // waitQuery waits until a query returns true.
@@ -196,14 +191,14 @@ func TestNewerSchemaIsRejected(t *testing.T) {
 	pool := connect(t, url)
 	pgtest.Exec(t, pool, `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`)
 	p := newProgram(t, url, "AGENT_ADMIN_TOKEN=a-long-random-text-for-tests", "AGENT_LISTEN=127.0.0.1:0")
-	before := rowCounts(t, p, url)
+	before := rowCounts(t, pool)
 	for name, cmd := range everyCommand(t) {
 		if !cmd.Runnable() || withoutDatabase[name] || strings.HasPrefix(name, "completion") || name == "" {
 			continue
 		}
 		checkRejected(t, p, name, cmd)
 	}
-	assert.Equal(t, before, rowCounts(t, p, url))
+	assert.Equal(t, before, rowCounts(t, pool))
 }
 
 // checkRejected tries arguments until the command opens the database.
@@ -243,14 +238,12 @@ func checkRejected(t *testing.T, p program, name string, cmd *cobra.Command) {
 }
 
 // rowCounts counts the rows that commands could have written.
-func rowCounts(t *testing.T, p program, url string) (rows string) {
+func rowCounts(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
-	err := connect(p.t, url).QueryRow(t.Context(), `
+	return pgtest.Value[string](t, pool, `
 		select concat_ws(' ', (select count(*) from agent_activity), (select count(*) from agent_skills),
 		                 (select count(*) from agent_executions), (select count(*) from agent_workers),
-		                 (select count(*) from agent_locks), (select count(*) from agent_memory))`).Scan(&rows)
-	require.NoError(t, err)
-	return rows
+		                 (select count(*) from agent_locks), (select count(*) from agent_memory))`)
 }
 
 // Without CREATEROLE, migrate prints the statement for a superuser. After it, the next migration grants the contract.

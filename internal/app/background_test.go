@@ -72,12 +72,7 @@ func TestActivityIsCounted(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() { ended <- runActivityCounts(ctx, db, 10*time.Millisecond, slog.New(slog.DiscardHandler)) }()
-	pgtest.Eventually(t, func() bool {
-		var n int
-		err := db.QueryRow(t.Context(),
-			`select coalesce(sum(calls), 0)::int from agent_activity_counts where span = 'day'`).Scan(&n)
-		return err == nil && n == 100
-	}, "100 rows are counted")
+	pgtest.Until(t, db, 100, `select coalesce(sum(calls), 0)::int from agent_activity_counts where span = 'day'`)
 	cancel()
 	assert.NoError(t, <-ended)
 }

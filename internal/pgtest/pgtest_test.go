@@ -26,21 +26,13 @@ func TestEachTestHasItsOwnDatabase(t *testing.T) {
 }
 
 func TestEmptyHasNoTables(t *testing.T) {
-	var tables int
-	err := pgtest.Empty(t).QueryRow(t.Context(),
-		"select count(*) from pg_tables where schemaname = 'public'").Scan(&tables)
-	require.NoError(t, err)
-	assert.Equal(t, 0, tables)
+	pgtest.Equal(t, pgtest.Empty(t), 0, "select count(*) from pg_tables where schemaname = 'public'")
 }
 
 func TestDatabasesAreDropped(t *testing.T) {
 	var name string
 	t.Run("user", func(t *testing.T) {
-		require.NoError(t, pgtest.DB(t).QueryRow(t.Context(), "select current_database()").Scan(&name))
+		name = pgtest.Value[string](t, pgtest.DB(t), "select current_database()")
 	})
-	var there bool
-	err := pgtest.Empty(t).QueryRow(t.Context(), "select exists (select from pg_database where datname = $1)",
-		name).Scan(&there)
-	require.NoError(t, err)
-	assert.Truef(t, name != "" && !there, "database %q is still there", name)
+	pgtest.Equal(t, pgtest.Empty(t), false, "select exists (select from pg_database where datname = $1)", name)
 }

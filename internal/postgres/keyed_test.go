@@ -51,9 +51,7 @@ func TestBlockedKeyUsesOneConnection(t *testing.T) {
 		})
 	}
 	group.Wait()
-	var n int
-	err := db.QueryRow(t.Context(), `select n from numbers`).Scan(&n)
-	assert.Truef(t, err == nil && n == 12, "%d were added, %v", n, err)
+	pgtest.Equal(t, db, 12, `select n from numbers`)
 	assert.Equal(t, 1, most.Load())
 }
 
