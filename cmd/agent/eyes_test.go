@@ -1,7 +1,6 @@
 package main
 
 import (
-	"net/http"
 	"strings"
 	"testing"
 
@@ -9,21 +8,26 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
+
+// put stores a skill that any surface may call after an approval.
+func (d *operateTest) put(name string, fourEyes bool) {
+	d.t.Helper()
+	_, err := skills.Put(d.t.Context(), d.pool, skills.Definition{
+		Name: name, Handler: "sql:select 'gone' as done", Trust: skills.TrustApprove, Description: "acts",
+		Scope: skills.ScopeBoth, Approvals: skills.Approvals{FourEyes: fourEyes},
+	}, skills.SourceWorkspace)
+	require.NoError(d.t, err)
+}
 
 // With four eyes, the principal of an operate turn cannot decide its approvals by the command line, HTTP or the page.
 // Another principal can. Audit log, why and the approval name that principal, its token and the interface.
 func TestFourEyesOnServer(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
-	_, err := skills.Put(t.Context(), d.pool, skills.Definition{
-		Name: "wipe", Handler: "sql:select 'wiped' as done", Trust: skills.TrustApprove, Description: "wipes",
-		Approvals: skills.Approvals{FourEyes: true},
-	}, skills.SourceWorkspace)
-	require.NoError(t, err)
+	d.put("wipe", true)
 	remote, _ := d.remote()
 	base := strings.TrimPrefix(remote.environ[0], "AGENT_SERVER=")
 	ana, anaSecret, anaToken := d.principal(remote, "ana", principals.Admin)
@@ -32,16 +36,10 @@ func TestFourEyesOnServer(t *testing.T) {
 	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
 	ana.mustFail(1, "four eyes", "approvals", "approve", id)
 	ana.mustFail(1, "four eyes", "approvals", "reject", id)
-	page := func(secret string) string {
-		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+"/approvals/"+id, "", testkit.Bearer(secret))
-		require.NoError(t, err)
-		return string(got.Body)
-	}
-	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/approvals/"+id, `{"decision":"approve"}`,
-		testkit.Bearer(anaSecret))
-	require.NoError(t, err)
-	assert.Equal(t, 403, got.Status)
-	assert.Contains(t, string(got.Body), "four eyes")
+	page := func(secret string) string { return send(t.Context(), "GET", base+"/approvals/"+id, secret, "").body }
+	got := send(t.Context(), "POST", base+"/v1/approvals/"+id, anaSecret, `{"decision":"approve"}`)
+	assert.Equal(t, 403, got.status)
+	assert.Contains(t, got.body, "four eyes")
 	assert.Contains(t, page(anaSecret), "Another approver must decide it", "ana")
 	assert.True(t, !strings.Contains(page(anaSecret), `action="/act/v1/approvals/`), "the requester has a form to decide")
 	assert.Contains(t, page(bobSecret), `action="/act/v1/approvals/`+id)
@@ -64,22 +62,13 @@ func TestFourEyesInChat(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."),
 		modeltest.ToolCall("wipe", `{}`), modeltest.Text("Over again."))
-	_, err := skills.Put(t.Context(), d.pool, skills.Definition{
-		Name: "wipe", Handler: "sql:select 'wiped' as done", Trust: skills.TrustApprove, Description: "wipes",
-		Scope: skills.ScopeBoth, Approvals: skills.Approvals{FourEyes: true},
-	}, skills.SourceWorkspace)
-	require.NoError(t, err)
+	d.put("wipe", true)
 	const key = "visitors-key-of-this-test"
 	remote, _ := d.remote("AGENT_CHAT_KEY="+key, "AGENT_CHAT_APPROVAL_WAIT=1s")
 	base := strings.TrimPrefix(remote.environ[0], "AGENT_SERVER=")
-	ana, anaSecret, _ := d.principal(remote, "ana", principals.Admin)
-	bob, bobSecret, _ := d.principal(remote, "bob", principals.Approver)
+	ana, _, _ := d.principal(remote, "ana", principals.Admin)
+	bob, _, _ := d.principal(remote, "bob", principals.Approver)
 	vera, _, _ := d.principal(remote, "vera", principals.Viewer)
-	page := func(secret, id string) string {
-		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+"/approvals/"+id, "", testkit.Bearer(secret))
-		require.NoError(t, err)
-		return string(got.Body)
-	}
 	pending := func() string {
 		return pgtest.Value[string](t, d.pool, `select id::text from agent_approvals where status = 'pending'`)
 	}
@@ -91,20 +80,12 @@ func TestFourEyesInChat(t *testing.T) {
 	id := pending()
 	ana.mustFail(1, "four eyes", "approvals", "approve", id)
 	ana.mustFail(1, "four eyes", "approvals", "reject", id)
-	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/approvals/"+id, `{"decision":"approve"}`,
-		testkit.Bearer(anaSecret))
-	require.NoError(t, err)
-	assert.Equal(t, 403, got.Status)
-	assert.Contains(t, string(got.Body), "four eyes")
-	assert.Contains(t, page(anaSecret, id), "Another approver must decide it", "ana")
-	assert.Contains(t, page(bobSecret, id), `action="/act/v1/approvals/`+id)
 	bob.must("approvals", "approve", id)
 	answered("It is over.")
 
-	got, err = testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/chat/completions",
-		`{"model": "agent", "messages": [{"role": "user", "content": "Wipe it."}]}`, testkit.Bearer(key))
-	require.NoError(t, err)
-	require.Truef(t, got.Status == 200 || got.Status == 503, "%d %s", got.Status, got.Body)
+	got := send(t.Context(), "POST", base+"/v1/chat/completions", key,
+		`{"model": "agent", "messages": [{"role": "user", "content": "Wipe it."}]}`)
+	require.Truef(t, got.status == 200 || got.status == 503, "%d %s, %v", got.status, got.body, got.err)
 	id = pending()
 	vera.mustFail(1, "needs the scope approvals:decide", "approvals", "approve", id)
 	ana.must("approvals", "approve", id)
@@ -117,18 +98,13 @@ func TestFourEyesInChat(t *testing.T) {
 func checkActorIsRecorded(t *testing.T, d *operateTest, ana program, base, anaSecret, anaToken string) {
 	t.Helper()
 	ana.must("pause", "--reason", "a look")
-	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/resume", `{"reason":"seen"}`,
-		testkit.Bearer(anaSecret))
-	require.NoError(t, err)
-	assert.Equal(t, 200, got.Status)
+	assert.Equal(t, 200, send(t.Context(), "POST", base+"/v1/resume", anaSecret, `{"reason":"seen"}`).status)
 	ana.must("retention", "set", "activity=400d", "--reason", "longer")
 	ana.must("executions", "start", "external:sum", "--thread", "maria", "--reason", "a try")
 	run := pgtest.Value[string](t, d.pool, `select id::text from agent_executions where flow = 'external:sum'`)
 	ana.must("executions", "cancel", run, "--reason", "no more")
-	got, err = testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/events",
-		`{"event":"EVENT_COMPLETED","key":"a","data":{}}`, testkit.Bearer(anaSecret))
-	require.NoError(t, err)
-	assert.Equal(t, 202, got.Status)
+	assert.Equal(t, 202, send(t.Context(), "POST", base+"/v1/events", anaSecret,
+		`{"event":"EVENT_COMPLETED","key":"a","data":{}}`).status)
 	ana.must("executions", "event", "EVENT_COMPLETED", "b")
 	pgtest.Equal(t, d.pool, 2, `
 		select count(*) from agent_events v join agent_links k on k.effect = 'event ' || v.id
@@ -140,13 +116,12 @@ func checkActorIsRecorded(t *testing.T, d *operateTest, ana program, base, anaSe
 		pgtest.Equal(t, d.pool, "ana "+via+" "+anaToken,
 			`select concat_ws(' ', actor, via, token_id) from agent_audit where act = '`+act+`'`)
 	}
-	_, err = d.pool.Exec(t.Context(), `
+	pgtest.Exec(t, d.pool, `
 		with child as (
 		 insert into agent_executions (trace_id, surface, flow, thread_id, status, parent_id)
 		 select trace_id, surface, 'child', thread_id, 'pending', id from agent_executions where id = $1 returning *)
 		insert into agent_activity (trace_id, surface, execution_id, thread_id, kind, skill_name, status)
 		select trace_id, surface, id, thread_id, 'call', 'add', 'success' from child`, run)
-	require.NoError(t, err)
 	pgtest.Equal(t, d.pool, "call ana", `
 		select string_agg(distinct kind || ' ' || on_behalf_of, ', ') from agent_audit where act = 'add'`)
 	trace := pgtest.Value[string](t, d.pool, `select trace_id from agent_executions where flow = 'external:sum'`)
@@ -164,13 +139,8 @@ func checkActorIsRecorded(t *testing.T, d *operateTest, ana program, base, anaSe
 func TestRemoteSkillsCallNeedsApprovalScope(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t)
-	for name, four := range map[string]bool{"wipe": true, "refund": false} {
-		_, err := skills.Put(t.Context(), d.pool, skills.Definition{
-			Name: name, Handler: "sql:select 'gone' as done", Trust: skills.TrustApprove, Description: "acts",
-			Approvals: skills.Approvals{FourEyes: four},
-		}, skills.SourceWorkspace)
-		require.NoError(t, err)
-	}
+	d.put("wipe", true)
+	d.put("refund", false)
 	remote, _ := d.remote()
 	olga, _, _ := d.principal(remote, "olga", principals.Operator)
 	ana, _, _ := d.principal(remote, "ana", principals.Admin)
@@ -189,11 +159,7 @@ func TestRemoteSkillsCallNeedsApprovalScope(t *testing.T) {
 func TestRemoteConsoleDoesNotAskRequester(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Still here."))
-	_, err := skills.Put(t.Context(), d.pool, skills.Definition{
-		Name: "wipe", Handler: "sql:select 'wiped' as done", Trust: skills.TrustApprove, Description: "wipes",
-		Approvals: skills.Approvals{FourEyes: true},
-	}, skills.SourceWorkspace)
-	require.NoError(t, err)
+	d.put("wipe", true)
 	remote, _ := d.remote()
 	ana, _, _ := d.principal(remote, "ana", principals.Admin)
 	remoteTest := *d
