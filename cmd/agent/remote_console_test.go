@@ -37,14 +37,8 @@ func TestRemoteConversationOnTerminal(t *testing.T) {
 	s.typeKeys("And?\n")
 	s.waitFor(`(Two\.)`)
 	s.waitFor(`\n(>) `)
-	for line, shown := range map[string]string{
-		"/help": `(session|/approve ID)`, "/lanes": `(no lane is held)`, "/approvals": `(no pending approvals)`,
-		"/nothing": `(unknown command)`, "/trace": `(operate)`, "/approve 7": `(agent: decide approval 7)`,
-	} {
-		s.typeKeys(line + "\n")
-		s.waitFor(shown)
-		s.waitFor(`\n(>) `)
-	}
+	s.typeKeys("/lanes\n")
+	s.waitFor(`(no lane is held)`)
 	s.typeKeys("/quit\n")
 	assert.Equal(t, 0, s.waitExit())
 	pgtest.Equal(t, d.pool, 1, `select count(distinct thread_id) from agent_executions where flow = 'operate'`)
@@ -347,31 +341,4 @@ func TestInterruptAtApprovalWithoutScope(t *testing.T) {
 	s.waitFor(`executions cancel (needs the scope runs:write)`)
 	s.waitFor(`(not cancelled: the approval is left open; decide later with /approve or /reject)`)
 	pgtest.Until(t, d.pool, "waiting", `select status::text from agent_executions where flow = 'operate'`)
-}
-
-// The console on a server prompts for an approval in place, if its caller may decide it.
-func TestRemoteConsoleAsksForApproval(t *testing.T) {
-	t.Parallel()
-	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."),
-		modeltest.ToolCall("wipe", `{}`))
-	remote, _ := d.remote()
-	remoteTest := *d
-	remoteTest.environ = remote.environ
-	s := remoteTest.startTerminal()
-	s.waitFor(`(>) `)
-	s.typeKeys("Wipe everything.\n")
-	s.waitFor(`(approve\?) \[y, n, or why not`)
-	s.typeKeys("y\n")
-	s.waitFor(`(It is over\.)`)
-	pgtest.Equal(t, d.pool, "consumed", `select string_agg(status, ' ') from agent_approvals`)
-	s.waitFor(`(>) `)
-	s.typeKeys("Once more.\n")
-	s.waitFor(`(approve\?) \[y, n, or why not`)
-	s.typeKeys("\n")
-	s.waitFor(`(left open; decide later)`)
-	pgtest.Equal(t, d.pool, "consumed pending", `select string_agg(status, ' ' order by id) from agent_approvals`)
-	pgtest.Until(t, d.pool, "completed waiting",
-		`select string_agg(status, ' ' order by id) from agent_executions where flow = 'operate'`)
-	s.typeKeys("\x04")
-	assert.Equal(t, 0, s.waitExit())
 }
