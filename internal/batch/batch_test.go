@@ -91,44 +91,6 @@ func TestConcurrentWritesShareBatch(t *testing.T) {
 		batches.Load(), singles.Load())
 }
 
-// A blocked write or a cancelled caller does not delay other writes.
-func TestBlockedWriteDelaysNoOther(t *testing.T) {
-	t.Parallel()
-	for _, b := range []*Batcher[int, int]{
-		{Scheduler: &Scheduler{slowAfter: time.Hour}, MaxWait: 5 * time.Millisecond}, // the queued write expires
-		{Scheduler: &Scheduler{slowAfter: 5 * time.Millisecond}, MaxWait: time.Hour}, // the batch becomes slow
-	} {
-		b.Send = func(_ context.Context, in []int) ([]Result[int], error) { return make([]Result[int], len(in)), nil }
-		testBlockedWrite(t, b)
-	}
-}
-
-func testBlockedWrite(t *testing.T, b *Batcher[int, int]) {
-	t.Helper()
-	started, unblock := make(chan struct{}), make(chan struct{})
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		_, _ = b.Do(t.Context(), 0, func() (int, error) {
-			close(started)
-			<-unblock
-			return 0, nil
-		})
-	})
-	<-started
-	v, err := b.Do(t.Context(), 1, func() (int, error) { return 7, nil })
-	assert.Truef(t, v == 7 && err == nil, "during a blocked write: %d, %v", v, err)
-	cancelled, cancel := context.WithCancel(t.Context())
-	cancel()
-	_, err = b.Do(cancelled, 2, func() (int, error) { return 0, context.Canceled })
-	assert.ErrorIs(t, err, context.Canceled, "cancelled caller")
-	close(unblock)
-	wg.Wait()
-	for i := range 20 {
-		v, err := b.Do(t.Context(), i, func() (int, error) { return i, nil })
-		assert.Truef(t, v == i && err == nil, "afterwards: %d, %v", v, err)
-	}
-}
-
 // runStaggered starts concurrent writes in order: each write starts after the previous write is queued or in flight. It
 // returns the duration of each write.
 func runStaggered(
