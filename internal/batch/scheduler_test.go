@@ -105,42 +105,34 @@ func TestMaxSizeBoundsBatch(t *testing.T) {
 	g.wantSizes(t, 2)
 }
 
-func TestLongestQueueIsSentFirst(t *testing.T) {
+func TestLongestOrOverdueQueueIsSentFirst(t *testing.T) {
 	t.Parallel()
-	s := newScheduler()
-	short, long := newGatedBatcher(s), newGatedBatcher(s)
-	short.startWriters(t, 1, 0)
-	short.wantSizes(t, 1)
-	short.startWriters(t, 2, 2)
-	long.startWriters(t, 3, 3)
-	s.mu.Lock()
-	short.queued[0].queuedAt = time.Now().Add(time.Hour) // not overdue
-	long.queued[0].queuedAt = time.Now().Add(time.Hour)
-	s.mu.Unlock()
-	short.finishOne(t)
-	long.wantSizes(t, 3)
-	short.wantNone(t)
-	long.finishAll()
-	short.finishAll()
-}
-
-func TestOverdueQueueIsSentFirst(t *testing.T) {
-	t.Parallel()
-	s := newScheduler()
-	short, long := newGatedBatcher(s), newGatedBatcher(s)
-	short.startWriters(t, 1, 0)
-	short.wantSizes(t, 1)
-	short.startWriters(t, 2, 2)
-	long.startWriters(t, 3, 3)
-	s.mu.Lock()
-	short.queued[0].queuedAt = time.Now().Add(-time.Hour)
-	long.queued[0].queuedAt = time.Now().Add(-time.Minute)
-	s.mu.Unlock()
-	short.finishOne(t)
-	short.wantSizes(t, 2)
-	long.wantNone(t)
-	short.finishAll()
-	long.finishAll()
+	for name, test := range map[string]struct {
+		short, long time.Duration // ages of the oldest writes
+		size        int           // of the next batch
+	}{
+		"longest": {-time.Hour, -time.Hour, 3},
+		"overdue": {time.Hour, time.Minute, 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newScheduler()
+			short, long := newGatedBatcher(s), newGatedBatcher(s)
+			long.batchSizes, long.release = short.batchSizes, short.release
+			short.startWriters(t, 1, 0)
+			short.wantSizes(t, 1)
+			short.startWriters(t, 2, 2)
+			long.startWriters(t, 3, 3)
+			s.mu.Lock()
+			short.queued[0].queuedAt = time.Now().Add(-test.short)
+			long.queued[0].queuedAt = time.Now().Add(-test.long)
+			s.mu.Unlock()
+			short.finishOne(t)
+			short.wantSizes(t, test.size)
+			short.wantNone(t)
+			short.finishAll()
+			long.callers.Wait()
+		})
+	}
 }
 
 func TestManyQueuedWritesStartSecondBatch(t *testing.T) {
