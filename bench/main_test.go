@@ -6,7 +6,6 @@ import (
 	"math"
 	"os"
 	"regexp"
-	"strings"
 	"testing"
 	"time"
 
@@ -39,27 +38,80 @@ func TestABenchmarkIsNamed(t *testing.T) {
 	}
 }
 
-func TestChatPriorityMeasures(t *testing.T) {
-	var out bytes.Buffer
-	err := run(t.Context(), []string{"chat-priority", "-for=500ms", "-background=6", "-workers=2", "-model=20ms"}, &out,
-		io.Discard)
-	require.NoError(t, err)
-	for _, row := range []string{
-		`no other work \| [1-9]`, `as shipped\) \| [1-9]`, `no priority\) \| [1-9]`,
-		`floor: .* \| 2000 \| \d+\.\d+`,
+func TestBenchmarksMeasure(t *testing.T) {
+	for name, test := range map[string]struct {
+		args     []string
+		rows     []string // regular expressions
+		progress string
+		alone    bool // not beside other benchmarks
+	}{
+		"chat-priority": {
+			args: []string{"-for=500ms", "-background=6", "-workers=2", "-model=20ms"}, alone: true,
+			rows: []string{
+				`no other work \| [1-9]`, `as shipped\) \| [1-9]`, `no priority\) \| [1-9]`,
+				`floor: .* \| 2000 \| \d+\.\d+`,
+			},
+		},
+		"waiting": {
+			args: []string{"-n=40", "-events=20", "-workers=2"}, alone: true,
+			rows: []string{
+				`floor: .*callers: 32 \| 20 \| \d+`, `resumes, callers: 1 \| 20 \| \d+`,
+				`growth of the process \| heap`, `by events, .* ended`, `by timers \| .* ended`,
+			},
+		},
+		"executions": {
+			args: []string{"-rounds=1", "-for=100ms", "-queued=20", "-orphans=10", "-workers=4"},
+			rows: []string{
+				`bench_one \| 32 \| [1-9]\d* \| [1-9]`, `bench_ten \| 8 \| [1-9]\d* \| [1-9]`,
+				`20 through the queue \| 32 \| [1-9]`, `\n10 orphaned executions.* \d`,
+			},
+		},
+		"lanes": {
+			args: []string{"-rounds=1", "-for=100ms", "-tries=200", "-handovers=3", "-others=50"},
+			rows: []string{
+				`\| 32 \| 0 \| [1-9]\d* \| [1-9]`, `\| 1 \| 50 \| [1-9]\d* \| [1-9]`, `\| 200 \| 50 \| [1-9]`,
+				`floor: UPDATE and NOTIFY .* \| 0 \| 3 \| \d`, `AcquireWait returns \| 50 \| 3 \| \d`,
+			},
+		},
+		"story": {
+			args: []string{"-rows=2000", "-traces=5", "-visits=2"}, progress: "counted 4000 rows", // of the activity log
+			rows: []string{
+				`floor: .*\| 5 \| \d`, "by `trace_id`, .* \\| 5 \\| ", "`agent trace ID`.* \\| 5 \\| ",
+				"view `agent_skill_health` \\| 2 \\| ",
+			},
+		},
+		"scaling": {
+			args: []string{
+				"-rows=2000", "-waiting=100", "-threads=100", "-visits=1", "-processes=4", "-idle=100ms", "-for=50ms",
+				"-backlog=20", "-watched=0s",
+			},
+			rows: []string{
+				`a row of the activity log \| 200 \| [1-9]\d* \| [1-9]\d* \| 0 \| [1-9]\d* \| 2000 \| \d`,
+				`an execution that waits \| 10 \| [1-9]`, `a thread with ten messages \| 10 \| [1-9]`,
+				`of one step that has ended \| 10 \| .* \| 20 \|`, `by processes \| 1 \| 1 \| 2 \| 4 \| 4 predicted`,
+				`connections \| [1-9]\d* \| [1-9]\d* \| [1-9]\d* \| [1-9]\d* \|`, `20 executions at once: µs \| [1-9]`,
+				`an event, .* has ended \| [1-9]\d* \| [1-9]`, "a visit to `/threads` \\| ",
+			},
+		},
+		"why": {
+			args: []string{"-rows=2000", "-traces=5"},
+			rows: []string{
+				`floor: one row by an index \| 5 \| \d`, "`select \\* from why\\(trace\\)` \\| 5 \\| \\d",
+				"`agent why ID`.* \\| 5 \\| ", `by all of them: \d+\.`,
+			},
+		},
 	} {
-		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
-	}
-}
-
-func TestWaitingMeasures(t *testing.T) {
-	var out bytes.Buffer
-	require.NoError(t, run(t.Context(), []string{"waiting", "-n=40", "-events=20", "-workers=2"}, &out, io.Discard))
-	for _, row := range []string{
-		`floor: .*callers: 32 \| 20 \| \d+`, `resumes, callers: 1 \| 20 \| \d+`,
-		`growth of the process \| heap`, `by events, .* ended`, `by timers \| .* ended`,
-	} {
-		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
+		t.Run(name, func(t *testing.T) {
+			if !test.alone {
+				t.Parallel()
+			}
+			var out, progress bytes.Buffer
+			require.NoError(t, run(t.Context(), append([]string{name}, test.args...), &out, &progress))
+			assert.Contains(t, progress.String(), test.progress)
+			for _, row := range test.rows {
+				assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
+			}
+		})
 	}
 }
 
@@ -81,48 +133,6 @@ func TestTheFloorNeedsItsListener(t *testing.T) {
 	assert.ErrorContains(t, err, "wait for notifications")
 }
 
-func TestExecutionsMeasures(t *testing.T) {
-	t.Parallel()
-	var out bytes.Buffer
-	err := run(t.Context(), []string{"executions", "-rounds=1", "-for=100ms", "-queued=20", "-orphans=10", "-workers=4"},
-		&out, io.Discard)
-	require.NoError(t, err)
-	for _, row := range []string{
-		`bench_one \| 32 \| [1-9]\d* \| [1-9]`, `bench_ten \| 8 \| [1-9]\d* \| [1-9]`,
-		`20 through the queue \| 32 \| [1-9]`, `\n10 orphaned executions.* \d`,
-	} {
-		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
-	}
-}
-
-func TestLanesMeasures(t *testing.T) {
-	t.Parallel()
-	var out bytes.Buffer
-	err := run(t.Context(), []string{"lanes", "-rounds=1", "-for=100ms", "-tries=200", "-handovers=3", "-others=50"}, &out,
-		io.Discard)
-	require.NoError(t, err)
-	for _, row := range []string{
-		`\| 32 \| 0 \| [1-9]\d* \| [1-9]`, `\| 1 \| 50 \| [1-9]\d* \| [1-9]`, `\| 200 \| 50 \| [1-9]`,
-		`floor: UPDATE and NOTIFY .* \| 0 \| 3 \| \d`, `AcquireWait returns \| 50 \| 3 \| \d`,
-	} {
-		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
-	}
-}
-
-func TestStoryMeasures(t *testing.T) {
-	t.Parallel()
-	var out, progress bytes.Buffer
-	require.NoError(t, run(t.Context(), []string{"story", "-rows=2000", "-traces=5", "-visits=2"}, &out, &progress))
-	assert.Truef(t, strings.Contains(progress.String(), "counted 4000 rows"),
-		"the activity log was not counted before the measurement:\n%s", &progress)
-	for _, row := range []string{
-		`floor: .*\| 5 \| \d`, "by `trace_id`, .* \\| 5 \\| ", "`agent trace ID`.* \\| 5 \\| ",
-		"view `agent_skill_health` \\| 2 \\| ",
-	} {
-		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
-	}
-}
-
 func TestAPredictionIsOnTheLineThroughTwoMeasurements(t *testing.T) {
 	for _, c := range []struct{ x1, y1, x2, y2, x, want float64 }{
 		{1, 10, 16, 40, 64, 136},
@@ -135,36 +145,5 @@ func TestAPredictionIsOnTheLineThroughTwoMeasurements(t *testing.T) {
 	if over, under, none := deviation(120, 100), deviation(80, 100), deviation(1, 0); over != "+20 %" ||
 		under != "-20 %" || none != "" {
 		t.Errorf("deviations %q, %q and %q", over, under, none)
-	}
-}
-
-func TestScalingMeasures(t *testing.T) {
-	t.Parallel()
-	var out bytes.Buffer
-	err := run(t.Context(), []string{
-		"scaling", "-rows=2000", "-waiting=100", "-threads=100", "-visits=1",
-		"-processes=4", "-idle=100ms", "-for=50ms", "-backlog=20", "-watched=0s",
-	}, &out, io.Discard)
-	require.NoError(t, err)
-	for _, row := range []string{
-		`a row of the activity log \| 200 \| [1-9]\d* \| [1-9]\d* \| 0 \| [1-9]\d* \| 2000 \| \d`,
-		`an execution that waits \| 10 \| [1-9]`, `a thread with ten messages \| 10 \| [1-9]`,
-		`of one step that has ended \| 10 \| .* \| 20 \|`, `by processes \| 1 \| 1 \| 2 \| 4 \| 4 predicted`,
-		`connections \| [1-9]\d* \| [1-9]\d* \| [1-9]\d* \| [1-9]\d* \|`, `20 executions at once: µs \| [1-9]`,
-		`an event, .* has ended \| [1-9]\d* \| [1-9]`, "a visit to `/threads` \\| ",
-	} {
-		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
-	}
-}
-
-func TestWhyMeasures(t *testing.T) {
-	t.Parallel()
-	var out bytes.Buffer
-	require.NoError(t, run(t.Context(), []string{"why", "-rows=2000", "-traces=5"}, &out, io.Discard))
-	for _, row := range []string{
-		`floor: one row by an index \| 5 \| \d`, "`select \\* from why\\(trace\\)` \\| 5 \\| \\d",
-		"`agent why ID`.* \\| 5 \\| ", `by all of them: \d+\.`,
-	} {
-		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
 	}
 }
