@@ -69,7 +69,7 @@ func Settings() []Setting { return settingsOf(reflect.TypeFor[Config]()) }
 // settingsOf lists the variables of a struct and its nested structs.
 func settingsOf(t reflect.Type) []Setting {
 	var list []Setting
-	for f := range fieldsOf(t) {
+	for f := range t.Fields() {
 		name := f.Tag.Get("env")
 		switch {
 		case name == "-":
@@ -82,16 +82,6 @@ func settingsOf(t reflect.Type) []Setting {
 		}
 	}
 	return list
-}
-
-func fieldsOf(t reflect.Type) func(yield func(reflect.StructField) bool) {
-	return func(yield func(reflect.StructField) bool) {
-		for field := range t.Fields() {
-			if !yield(field) {
-				return
-			}
-		}
-	}
 }
 
 // nonEmpty copies trimmed, non-empty values.
@@ -188,7 +178,7 @@ func badValues(err error, values map[string]string) (invalidValues, error) {
 
 // variableOf returns the variable of a struct field.
 func variableOf(t reflect.Type, field string) string {
-	for f := range fieldsOf(t) {
+	for f := range t.Fields() {
 		if f.Name == field && f.Tag.Get("env") != "" {
 			return f.Tag.Get("env")
 		}
