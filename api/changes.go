@@ -142,5 +142,6 @@ func (s *server) withCurrent(ctx context.Context, err error) error {
 		return getErr
 	}
 	p, _ := problem.Of(stale)
-	return p.WithBoth(current, nil)
+	p.Current = current
+	return p
 }

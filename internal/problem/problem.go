@@ -92,12 +92,6 @@ func (p *Problem) WithTrace(id string) *Problem {
 	return p
 }
 
-// WithBoth adds the current value and the rejected one. It changes p and returns it.
-func (p *Problem) WithBoth(current, yours any) *Problem {
-	p.Current, p.Yours = current, yours
-	return p
-}
-
 func (p *Problem) Error() string { return p.Title + ": " + p.Detail }
 
 // Write sends the problem of err, and logs a cause that it hides from the client. traceID may be empty; log may be nil.
