@@ -108,21 +108,13 @@ func TestConcurrentHoldsStayWithinBudget(t *testing.T) {
 	assert.Equal(t, 0, b.Used())
 }
 
-// serveRequests returns the address of a server with a bounded number of connections, and a function that ends the
-// requests to /slow.
-func serveRequests(t *testing.T, most int) (address string, slow, end chan struct{}) {
+// serve returns the address of a server with a bounded number of connections.
+func serve(t *testing.T, most int, handler http.HandlerFunc) (address string) {
 	t.Helper()
 	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	slow, end = make(chan struct{}, most), make(chan struct{})
 	server := &http.Server{
-		ConnContext: admission.ConnContext, ReadHeaderTimeout: time.Minute,
-		Handler: admission.Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
-			if r.URL.Path == "/slow" {
-				slow <- struct{}{}
-				<-end
-			}
-		})),
+		ConnContext: admission.ConnContext, ReadHeaderTimeout: time.Minute, Handler: admission.Handler(handler),
 	}
 	done := make(chan struct{})
 	go func() {
@@ -133,7 +125,7 @@ func serveRequests(t *testing.T, most int) (address string, slow, end chan struc
 		_ = server.Close()
 		<-done
 	})
-	return l.Addr().String(), slow, end
+	return l.Addr().String()
 }
 
 func dial(t *testing.T, address string) (net.Conn, *bufio.Reader) {
@@ -157,7 +149,13 @@ func request(t *testing.T, c net.Conn, in *bufio.Reader) {
 // Strangers may hold any number of connections open. The server serves a new client, and active requests continue.
 func TestNewConnectionClosesIdleOne(t *testing.T) {
 	t.Parallel()
-	address, slow, end := serveRequests(t, 4)
+	slow, end := make(chan struct{}), make(chan struct{})
+	address := serve(t, 4, func(_ http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/slow" {
+			slow <- struct{}{}
+			<-end
+		}
+	})
 	busy, answer := dial(t, address)
 	fmt.Fprint(busy, "GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
 	<-slow
@@ -183,25 +181,10 @@ func TestNewConnectionClosesIdleOne(t *testing.T) {
 // A connection with an unsent body closes when others need one. A connection with an arriving body stays.
 func TestNewConnectionClosesSilentBody(t *testing.T) {
 	t.Parallel()
-	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
 	got := make(chan error, 16)
-	server := &http.Server{
-		ConnContext: admission.ConnContext, ReadHeaderTimeout: time.Minute,
-		Handler: admission.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			got <- admission.Read(w, r, admission.Limits{MaxBytes: 1000})
-		})),
-	}
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		_ = server.Serve(admission.Listen(l, 2))
-	}()
-	t.Cleanup(func() {
-		_ = server.Close()
-		<-done
+	address := serve(t, 2, func(w http.ResponseWriter, r *http.Request) {
+		got <- admission.Read(w, r, admission.Limits{MaxBytes: 1000})
 	})
-	address := l.Addr().String()
 	begin := func() (net.Conn, *bufio.Reader) {
 		c, in := dial(t, address)
 		fmt.Fprint(c, "POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 10\r\n\r\n")
