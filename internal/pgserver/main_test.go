@@ -14,12 +14,12 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -146,7 +146,7 @@ func sharedTempDir(t *testing.T) string {
 	require.NoError(t, err)
 	require.NoError(t, os.Chmod(dir, 0o755))
 	t.Cleanup(func() {
-		eventually(t, "no server works below "+dir, func() bool { return len(servers(t, dir)) == 0 })
+		pgtest.Eventually(t, func() bool { return len(servers(t, dir)) == 0 }, "no server works below "+dir)
 		logs, err := filepath.Glob(dir + "/*/postgres.log")
 		for _, log := range logs {
 			text, err := os.ReadFile(log)
@@ -242,15 +242,6 @@ func parentOf(t *testing.T, pid int) int {
 func signalTo(t *testing.T, pid int, signal syscall.Signal) {
 	t.Helper()
 	require.NoError(t, syscall.Kill(pid, signal), "signal", pid)
-}
-
-func eventually(t *testing.T, what string, condition func() bool) {
-	t.Helper()
-	ticker := time.NewTicker(10 * time.Millisecond)
-	defer ticker.Stop()
-	for deadline := time.Now().Add(90 * time.Second); !condition(); <-ticker.C {
-		require.Truef(t, !time.Now().After(deadline), "not within 30 seconds: %s", what)
-	}
 }
 
 // background returns a context for cleanups. It outlives the test.

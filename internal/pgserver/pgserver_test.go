@@ -18,6 +18,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -87,7 +88,7 @@ func TestKillOfLastUserLeavesNoServer(t *testing.T) {
 	u.mustHear()
 	query(t, u.URL, "create table kept as select 'yes'::text as answer")
 	u.kill()
-	eventually(t, "the server is gone", func() bool { return len(servers(t, config.Dir)) == 0 })
+	pgtest.Eventually(t, func() bool { return len(servers(t, config.Dir)) == 0 }, "the server is gone")
 	assert.Equal(t, "yes", query(t, start(t, config).URL(), "select answer from kept"))
 }
 
@@ -134,7 +135,7 @@ func TestKillOfGuardAloneEndsServer(t *testing.T) {
 	s := start(t, config)
 	pid := servers(t, config.Dir)[0]
 	signalTo(t, parentOf(t, pid), syscall.SIGKILL)
-	eventually(t, "the server ends with its guard", func() bool { return len(servers(t, config.Dir)) == 0 })
+	pgtest.Eventually(t, func() bool { return len(servers(t, config.Dir)) == 0 }, "the server ends with its guard")
 	<-s.Done()
 }
 
@@ -178,7 +179,7 @@ func TestStalePidFileIsRemoved(t *testing.T) {
 	_, rest, _ := strings.Cut(string(running), "\n")
 	alive := sleeper(t, first.Dir(), "sleep", "60")
 	zombie := sleeper(t, first.Dir(), "true")
-	eventually(t, "the child is a zombie", func() bool { return statOf(t, zombie)[0] == "Z" })
+	pgtest.Eventually(t, func() bool { return statOf(t, zombie)[0] == "Z" }, "the child is a zombie")
 	for _, content := range []string{
 		"", "nonsense\n",
 		fmt.Sprintf("%d\n%s", alive, rest),
@@ -260,10 +261,10 @@ func TestEphemeralLeavesNothing(t *testing.T) {
 	u := launchUser(t, self(t), nil, pgserver.Config{Ephemeral: true})
 	u.mustHear()
 	u.kill()
-	eventually(t, u.Dir+" is removed after kill -9", func() bool {
+	pgtest.Eventually(t, func() bool {
 		_, err := os.Lstat(u.Dir)
 		return errors.Is(err, os.ErrNotExist)
-	})
+	}, u.Dir+" is removed after kill -9")
 }
 
 func TestDataOfOtherVersionIsUsed(t *testing.T) {
