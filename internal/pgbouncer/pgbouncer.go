@@ -25,6 +25,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
@@ -98,7 +99,7 @@ func start(ctx context.Context, config Config) (_ *Pooler, err error) {
 			err = errors.Join(err, os.RemoveAll(p.dir))
 		}
 	}()
-	user, err := unprivilegedUser()
+	user, err := pgserver.ServerAccount()
 	if err != nil {
 		return nil, err
 	}

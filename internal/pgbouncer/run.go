@@ -5,10 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"os/exec"
-	"os/user"
 	"path/filepath"
 	"regexp"
 	"strconv"
@@ -17,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/child"
 	"github.com/lanekeeper/lanekeeper/internal/debian"
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 )
 
 const (
@@ -26,34 +25,8 @@ const (
 	maxClients = 2000
 )
 
-// owner is the unprivileged user of the pooler if we are root; nil for ourselves.
-type owner struct{ uid, gid int }
-
-func unprivilegedUser() (*owner, error) {
-	if os.Geteuid() != 0 {
-		return nil, nil
-	}
-	for _, name := range []string{"postgres", "nobody"} {
-		found, err := user.Lookup(name)
-		if err != nil {
-			continue
-		}
-		uid, err := strconv.Atoi(found.Uid)
-		if err != nil {
-			return nil, fmt.Errorf("user %s: %w", name, err)
-		}
-		gid, err := strconv.Atoi(found.Gid)
-		if err != nil {
-			return nil, fmt.Errorf("user %s: %w", name, err)
-		}
-		return &owner{uid, gid}, nil
-	}
-	return nil, errors.New("it does not run as root, and there is neither a user postgres nor nobody: run useradd " +
-		"--system postgres")
-}
-
 // configure writes the pooler's files and gives them to the pooler's user.
-func (p *Pooler) configure(config Config, user *owner) error {
+func (p *Pooler) configure(config Config, user *pgserver.Account) error {
 	files := map[string]string{
 		configFile: p.settings(config),
 		usersFile:  quoted(p.server.User) + " " + quoted(p.server.Password) + "\n",
@@ -64,12 +37,7 @@ func (p *Pooler) configure(config Config, user *owner) error {
 			return err
 		}
 	}
-	if user == nil {
-		return nil
-	}
-	return filepath.WalkDir(p.dir, func(path string, _ fs.DirEntry, err error) error {
-		return errors.Join(err, os.Lchown(path, user.uid, user.gid))
-	})
+	return user.OwnTree(p.dir)
 }
 
 // settings is the configuration file.
@@ -98,7 +66,7 @@ func (p *Pooler) settings(config Config) string {
 func quoted(word string) string { return `"` + strings.ReplaceAll(word, `"`, `""`) + `"` }
 
 // launch starts the process.
-func (p *Pooler) launch(binary string, user *owner) error {
+func (p *Pooler) launch(binary string, user *pgserver.Account) error {
 	log, err := os.OpenFile(filepath.Join(p.dir, logFile), os.O_WRONLY|os.O_APPEND, 0)
 	if err != nil {
 		return err
@@ -108,10 +76,7 @@ func (p *Pooler) launch(binary string, user *owner) error {
 	cmd := exec.Command(binary, filepath.Join(p.dir, configFile))
 	cmd.Dir, cmd.Stdout, cmd.Stderr = p.dir, log, log
 	cmd.Env = []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin"}
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // ^C at a terminal is for the tests, which stop the pooler
-	if user != nil {
-		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: uint32(user.uid), Gid: uint32(user.gid)}
-	}
+	cmd.SysProcAttr = user.Attributes() // ^C at a terminal is for the tests, which stop the pooler
 	err = child.Start(cmd, syscall.SIGKILL, func(exitErr error) {
 		p.exitErr = cmp.Or(exitErr, errors.New("exit status 0"))
 		close(p.done)

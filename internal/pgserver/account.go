@@ -16,16 +16,16 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// account is the unprivileged user of a server that root starts. A nil account means the current user.
-type account struct {
+// Account is the unprivileged user of a server that root starts. A nil account means the current user.
+type Account struct {
 	name string
 	uid  int
 	gid  int
 }
 
-// serverAccount returns nil unless this process runs as root. The user needs an entry in the user database: PostgreSQL
+// ServerAccount returns nil unless this process runs as root. The user needs an entry in the user database: PostgreSQL
 // looks up its own user.
-func serverAccount() (*account, error) {
+func ServerAccount() (*Account, error) {
 	if os.Geteuid() != 0 {
 		return nil, nil
 	}
@@ -38,7 +38,7 @@ func serverAccount() (*account, error) {
 		"useradd --system postgres")
 }
 
-func newAccount(u *user.User) (*account, error) {
+func newAccount(u *user.User) (*Account, error) {
 	uid, err := strconv.Atoi(u.Uid)
 	if err != nil {
 		return nil, fmt.Errorf("user %s: %w", u.Username, err)
@@ -47,10 +47,11 @@ func newAccount(u *user.User) (*account, error) {
 	if err != nil {
 		return nil, fmt.Errorf("user %s: %w", u.Username, err)
 	}
-	return &account{name: u.Username, uid: uid, gid: gid}, nil
+	return &Account{name: u.Username, uid: uid, gid: gid}, nil
 }
 
-func (a *account) attributes() *syscall.SysProcAttr {
+// Attributes returns the attributes of a process of the account, in its own process group.
+func (a *Account) Attributes() *syscall.SysProcAttr {
 	attributes := &syscall.SysProcAttr{Setpgid: true}
 	if a != nil {
 		attributes.Credential = &syscall.Credential{Uid: uint32(a.uid), Gid: uint32(a.gid)}
@@ -59,14 +60,15 @@ func (a *account) attributes() *syscall.SysProcAttr {
 }
 
 // chown makes the account the owner of path.
-func (a *account) chown(path string) error {
+func (a *Account) chown(path string) error {
 	if a == nil {
 		return nil
 	}
 	return os.Lchown(path, a.uid, a.gid)
 }
 
-func (a *account) ownTree(root string) error {
+// OwnTree makes the account the owner of root and everything below it.
+func (a *Account) OwnTree(root string) error {
 	if a == nil {
 		return nil
 	}
@@ -80,7 +82,7 @@ func (a *account) ownTree(root string) error {
 
 // blockedAt returns the first folder on the way to path that the account may not enter, or "". Missing folders do not
 // block.
-func (a *account) blockedAt(path string) string {
+func (a *Account) blockedAt(path string) string {
 	if a == nil {
 		return ""
 	}
@@ -106,7 +108,7 @@ func resolved(path string) string {
 	return path
 }
 
-func (a *account) passes(info os.FileInfo) bool {
+func (a *Account) passes(info os.FileInfo) bool {
 	stat, ok := info.Sys().(*syscall.Stat_t)
 	if !ok {
 		return true

@@ -52,7 +52,7 @@ func initdb(ctx context.Context, l layout, bin Binaries, durable bool) error {
 	cmd := exec.CommandContext(ctx, bin.path("initdb"), args...)
 	cmd.Dir = l.root
 	cmd.Env = serverEnv()
-	cmd.SysProcAttr = l.user.attributes()
+	cmd.SysProcAttr = l.user.Attributes()
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("make the data directory %s: initdb: %w: %s", l.data(), err, textcut.LastLines(string(out), 8))
 	}

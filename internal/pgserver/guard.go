@@ -34,7 +34,7 @@ type order struct {
 func (o order) layout() layout {
 	l := layout{root: o.Root, keep: o.Keep}
 	if o.UID >= 0 {
-		l.user = &account{uid: o.UID, gid: o.GID}
+		l.user = &Account{uid: o.UID, gid: o.GID}
 	}
 	return l
 }

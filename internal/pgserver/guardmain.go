@@ -82,7 +82,7 @@ func serveUntilUnused(l layout, o order, signals <-chan os.Signal, users *flock)
 	cmd.Env = serverEnv()
 	cmd.Stdout = os.Stderr
 	cmd.Stderr = os.Stderr
-	cmd.SysProcAttr = l.user.attributes()
+	cmd.SysProcAttr = l.user.Attributes()
 	dieWithParent(cmd.SysProcAttr)
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("start the server: %w", err)

@@ -19,7 +19,7 @@ const (
 type flock struct{ file *os.File }
 
 // openLock opens the file for one lock. It creates a missing file, owned by owner (nil: by us).
-func openLock(path string, owner *account) (*flock, error) {
+func openLock(path string, owner *Account) (*flock, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return nil, err
@@ -30,7 +30,7 @@ func openLock(path string, owner *account) (*flock, error) {
 	return &flock{file: f}, nil
 }
 
-func lockPolling(ctx context.Context, path string, owner *account, mode int) (*flock, error) {
+func lockPolling(ctx context.Context, path string, owner *Account, mode int) (*flock, error) {
 	l, err := openLock(path, owner)
 	if err != nil {
 		return nil, err

@@ -35,7 +35,7 @@ const (
 type layout struct {
 	root    string   // the folder of this server: locks, log, data directory
 	sockets string   // the folder of its unix socket; known after a start or join
-	user    *account // owner of the files; nil for this process's user
+	user    *Account // owner of the files; nil for this process's user
 	keep    bool     // false: the guard removes the files when the server stops
 }
 
@@ -48,7 +48,7 @@ func (l layout) data() string            { return l.path(dataDir) }
 // /root) or to own files there (some mounts). Then choosePlace chooses a folder below /var/lib/lanekeeper named after
 // the project. The file LOCATION in config.Dir names the folder for later starts.
 func choosePlace(config Config, bin Binaries) (layout, error) {
-	user, err := serverAccount()
+	user, err := ServerAccount()
 	if err != nil {
 		return layout{}, err
 	}
@@ -73,7 +73,7 @@ func choosePlace(config Config, bin Binaries) (layout, error) {
 
 // placeAsRoot chooses the folder of a server that root starts for user: the folder that LOCATION names, else dir, else
 // a folder below /var/lib/lanekeeper.
-func placeAsRoot(config Config, dir, major string, user *account) (layout, error) {
+func placeAsRoot(config Config, dir, major string, user *Account) (layout, error) {
 	if base := followPointer(dir); base != "" {
 		l := layout{root: filepath.Join(base, major), user: user, keep: true}
 		return l, l.claim()
@@ -157,13 +157,13 @@ func (l *layout) settleOwner() error {
 	}
 	owner, err := user.LookupId(strconv.Itoa(uid))
 	if err != nil { // the user belongs to another machine or container: take the files over
-		return l.user.ownTree(l.root)
+		return l.user.OwnTree(l.root)
 	}
 	l.user, err = newAccount(owner)
 	return err
 }
 
-func placeTemporary(user *account) (layout, error) {
+func placeTemporary(user *Account) (layout, error) {
 	temp := os.TempDir()
 	if user.blockedAt(temp) != "" {
 		temp = shortTemp
