@@ -33,7 +33,7 @@ type Need struct {
 }
 
 // Reservation reserves and settles one call. Its fields are set before use; only Estimate changes Need later. It is not
-// safe for concurrent use. See the example.
+// safe for concurrent use.
 type Reservation struct {
 	ExecutionID string
 	Claim       int64
