@@ -3,7 +3,6 @@ package workspace
 import (
 	"context"
 	"fmt"
-	"maps"
 	"path"
 	"slices"
 
@@ -87,12 +86,7 @@ func checkEvals(ctx context.Context, tx pgx.Tx, w Workspace) error {
 		if name := document.Definition.Agent; name != "" && !slices.Contains(acting, name) {
 			problems.add(document.position("agent"), "agent: %s", unknownName("agent", name, name, acting))
 		}
-		named := evals.Skills(document.Definition)
-		for _, path := range slices.Sorted(maps.Keys(named)) {
-			if skill := named[path]; !slices.Contains(known, skill) {
-				problems.add(document.position(path), "%s: there is no skill %q%s", path, skill, suggestion(skill, known))
-			}
-		}
+		checkNames(document, evals.Skills(document.Definition), known, unknownSkill, &problems)
 	}
 	return problems.err()
 }

@@ -3,7 +3,6 @@ package workspace
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -14,7 +13,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // flowTable applies flow documents. Old versions stay, because running executions use them.
@@ -67,6 +65,10 @@ func checkFlows(ctx context.Context, tx pgx.Tx, w Workspace) error {
 	if err != nil {
 		return err
 	}
+	callable, err := skillNames(ctx, tx)
+	if err != nil {
+		return err
+	}
 	known := append(names, w.GoFlows...)
 	var problems Problems
 	for _, document := range w.Flows {
@@ -74,16 +76,8 @@ func checkFlows(ctx context.Context, tx pgx.Tx, w Workspace) error {
 		if name := document.Definition.Name; slices.Contains(w.GoFlows, name) || slices.Contains(w.Reserved, name) {
 			problems.add(document.position("name"), "name: %q is a flow of the program itself; choose another name", name)
 		}
-		started := flows.Triggers(document.Definition)
-		for _, path := range slices.Sorted(maps.Keys(started)) {
-			name := started[path]
-			if !slices.Contains(known, name) {
-				problems.add(document.position(path), "%s: %s", path, unknownFlow(name, known))
-			}
-		}
-		if err := checkSkills(ctx, tx, document, &problems); err != nil {
-			return err
-		}
+		checkNames(document, flows.Triggers(document.Definition), known, unknownFlow, &problems)
+		checkNames(document, flows.Skills(document.Definition), callable, unknownSkill, &problems)
 	}
 	return problems.err()
 }
@@ -97,33 +91,25 @@ func (w Workspace) checkFlowAgents(document Document[flows.Definition], existing
 		problems.add(document.position("name"),
 			"name: %q is the name of an agent; agents and flows share one namespace", own)
 	}
-	byPath := flows.Agents(document.Definition)
-	for _, path := range slices.Sorted(maps.Keys(byPath)) {
-		if name := byPath[path]; !slices.Contains(existing, name) {
-			problems.add(document.position(path), "%s: %s", path, unknownName("agent", name, name, existing))
+	checkNames(document, flows.Agents(document.Definition), existing, unknownAgent, problems)
+}
+
+// checkNames reports unknown names of a document, each at its path.
+func checkNames[T any](
+	document Document[T], named map[string]string, known []string, unknown func(name string, known []string) string,
+	problems *Problems,
+) {
+	for _, path := range slices.Sorted(maps.Keys(named)) {
+		if name := named[path]; !slices.Contains(known, name) {
+			problems.add(document.position(path), "%s: %s", path, unknown(name, known))
 		}
 	}
 }
 
-// checkSkills requires the skills of a flow to exist.
-func checkSkills(ctx context.Context, db postgres.DB, document Document[flows.Definition], problems *Problems) error {
-	called := flows.Skills(document.Definition)
-	for _, path := range slices.Sorted(maps.Keys(called)) {
-		_, err := skills.Get(ctx, db, called[path])
-		if err == nil {
-			continue
-		}
-		if !errors.Is(err, skills.ErrNotFound) {
-			return err
-		}
-		known, err := skillNames(ctx, db)
-		if err != nil {
-			return err
-		}
-		problems.add(document.position(path), "%s: there is no skill %q%s", path, called[path],
-			suggestion(called[path], known))
-	}
-	return nil
+func unknownAgent(name string, known []string) string { return unknownName("agent", name, name, known) }
+
+func unknownSkill(name string, known []string) string {
+	return fmt.Sprintf("there is no skill %q%s", name, suggestion(name, known))
 }
 
 // flowNames lists the current flows in the database, which a page of flows.List bounds.
