@@ -243,57 +243,6 @@ func TestImplausibleUsageIsEstimated(t *testing.T) {
 	}
 }
 
-func TestDialectIsLearntOnce(t *testing.T) {
-	t.Parallel()
-	refusal := func(message string) modeltest.Reply {
-		return modeltest.Refusal(http.StatusBadRequest, "invalid_request_error", "", message, 0)
-	}
-	ok := modeltest.Text("ok")
-	for name, test := range map[string]struct {
-		refuses func(openai.ChatCompletionRequest) bool
-		reply   modeltest.Reply
-	}{
-		"stream_options": {
-			func(r openai.ChatCompletionRequest) bool { return r.StreamOptions != nil },
-			refusal("Extra inputs are not permitted: stream_options"),
-		},
-		"streaming": {
-			func(r openai.ChatCompletionRequest) bool { return r.Stream },
-			refusal("streaming is not supported by this model"),
-		},
-		"max_tokens": {
-			func(r openai.ChatCompletionRequest) bool { return r.MaxCompletionTokens == 0 },
-			refusal("Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."),
-		},
-		"validation of another framework": {
-			func(r openai.ChatCompletionRequest) bool { return r.StreamOptions != nil },
-			modeltest.Raw(422, "application/json",
-				`{"detail":[{"loc":["body","stream_options"],"msg":"extra fields not permitted"}]}`),
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			server := modeltest.New(t)
-			server.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
-				if test.refuses(r) {
-					return test.reply
-				}
-				return ok
-			})
-			c := client(t, server)
-			req := ask("hi")
-			req.MaxTokens = 5
-			var shown string
-			req.OnDelta = func(text string) { shown += text }
-			for range 2 {
-				resp := complete(t, c, req)
-				assert.Truef(t, resp.Message.Content == "ok" && resp.Usage.TotalTokens != 0, "response = %+v", resp)
-			}
-			assert.Equal(t, 3, len(server.Requests()))
-			assert.Equal(t, "okok", shown)
-		})
-	}
-}
-
 func TestDocumentInsteadOfStreamIsAccepted(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Raw(http.StatusOK, "application/json",

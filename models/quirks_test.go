@@ -422,6 +422,7 @@ func TestExtraOverridesBody(t *testing.T) {
 func TestRejectedMemberIsOmittedAfterwards(t *testing.T) {
 	t.Parallel()
 	half := float32(0.5)
+	refuse := func(message string) modeltest.Reply { return modeltest.Refusal(400, "x", "", message, 0) }
 	responses := func(c *models.Config) { c.API = models.APIResponses }
 	thinking := []models.Message{
 		{Role: models.RoleUser, Content: "go"},
@@ -429,47 +430,64 @@ func TestRejectedMemberIsOmittedAfterwards(t *testing.T) {
 		{Role: models.RoleTool, ToolCallID: "c", Content: "3"},
 	}
 	for name, test := range map[string]struct {
-		refusal string
+		refusal modeltest.Reply
 		member  string // that is refused
 		learned string
 		request models.Request
 		change  func(*models.Config)
 	}{
-		"usage option": {"Unknown parameter: stream_options", `"stream_options"`, "without stream_options", ask("hi"), nil},
-		"include":      {"include is not supported", `"include"`, "without include", ask("hi"), responses},
-		"store":        {"Unknown parameter: 'store'", `"store"`, "without store", ask("hi"), responses},
+		"usage option": {
+			refuse("Unknown parameter: stream_options"), `"stream_options"`, "without stream_options", ask("hi"),
+			nil,
+		},
+		"usage option elsewhere": {
+			modeltest.Raw(422, "application/json",
+				`{"detail":[{"loc":["body","stream_options"],"msg":"extra fields not permitted"}]}`),
+			`"stream_options"`, "without stream_options", ask("hi"), nil,
+		},
+		"limit": {
+			refuse("Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."), `"max_tokens":5`,
+			"with max_completion_tokens",
+			models.Request{Messages: ask("hi").Messages, MaxTokens: 5},
+			nil,
+		},
+		"include": {refuse("include is not supported"), `"include"`, "without include", ask("hi"), responses},
+		"store":   {refuse("Unknown parameter: 'store'"), `"store"`, "without store", ask("hi"), responses},
 		"temperature": {
-			"temperature is not supported", `"temperature"`, "without temperature",
+			refuse("temperature is not supported"), `"temperature"`, "without temperature",
 			models.Request{Messages: ask("hi").Messages, Temperature: &half},
 			nil,
 		},
 		"effort": {
-			"Unknown parameter: reasoning_effort", `"reasoning_effort"`, "without reasoning effort",
+			refuse("Unknown parameter: reasoning_effort"), `"reasoning_effort"`, "without reasoning effort",
 			models.Request{Messages: ask("hi").Messages, Effort: "low"},
 			nil,
 		},
 		"effort responses": {
-			"Unknown parameter: reasoning.effort", `"effort"`, "without reasoning effort",
+			refuse("Unknown parameter: reasoning.effort"), `"effort"`, "without reasoning effort",
 			models.Request{Messages: ask("hi").Messages, Effort: "low"},
 			responses,
 		},
 		"reasoning": {
-			"reasoning_content is not supported", `"reasoning_content"`, "without reasoning",
+			refuse("reasoning_content is not supported"), `"reasoning_content"`, "without reasoning",
 			models.Request{Model: "kimi-k2", Messages: thinking},
 			nil,
 		},
-		"streaming": {"stream is not supported", `"stream":true`, "without streaming", ask("hi"), nil},
+		"streaming": {refuse("stream is not supported"), `"stream":true`, "without streaming", ask("hi"), nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			server := modeltest.New(t, modeltest.Refusal(400, "x", "", test.refusal, 0),
-				modeltest.Text("a"), modeltest.Text("b"))
+			server := modeltest.New(t, test.refusal, modeltest.Text("a"), modeltest.Text("b"))
 			c := client(t, server, func(c *models.Config) {
 				if test.change != nil {
 					test.change(c)
 				}
 			})
-			complete(t, c, test.request)
-			complete(t, c, test.request)
+			var shown string
+			test.request.OnDelta = func(text string) { shown += text }
+			for range 2 {
+				assert.True(t, complete(t, c, test.request).Usage.TotalTokens > 0)
+			}
+			assert.Equal(t, "ab", shown)
 			for n, r := range server.Requests() {
 				assert.Equal(t, n == 0, strings.Contains(r.Body, test.member), n, test.member, r.Body)
 			}
