@@ -268,19 +268,6 @@ func TestPermanentTransportErrors(t *testing.T) {
 	}
 }
 
-func TestEveryModelIsSentToServer(t *testing.T) {
-	t.Parallel()
-	for _, model := range []string{"gpt-6-astra", "gpt-6.1-sol", "gpt-6-sol", "gpt-6-luna", "gpt-5.6-sol", "o3"} {
-		server := modeltest.New(t, modeltest.ToolCall("f", "{}"))
-		req := ask("hi")
-		req.Model, req.MaxTokens, req.Temperature = model, 100, new(float32(0.5))
-		req.Tools = []models.Tool{{Name: "f"}}
-		resp, err := client(t, server).Complete(t.Context(), req)
-		assert.Truef(t, err == nil && len(resp.Message.ToolCalls) == 1 && server.Requests()[0].Model == model,
-			"%s: err = %v, %+v", model, err, resp.Message)
-	}
-}
-
 func TestErrorsHideHeadersAndQuery(t *testing.T) {
 	t.Parallel()
 	const header, query = "header-value-0123", "query value/0123"

@@ -217,19 +217,6 @@ func TestOneDenialEndsIt(t *testing.T) {
 	assert.Truef(t, n == 0 && replies == 3, "%d replies; a denial counts as %d calls of the skill", replies, n)
 }
 
-func TestChangedArgumentsNeedAnotherApproval(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	d := w.parking(t)
-	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.ToolCall("drop", `{"table":"y"}`),
-		modeltest.Text("Done."))
-	x := w.park(t)
-	w.engine(t, true)
-	w.ended(t, x.ID, func(a approvals.Approval) { w.decide(t, a, strings.Contains(string(a.Arguments), "y"), "") })
-	got := d.list()
-	assert.Truef(t, slices.Equal(got, []string{`{"table":"y"}`}), "calls are %q", got)
-}
-
 func TestApprovedCallMadeAgainIsAskedForAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
