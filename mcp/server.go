@@ -192,9 +192,4 @@ func (s *Server) addTool(ctx context.Context, server *sdk.Server, skill skills.S
 	return true
 }
 
-func (s *Server) log() *slog.Logger {
-	if s.Logger == nil {
-		return slog.New(slog.DiscardHandler)
-	}
-	return s.Logger
-}
+func (s *Server) log() *slog.Logger { return cmp.Or(s.Logger, slog.New(slog.DiscardHandler)) }

@@ -8,8 +8,8 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
@@ -203,15 +203,9 @@ func (c claimedEntry) text(most int) string {
 	return truncateBytes(c.Key+": "+value, most)
 }
 
-// truncateBytes cuts a text to a number of bytes, at the start of a character.
+// truncateBytes cuts a text to a number of bytes, and drops a broken character at its end.
 func truncateBytes(text string, most int) string {
-	if len(text) <= most {
-		return text
-	}
-	for most > 0 && !utf8.RuneStart(text[most]) {
-		most--
-	}
-	return text[:most]
+	return strings.ToValidUTF8(text[:min(most, len(text))], "")
 }
 
 // store stores the vectors of revisions that no later claim has replaced.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"maps"
 	"slices"
+	"strings"
 
 	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 )
@@ -91,15 +92,4 @@ func (o *object) end() (string, error) {
 }
 
 // list returns a JSON array of JSON texts.
-func list(texts []string) string {
-	var out bytes.Buffer
-	out.WriteByte('[')
-	for i, text := range texts {
-		if i > 0 {
-			out.WriteByte(',')
-		}
-		out.WriteString(text)
-	}
-	out.WriteByte(']')
-	return out.String()
-}
+func list(texts []string) string { return "[" + strings.Join(texts, ",") + "]" }

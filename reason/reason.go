@@ -267,9 +267,4 @@ func (l *Loop) validateTool(t Tool) error {
 	return nil
 }
 
-func (l *Loop) log() *slog.Logger {
-	if l.Logger == nil {
-		return slog.New(slog.DiscardHandler)
-	}
-	return l.Logger
-}
+func (l *Loop) log() *slog.Logger { return cmp.Or(l.Logger, slog.New(slog.DiscardHandler)) }
