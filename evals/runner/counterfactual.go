@@ -268,23 +268,6 @@ func (r *Runner) workControl(
 	return noControl, nil
 }
 
-// skipTrials marks the trials without a verdict as undecided, and ends the run.
-func (r *Runner) skipTrials(ctx context.Context, run evals.Run, why string) error {
-	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
-	if err != nil {
-		return err
-	}
-	for _, t := range trials {
-		if t.Verdict == "" {
-			t.Verdict, t.Reasons, t.Calls = evals.UndecidedTrial, []string{why}, []byte(`[]`)
-			if err := storeVerdict(ctx, r.Pool, run.ID, t); err != nil {
-				return err
-			}
-		}
-	}
-	return r.finishRun(ctx, run, nil)
-}
-
 // Reasons why a trial has no verdict.
 const (
 	noControl    = "the control follows less than half of the recorded turns, so nothing could be compared"

@@ -55,7 +55,7 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 		case err != nil && !timedOut:
 			return err
 		case err == nil && reason != "":
-			return r.skipTrials(ctx, run, reason)
+			return r.finishRun(ctx, run, errors.New(reason))
 		}
 	}
 	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
