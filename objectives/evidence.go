@@ -3,8 +3,8 @@ package objectives
 import (
 	"context"
 	"fmt"
+	"regexp"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -114,24 +114,6 @@ func selectEvidence(calls []call, title string, others []string) (ids []string) 
 
 // names reports whether a title names a skill, as a whole word.
 func names(title, skill string) bool {
-	for from := 0; skill != ""; {
-		i := strings.Index(title[from:], skill)
-		if i < 0 {
-			return false
-		}
-		i += from
-		if !endsInWord(title[:i]) && !beginsWithWord(title[i+len(skill):]) {
-			return true
-		}
-		from = i + 1
-	}
-	return false
-}
-
-func endsInWord(s string) bool { return s != "" && wordByte(s[len(s)-1]) }
-
-func beginsWithWord(s string) bool { return s != "" && wordByte(s[0]) }
-
-func wordByte(b byte) bool {
-	return b == '_' || b == '-' || b >= '0' && b <= '9' || b|0x20 >= 'a' && b|0x20 <= 'z'
+	word := `(?:^|[^\w-])` + regexp.QuoteMeta(skill) + `(?:[^\w-]|$)`
+	return skill != "" && regexp.MustCompile(word).MatchString(title)
 }
