@@ -1,12 +1,10 @@
 package api
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"net/http"
-	"reflect"
 	"regexp"
 	"strings"
 	"time"
@@ -107,7 +105,7 @@ func (s *server) getExecution(r request) (response, error) {
 		return response{trace: x.TraceID}, err
 	}
 	detail := executionDetail{
-		Execution: x, ResultAltered: !equalJSON(stored, x.Result), Labels: labels[x.ID].Redacted(), Waits: []wait{},
+		Execution: x, ResultAltered: !exactjson.Equal(stored, x.Result), Labels: labels[x.ID].Redacted(), Waits: []wait{},
 	}
 	if latest != nil {
 		detail.Checkpoint = new(latest.Redacted(r.Context()))
@@ -118,13 +116,6 @@ func (s *server) getExecution(r request) (response, error) {
 		detail.Waits = append(detail.Waits, w)
 	}
 	return response{body: detail, trace: x.TraceID}, nil
-}
-
-// equalJSON compares two values; the order of keys does not matter.
-func equalJSON(a, b json.RawMessage) bool {
-	x, err := exactjson.Decode(a)
-	y, otherErr := exactjson.Decode(b)
-	return bytes.Equal(a, b) || err == nil && otherErr == nil && reflect.DeepEqual(x, y)
 }
 
 // execution reads the execution in the path.

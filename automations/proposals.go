@@ -2,13 +2,12 @@ package automations
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
-	"reflect"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -80,14 +79,8 @@ func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID stri
 func (a Automation) repeats(r resolved) bool {
 	return a.ProposedBy != "" && a.Trigger == r.Trigger && a.Cron == r.Cron && a.Timezone == r.Timezone &&
 		a.Event == r.Event && a.Condition == r.When && a.Signal == r.Signal &&
-		a.SkillName == r.Skill && sameJSON(a.Arguments, r.arguments) && a.Prompt == r.Prompt && a.Flow == r.Flow &&
+		a.SkillName == r.Skill && exactjson.Equal(a.Arguments, r.arguments) && a.Prompt == r.Prompt && a.Flow == r.Flow &&
 		a.MaxAttempts == r.MaxAttempts
-}
-
-// sameJSON compares values, because jsonb normalizes texts.
-func sameJSON(a, b json.RawMessage) bool {
-	var x, y any
-	return json.Unmarshal(a, &x) == nil && json.Unmarshal(b, &y) == nil && reflect.DeepEqual(x, y)
 }
 
 // Accept enables a proposal for an admin; a schedule starts now. It returns false if the automation is not a proposal,

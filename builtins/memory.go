@@ -7,6 +7,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
@@ -105,22 +106,8 @@ func memoryWrite(ctx context.Context, db postgres.Beginner, who memoryUser, args
 // the same value, at the next revision unless the run had read none.
 func wroteBefore(note memory.Note, conflict *memory.ConflictError) bool {
 	current := conflict.Theirs
-	return current != nil && current.TraceID == note.TraceID && sameJSON(current.Value, conflict.Yours) &&
+	return current != nil && current.TraceID == note.TraceID && exactjson.Equal(current.Value, conflict.Yours) &&
 		(current.Revision == note.Revision+1 || note.Revision == memory.Absent)
-}
-
-// sameJSON compares values, because jsonb normalizes texts.
-func sameJSON(a, b json.RawMessage) bool {
-	var x, y any
-	if json.Unmarshal(a, &x) != nil || json.Unmarshal(b, &y) != nil {
-		return false
-	}
-	left, err := json.Marshal(x)
-	if err != nil {
-		return false
-	}
-	right, err := json.Marshal(y)
-	return err == nil && string(left) == string(right)
 }
 
 type memoryForgetArgs struct {

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"reflect"
 	"regexp"
 
 	"go.yaml.in/yaml/v3"
@@ -16,6 +17,13 @@ func Decode(text []byte) (value any, err error) {
 	d.UseNumber()
 	err = d.Decode(&value)
 	return value, err
+}
+
+// Equal compares two JSON texts. Spaces, the order of keys, and exponents up to 400 do not matter.
+func Equal(a, b []byte) bool {
+	x, err := Decode(a)
+	y, otherErr := Decode(b)
+	return bytes.Equal(a, b) || err == nil && otherErr == nil && reflect.DeepEqual(PlainNumbers(x), PlainNumbers(y))
 }
 
 // Encode encodes a value, without a newline.

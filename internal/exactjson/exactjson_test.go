@@ -19,3 +19,12 @@ func TestYAMLKeepsEveryCharacter(t *testing.T) {
 	require.NoError(t, yaml.Unmarshal(text, &got))
 	assert.NoDiff(t, want, got)
 }
+
+func TestEqualComparesExactNumbers(t *testing.T) {
+	t.Parallel()
+	for other, want := range map[string]bool{
+		`{"b":null, "a":[9007199254740993e0]}`: true, `{"a":[9007199254740992],"b":null}`: false, "": false,
+	} {
+		assert.Equal(t, want, exactjson.Equal([]byte(`{"a":[9007199254740993],"b":null}`), []byte(other)), other)
+	}
+}

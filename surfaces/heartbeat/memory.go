@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"reflect"
 	"strings"
 	"time"
 
@@ -15,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	memories "github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -149,7 +149,7 @@ func (b *heartbeatRun) saveNote(ctx context.Context, m memoryNote) (revision int
 			case own:
 				note.Revision = conflict.Theirs.Revision
 				saved, err = memories.Save(ctx, tx, note)
-			case equalJSON(conflict.Theirs.Value, conflict.Yours):
+			case exactjson.Equal(conflict.Theirs.Value, conflict.Yours):
 				saved, err = *conflict.Theirs, nil
 			}
 		}
@@ -196,9 +196,4 @@ func writtenBefore(ctx context.Context, tx pgx.Tx, entry memories.Entry, current
 		return false, fmt.Errorf("read the heartbeat that wrote %s: %w", entry.Key, err)
 	}
 	return own, nil
-}
-
-func equalJSON(a, b json.RawMessage) bool {
-	var x, y any
-	return json.Unmarshal(a, &x) == nil && json.Unmarshal(b, &y) == nil && reflect.DeepEqual(x, y)
 }
