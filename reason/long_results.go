@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"slices"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/builtins"
@@ -56,10 +57,8 @@ func (r *longResult) truncate(keep int) string {
 
 // truncateResult shortens a result in the transcript.
 func (w *turn) truncateResult(text string, keep int) string {
-	for _, r := range w.longResults {
-		if r.shown == text {
-			return r.truncate(keep)
-		}
+	if r := w.findLongResult(func(r *longResult) bool { return r.shown == text }); r != nil {
+		return r.truncate(keep)
 	}
 	return w.addLongResult(text, keep)
 }
@@ -87,18 +86,15 @@ func (w *turn) readChunk(ctx context.Context, args json.RawMessage) (any, error)
 	if err := json.Unmarshal(args, &params); err != nil {
 		return nil, &executions.StepError{Class: classInvalid, Message: err.Error()}
 	}
-	result, known := w.longResultByID(params.ResultID)
-	full := ""
-	if known {
-		full = result.full
-	}
-	switch {
-	case !known:
+	result := w.findLongResult(func(r *longResult) bool { return r.id == params.ResultID })
+	if result == nil {
 		return nil, &executions.StepError{
 			Class:   classInvalid,
 			Message: fmt.Sprintf("there is no result %q; the last is r%d", displayName(params.ResultID), len(w.longResults)),
 		}
-	case params.Offset >= len(full):
+	}
+	full := result.full
+	if params.Offset >= len(full) {
 		return nil, &executions.StepError{
 			Class:   classInvalid,
 			Message: fmt.Sprintf("result %s has %d bytes, none at offset %d", params.ResultID, len(full), params.Offset),
@@ -132,33 +128,17 @@ func (w *turn) readChunk(ctx context.Context, args json.RawMessage) (any, error)
 	return verbatim(text), nil
 }
 
-func (w *turn) longResultByID(id string) (r *longResult, known bool) {
-	for _, r := range w.longResults {
-		if r.id == id {
-			return r, true
-		}
+// findLongResult returns the first long result that matches; nil for none.
+func (w *turn) findLongResult(matches func(*longResult) bool) *longResult {
+	if i := slices.IndexFunc(w.longResults, matches); i >= 0 {
+		return w.longResults[i]
 	}
-	return nil, false
+	return nil
 }
 
 // longResultByText returns the long result of a full text; nil for none.
 func (w *turn) longResultByText(text string) *longResult {
-	for _, r := range w.longResults {
-		if r.full == text {
-			return r
-		}
-	}
-	return nil
-}
-
-// longResultByShown returns the long result with a shown text; nil for none.
-func (w *turn) longResultByShown(shown string) *longResult {
-	for _, r := range w.longResults {
-		if r.shown == shown {
-			return r
-		}
-	}
-	return nil
+	return w.findLongResult(func(r *longResult) bool { return r.full == text })
 }
 
 // pendingSight is a skill's answer that the next request shows.
@@ -175,7 +155,7 @@ type pendingSight struct {
 func (w *turn) shownAnswer(s skills.Skill, value json.RawMessage) string {
 	a := pendingSight{skill: s, text: encode(value)}
 	shown := w.limitResult(a.text)
-	a.result = w.longResultByShown(shown)
+	a.result = w.findLongResult(func(r *longResult) bool { return r.shown == shown })
 	w.pendingSights = append(w.pendingSights, a)
 	return shown
 }
