@@ -104,7 +104,7 @@ func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 			"skills":{"type":"array","maxItems":40,"items":{"type":"string"},"description":"the only skills it may use; all of yours when left out"},
 			"tokens":{"type":"integer","minimum":1000,"description":"how many tokens it may use; a third of what you have left when left out"}}}`),
 		Do: func(context.Context, json.RawMessage) (any, error) {
-			return nil, &executions.StepError{Class: classDelegate, Message: "there is no turn to delegate from"}
+			return nil, stepError(classDelegate, "there is no turn to delegate from")
 		},
 		bindTurn: func(w *turn) func(context.Context, json.RawMessage) (any, error) {
 			return func(ctx context.Context, args json.RawMessage) (any, error) {
@@ -176,10 +176,7 @@ func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []stri
 	}
 	w.addUsage(result.Outcome)
 	if result.Status != string(executions.Completed) {
-		return nil, &executions.StepError{
-			Class:   classDelegate,
-			Message: fmt.Sprintf("the delegated task ended as %s: %s", result.Status, result.Summary),
-		}
+		return nil, stepError(classDelegate, "the delegated task ended as %s: %s", result.Status, result.Summary)
 	}
 	return map[string]any{"answer": result.Outcome.Text, "ended": result.Outcome.Ended, "calls": result.Outcome.Calls}, nil
 }
@@ -199,10 +196,7 @@ func (w *turn) addUsage(o Outcome) {
 func (w *turn) childSpec(ctx context.Context, params delegateArgs, scopes []string) (executions.Spec, error) {
 	current, _ := executions.Current(ctx)
 	if w.depth >= maxDelegationDepth {
-		return executions.Spec{}, &executions.StepError{
-			Class:   classDelegate,
-			Message: "a delegated task cannot be delegated further",
-		}
+		return executions.Spec{}, stepError(classDelegate, "a delegated task cannot be delegated further")
 	}
 	agent, err := w.chooseAgent(params, current.Agent)
 	if err != nil {
@@ -236,8 +230,8 @@ func (w *turn) restrictSkills(names []string) ([]string, error) {
 	}
 	for _, name := range names {
 		if !slices.ContainsFunc(w.skills, func(s skills.Skill) bool { return s.Name == name }) {
-			return nil, &executions.StepError{Class: classInvalid, Message: fmt.Sprintf(
-				"skills: %q is none of yours: %s", displayName(name), strings.Join(skillNames(w.skills), ", "))}
+			return nil, stepError(classInvalid, "skills: %q is none of yours: %s", displayName(name),
+				strings.Join(skillNames(w.skills), ", "))
 		}
 	}
 	return names, nil
@@ -249,10 +243,7 @@ func (w *turn) childBudget(tokens int) (Budget, error) {
 	remaining.Iterations -= w.outcome.Iterations
 	remaining.Time -= w.usedTime()
 	if remaining.Iterations <= 0 || remaining.Time <= 0 {
-		return Budget{}, &executions.StepError{
-			Class:   classDelegate,
-			Message: "nothing is left of the budget for a delegated task",
-		}
+		return Budget{}, stepError(classDelegate, "nothing is left of the budget for a delegated task")
 	}
 	fraction := 1.0 / defaultShare
 	if w.budget.Tokens < math.MaxInt {
@@ -268,10 +259,7 @@ func (w *turn) childBudget(tokens int) (Budget, error) {
 		remaining.CostUSD = (remaining.CostUSD - w.outcome.CostUSD) * fraction
 	}
 	if remaining.Tokens <= 0 || w.budget.CostUSD > 0 && remaining.CostUSD <= 0 {
-		return Budget{}, &executions.StepError{
-			Class:   classDelegate,
-			Message: "nothing is left of the budget for a delegated task",
-		}
+		return Budget{}, stepError(classDelegate, "nothing is left of the budget for a delegated task")
 	}
 	return remaining, nil
 }
@@ -366,14 +354,9 @@ func (w *turn) chooseAgent(params delegateArgs, ownAgent string) (string, error)
 	case params.Agent == "":
 		return ownAgent, nil
 	case !slices.ContainsFunc(w.delegates, func(c delegateAgent) bool { return c.Name == params.Agent }):
-		return "", &executions.StepError{
-			Class: classInvalid, Message: fmt.Sprintf("agent: %q is none that you may delegate to", displayName(params.Agent)),
-		}
+		return "", stepError(classInvalid, "agent: %q is none that you may delegate to", displayName(params.Agent))
 	case len(params.Skills) > 0:
-		return "", &executions.StepError{
-			Class:   classInvalid,
-			Message: "skills: another agent uses its own; name either an agent or skills",
-		}
+		return "", stepError(classInvalid, "skills: another agent uses its own; name either an agent or skills")
 	}
 	return params.Agent, nil
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/builtins"
@@ -49,10 +50,10 @@ func (l *Loop) invoke(
 			Skill: s, Args: args, Guarded: guardedArgs, IdempotencyKey: effect.Key,
 		})
 		outcome := err
-		if isBusy(err) {
+		if hasClass(err, skills.ClassBusy) {
 			effect.Status, outcome = activity.Skipped, errSkipped
 		}
-		if isMisconfigured(err) {
+		if hasClass(err, skills.ClassConfiguration) {
 			outcome = errSkipped
 		}
 		if l.AfterCall != nil {
@@ -74,16 +75,15 @@ func (l *Loop) invoke(
 // errSkipped is the outcome of a call that says nothing about its skill.
 var errSkipped = errors.New("the call was skipped")
 
-// isBusy reports a call that found its lane held.
-func isBusy(err error) bool {
+// hasClass reports a failed call of a class.
+func hasClass(err error, class string) bool {
 	callErr, ok := errors.AsType[*skills.CallError](err)
-	return ok && callErr.Class == skills.ClassBusy
+	return ok && callErr.Class == class
 }
 
-// isMisconfigured reports a call without a required setting.
-func isMisconfigured(err error) bool {
-	callErr, ok := errors.AsType[*skills.CallError](err)
-	return ok && callErr.Class == skills.ClassConfiguration
+// stepError returns the error of a step, with a formatted text.
+func stepError(class, format string, args ...any) *executions.StepError {
+	return &executions.StepError{Class: class, Message: fmt.Sprintf(format, args...)}
 }
 
 // admit permits a call of an enabled skill, and what AdmitTrial admits of a skill that was offered on trial. It reads
@@ -94,26 +94,21 @@ func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
 	})
 	switch {
 	case errors.Is(err, skills.ErrNotFound):
-		return &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " no longer exists"}
+		return stepError(classDisabled, "skill %s no longer exists", s.Name)
 	case err != nil:
 		return err
 	case current.Trust == skills.TrustApprove && current.Revision != s.Revision:
-		return &executions.StepError{
-			Class:   classDisabled,
-			Message: "skill " + s.Name + " was changed during this turn, and needs approval as it is now",
-		}
+		return stepError(classDisabled, "skill %s was changed during this turn, and needs approval as it is now", s.Name)
 	case s.Enabled && current.Enabled:
 		return nil
 	case s.Enabled:
-		return &executions.StepError{Class: classDisabled, Message: "skill " + s.Name + " " + current.OutOfService()}
+		return stepError(classDisabled, "skill %s %s", s.Name, current.OutOfService())
 	case current.Enabled || l.AdmitTrial == nil:
 		return nil
 	}
 	admitted, err := l.AdmitTrial(ctx, s.Name, owner)
 	if err == nil && !admitted {
-		err = &executions.StepError{
-			Class: classDisabled, Message: "skill " + s.Name + " is out of service, and its one trial is taken",
-		}
+		err = stepError(classDisabled, "skill %s is out of service, and its one trial is taken", s.Name)
 	}
 	return err
 }

@@ -88,17 +88,13 @@ func (w *turn) readChunk(ctx context.Context, args json.RawMessage) (any, error)
 	}
 	result := w.findLongResult(func(r *longResult) bool { return r.id == params.ResultID })
 	if result == nil {
-		return nil, &executions.StepError{
-			Class:   classInvalid,
-			Message: fmt.Sprintf("there is no result %q; the last is r%d", displayName(params.ResultID), len(w.longResults)),
-		}
+		return nil, stepError(classInvalid, "there is no result %q; the last is r%d", displayName(params.ResultID),
+			len(w.longResults))
 	}
 	full := result.full
 	if params.Offset >= len(full) {
-		return nil, &executions.StepError{
-			Class:   classInvalid,
-			Message: fmt.Sprintf("result %s has %d bytes, none at offset %d", params.ResultID, len(full), params.Offset),
-		}
+		return nil, stepError(classInvalid, "result %s has %d bytes, none at offset %d", params.ResultID, len(full),
+			params.Offset)
 	}
 	from := runeStart(full, params.Offset)
 	to := runeStart(full, min(from+w.resultLimit(), len(full)))

@@ -167,10 +167,7 @@ func (l *Loop) complete(ctx context.Context, c *modelCall, r *reservation, effec
 	var limit *executions.StepError
 	switch {
 	case err != nil && errors.Is(limited.Err(), context.DeadlineExceeded) && ctx.Err() == nil:
-		return nil, &executions.StepError{
-			Class:   classBudget,
-			Message: fmt.Sprintf("the turn's time of %s has run out", c.timeLimit),
-		}
+		return nil, stepError(classBudget, "the turn's time of %s has run out", c.timeLimit)
 	case errors.As(err, &limit):
 		return nil, limit
 	case errors.As(err, &refused) && refused.Retryable && c.hasFallback:

@@ -7,7 +7,6 @@ import (
 	"strings"
 
 	"github.com/lanekeeper/lanekeeper/agents"
-	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
@@ -36,13 +35,10 @@ func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages
 	}
 	text := strings.TrimSpace(got.Message.Content)
 	if text == "" && got.Cut == string(models.FinishContentFilter) {
-		return "", fmt.Errorf("summarise: %w", &executions.StepError{
-			Class:   "model",
-			Message: "the content filter withheld the summary",
-		})
+		return "", fmt.Errorf("summarise: %w", stepError("model", "the content filter withheld the summary"))
 	}
 	if text == "" {
-		return "", fmt.Errorf("summarise: %w", &executions.StepError{Class: "model", Message: "the model gave no text"})
+		return "", fmt.Errorf("summarise: %w", stepError("model", "the model gave no text"))
 	}
 	return truncate(text, maxSummary), nil
 }
