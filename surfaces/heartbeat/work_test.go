@@ -146,29 +146,37 @@ func TestStalledPromptAutomationRetries(t *testing.T) {
 		x.TraceID)
 }
 
+// The heartbeat of the default agent makes the approved calls of all agents.
 func TestAutomationNeedsApproval(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
 	w.replyNothing()
-	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) {
-		w.calls.Add("drop")
+	w.surface.Loop.Agents = &agents.Directory{}
+	for _, d := range []agents.Definition{{Name: "house", Default: true}, {Name: "sales"}} {
+		_, err := agents.Put(t.Context(), w.pool, d)
+		require.NoError(t, err)
+	}
+	w.builtins["drop"] = func(ctx context.Context, _ skills.Call) (any, error) {
+		span, _ := trace.From(ctx)
+		w.calls.Add(span.Agent)
 		return "dropped", nil
 	}
 	w.addSkill(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
-	w.addAutomation(t, automations.Definition{Name: "a", Skill: "drop"})
+	w.addAutomation(t, automations.Definition{Name: "a", Skill: "drop", Agent: "sales"})
 	x, _ := w.runCompleted(t)
-	require.Equal(t, 0, w.calls.Of("drop"))
+	require.Equal(t, 0, w.calls.Of("sales"))
 	lines := strings.Join(w.traceLines(t, x.TraceID), ", ")
 	assert.Truef(t, strings.Contains(lines,
 		"run_automation pending_approval, drop pending_approval"), "the trace is %s", lines)
 	pending, err := approvals.Pending(t.Context(), w.pool, 5)
 	require.Truef(t, err == nil && len(pending) == 1, "pending are %+v, %v", pending, err)
+	assert.Equal(t, "sales", pending[0].Agent)
 	_, err = approvals.Decide(t.Context(), w.pool, pending[0].ID, true, "admin", "")
 	require.NoError(t, err)
 	x, _ = w.runCompleted(t)
 	lines = strings.Join(w.traceLines(t, x.TraceID), ", ")
 	assert.Truef(t, strings.Contains(lines,
-		"follow_through success, drop success") && w.calls.Of("drop") == 1, "the trace is %s", lines)
+		"follow_through success, drop success") && w.calls.Of("sales") == 1, "the trace is %s", lines)
 }
 
 func TestRunSaysWhyItsApprovalClosed(t *testing.T) {
@@ -188,33 +196,6 @@ func TestRunSaysWhyItsApprovalClosed(t *testing.T) {
 		got := pgtest.Value[string](t, w.pool, `select status || ' ' || error_message from agent_automation_runs`)
 		assert.Contains(t, got, "skipped "+want, awaits[len("skill drop awaits "):])
 	}
-}
-
-// The heartbeat of the default agent makes the approved calls of all agents.
-func TestApprovedCallRunsAsItsAgent(t *testing.T) {
-	t.Parallel()
-	w := newTestHeartbeat(t)
-	w.replyNothing()
-	w.surface.Loop.Agents = &agents.Directory{}
-	for _, d := range []agents.Definition{{Name: "house", Default: true}, {Name: "sales"}} {
-		_, err := agents.Put(t.Context(), w.pool, d)
-		require.NoError(t, err)
-	}
-	w.builtins["drop"] = func(ctx context.Context, _ skills.Call) (any, error) {
-		span, _ := trace.From(ctx)
-		w.calls.Add(span.Agent)
-		return "dropped", nil
-	}
-	w.addSkill(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
-	w.addAutomation(t, automations.Definition{Name: "a", Skill: "drop", Agent: "sales"})
-	w.runCompleted(t)
-	pending, err := approvals.Pending(t.Context(), w.pool, 5)
-	require.Truef(t, err == nil && len(pending) == 1, "pending are %+v, %v", pending, err)
-	assert.Equal(t, "sales", pending[0].Agent)
-	_, err = approvals.Decide(t.Context(), w.pool, pending[0].ID, true, "admin", "")
-	require.NoError(t, err)
-	w.runCompleted(t)
-	assert.Equal(t, 1, w.calls.Of("sales"))
 }
 
 // newHeartbeatWithApprovals returns a heartbeat with the skill drop and two approved calls of it.
