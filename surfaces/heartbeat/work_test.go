@@ -305,23 +305,6 @@ func TestPlanAndCompleteInOneTurn(t *testing.T) {
 	}
 }
 
-func TestRecurringObjectiveRestarts(t *testing.T) {
-	t.Parallel()
-	w := newTestHeartbeat(t)
-	_, steps := w.addObjective(t, objectives.Definition{
-		Name: "weekly", Goal: "a", ReviewEvery: "7d",
-		Steps: []string{"look"},
-	})
-	w.setReplies(map[string][]modeltest.Reply{"Objective weekly": {lookAndComplete(steps[0]), modeltest.Text("ok")}})
-	w.runCompleted(t)
-	o, err := objectives.Get(t.Context(), w.pool, "weekly")
-	assert.Truef(t, err == nil && o.Round == 2 && o.Pending == 1 && o.Status == objectives.Active,
-		"objective is %+v, %v", o, err)
-	requests := len(w.model.Requests())
-	w.runCompleted(t)
-	assert.Equal(t, requests, len(w.model.Requests()))
-}
-
 func TestObjectiveBackoff(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
