@@ -3,7 +3,6 @@ package main
 import (
 	"encoding/json"
 	"io"
-	"net/http"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -168,10 +167,9 @@ actions:
 		"for_each, round 2 ", "set, round 3 ", "delay, round 3 ", "for_each, round 3 ", "end, round 3.1 ", "end, round 3.2 ",
 	}, rounds)
 	for _, view := range []string{"", "?view=table"} {
-		page, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+"/traces/"+started.TraceID+view, "",
-			testkit.Bearer(strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")))
-		require.NoError(t, err)
-		assert.Contains(t, string(page.Body),
+		page := send(t.Context(), "GET", base+"/traces/"+started.TraceID+view,
+			strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="), "")
+		assert.Contains(t, page.body,
 			`kind-phase">phase, round 1<`, `kind-phase">phase, round 3<`, `kind-phase">phase, round 3.2<`)
 	}
 }

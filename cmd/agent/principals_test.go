@@ -3,7 +3,6 @@ package main
 import (
 	"encoding/json"
 	"html"
-	"net/http"
 	"regexp"
 	"strings"
 	"testing"
@@ -86,9 +85,9 @@ func TestOverviewLinksOnlyPermittedPages(t *testing.T) {
 	p.must("memory", "set", "tone", `"kind"`)
 	base := "http://" + p.start("serve").find(t, `listen=http://(\S+)`)
 	get := func(secret, path string) (int, string) {
-		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+path, "", testkit.Bearer(secret))
-		require.NoError(t, err)
-		return got.Status, string(got.Body)
+		got := send(t.Context(), "GET", base+path, secret, "")
+		require.NoError(t, got.err)
+		return got.status, got.body
 	}
 	for role, opens := range map[string]bool{"viewer": false, "operator": true} {
 		p.must("principals", "add", role, "--role", role)

@@ -219,11 +219,10 @@ actions: [{prompt: p}]
 		"description: \"file: its format\"\nurl: https://example.com/x\nevents: [execution.completed]\n" +
 		"secrets: [\"${HOOK}\"]\n"}))
 	post := func(body string) string {
-		got, err := testkit.Do(t.Context(), http.DefaultClient, http.MethodPost,
-			strings.TrimPrefix(remote.environ[0], "AGENT_SERVER=")+commandsPath, body,
-			testkit.Bearer(strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")), "Content-Type: application/json")
-		require.NoError(t, err)
-		return string(got.Body)
+		got := send(t.Context(), "POST", strings.TrimPrefix(remote.environ[0], "AGENT_SERVER=")+commandsPath,
+			strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="), body)
+		require.NoError(t, got.err)
+		return got.body
 	}
 	for body, want := range map[string]string{
 		`{"args":["init"]}`:                                    `"exit":2`,

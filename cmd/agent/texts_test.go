@@ -18,7 +18,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
@@ -48,10 +47,9 @@ func newConversations(t *testing.T) *conversations {
 	}
 	c.remoteProgram, _ = c.remote("AGENT_CHAT_KEY=" + key)
 	c.base = strings.TrimPrefix(c.remoteProgram.environ[0], "AGENT_SERVER=")
-	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", c.base+"/v1/chat/completions",
-		`{"model": "agent", "messages": [{"role": "user", "content": "`+spoken+` question"}]}`, testkit.Bearer(key))
-	require.NoError(t, err)
-	require.Truef(t, strings.Contains(string(got.Body), spoken+" answer"), "%d %s", got.Status, got.Body)
+	got := send(t.Context(), "POST", c.base+"/v1/chat/completions", key,
+		`{"model": "agent", "messages": [{"role": "user", "content": "`+spoken+` question"}]}`)
+	require.Truef(t, strings.Contains(got.body, spoken+" answer"), "%d %s, %v", got.status, got.body, got.err)
 	c.remoteProgram.must("operate", spoken+" order")
 	ids := func(column, table string) []string {
 		return pgtest.Value[[]string](t, c.pool, `select array_agg(distinct `+column+`::text) from `+table)
@@ -83,9 +81,9 @@ func (c *conversations) withScope(t *testing.T, role principals.Role, scope stri
 	c.secrets[role] = secret
 	return newProgramWithoutDatabase(t, c.remoteProgram.environ[0], "AGENT_TOKEN="+secret), func(path string) string {
 		t.Helper()
-		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", c.base+path, "", testkit.Bearer(secret))
-		require.NoError(t, err)
-		return string(got.Body)
+		got := send(t.Context(), "GET", c.base+path, secret, "")
+		require.NoError(t, got.err)
+		return got.body
 	}
 }
 
