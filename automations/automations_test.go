@@ -480,11 +480,9 @@ func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) 
 // execution creates an execution and brings it to a status.
 func execution(t *testing.T, pool *pgxpool.Pool, status string) (id string) {
 	t.Helper()
-	err := pool.QueryRow(t.Context(), `
+	id = pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status) values ($1, 'heartbeat', 'heartbeat', 'running')
-		  returning id`,
-		traceID).Scan(&id)
-	require.NoError(t, err)
+		  returning id::text`, traceID)
 	if status != "running" {
 		pgtest.Exec(t, pool, `update agent_executions set status = '`+status+`' where id = '`+id+`'`)
 	}
@@ -663,12 +661,9 @@ func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 					assert.NoError(t, err)
 				default:
 				}
-				var waits bool
-				err := pool.QueryRow(t.Context(), `
+				return ended || pgtest.Value[bool](t, pool, `
 					select exists (select from pg_stat_activity where datname = current_database()
-					  and wait_event_type = 'Lock')`).Scan(&waits)
-				require.NoError(t, err)
-				return waits || ended
+					  and wait_event_type = 'Lock')`)
 			}, "the second waits for the first, or has passed it")
 			require.NoError(t, tx.Commit(t.Context()))
 			if !ended {

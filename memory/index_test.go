@@ -94,16 +94,10 @@ func (x *indexed) update(t *testing.T) int {
 // rows lists the stored entries: key, model, revision, and whether there is a vector.
 func (x *indexed) rows(t *testing.T) string {
 	t.Helper()
-	var all *string
-	err := x.pool.QueryRow(t.Context(), `
-		select string_agg(format('%s %s %s %s', m.key, e.model, e.revision, coalesce(e.vector[1]::text, '-')), ', '
-		  order by m.key, e.model)
-		  from agent_memory_embeddings e join agent_memory m on m.id = e.memory_id`).Scan(&all)
-	require.NoError(t, err)
-	if all == nil {
-		return ""
-	}
-	return *all
+	return pgtest.Value[string](t, x.pool, `
+		select coalesce(string_agg(format('%s %s %s %s', m.key, e.model, e.revision, coalesce(e.vector[1]::text, '-')), ', '
+		  order by m.key, e.model), '')
+		  from agent_memory_embeddings e join agent_memory m on m.id = e.memory_id`)
 }
 
 func (x *indexed) expect(t *testing.T, want string) {

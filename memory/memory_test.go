@@ -513,12 +513,9 @@ func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 	require.NoError(t, err)
 	_, err = memory.GetConflict(t.Context(), pool, id)
 	assert.ErrorIs(t, err, memory.ErrConflictNotFound, "an old one is there")
-	var left string
-	err = pool.QueryRow(t.Context(), `
+	pgtest.Equal(t, pool, "1000 new", `
 		select (select count(*) from agent_memory_conflicts where status = 'open') || ' ' || (select string_agg(key, ',')
-		  from agent_memory_forgotten)`).Scan(&left)
-	assert.NoError(t, err)
-	assert.Equal(t, "1000 new", left)
+		  from agent_memory_forgotten)`)
 }
 
 func TestOnlyEntriesThatWereShownWholeAreSeen(t *testing.T) {

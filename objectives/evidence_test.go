@@ -19,12 +19,9 @@ import (
 // act writes an activity and returns its id.
 func act(t *testing.T, pool *pgxpool.Pool, traceID, skill, kind, status string) (id string) {
 	t.Helper()
-	err := pool.QueryRow(t.Context(), `
+	return pgtest.Value[string](t, pool, `
 		insert into agent_activity (trace_id, skill_name, kind, status, surface) values ($1, $2, $3, $4, 'heartbeat')
-		  returning id::text`,
-		traceID, skill, kind, status).Scan(&id)
-	require.NoError(t, err)
-	return id
+		  returning id::text`, traceID, skill, kind, status)
 }
 
 func TestOnlySuccessfulCallsOfTraceProveStep(t *testing.T) {

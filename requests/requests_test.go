@@ -334,13 +334,10 @@ func TestExecutionReadsDocumentsWithAccess(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	ctx := t.Context()
-	run := func(surface, thread, parent string) (id string) {
-		err := pool.QueryRow(ctx, `
+	run := func(surface, thread, parent string) string {
+		return pgtest.Value[string](t, pool, `
 			insert into agent_executions (flow, surface, trace_id, thread_id, parent_id)
-			values ('f', $1, 'op_x', nullif($2, ''), nullif($3, '')::uuid) returning id::text`,
-			surface, thread, parent).Scan(&id)
-		require.NoError(t, err)
-		return id
+			values ('f', $1, 'op_x', nullif($2, ''), nullif($3, '')::uuid) returning id::text`, surface, thread, parent)
 	}
 	for _, name := range []string{"mine", "other"} {
 		_, _, err := threads.Ensure(ctx, pool, threads.Thread{ID: name, Owner: "site"})

@@ -126,9 +126,7 @@ func TestSQLIsReadOnly(t *testing.T) {
 			}
 		})
 	}
-	var n int
-	err := pool.QueryRow(t.Context(), "select count(*) from notes").Scan(&n)
-	assert.Truef(t, err == nil && n == 0, "%d rows were written, %v", n, err)
+	pgtest.Equal(t, pool, 0, "select count(*) from notes")
 }
 
 func TestSQLRowLimit(t *testing.T) {
@@ -179,12 +177,9 @@ func TestSQLValuesAsJSON(t *testing.T) {
 // isRunning reports whether a query with the marker runs on the server.
 func isRunning(t *testing.T, pool *pgxpool.Pool, marker string) bool {
 	t.Helper()
-	var n int
-	err := pool.QueryRow(t.Context(), `select count(*) from pg_stat_activity
+	return pgtest.Value[bool](t, pool, `select count(*) > 0 from pg_stat_activity
 		where datname = current_database() and state = 'active' and query like '%' || $1 || '%'
-		and pid <> pg_backend_pid()`, marker).Scan(&n)
-	require.NoError(t, err)
-	return n > 0
+		and pid <> pg_backend_pid()`, marker)
 }
 
 func TestSQLTimeoutCancelsQuery(t *testing.T) {
@@ -246,9 +241,7 @@ func TestSQLResetsSession(t *testing.T) {
 	// Before version 16, a read-only transaction may create a large object.
 	_, err = invokeSQL(t, pool, "select lo_create(0)::text", `{}`, nil, nil)
 	require.True(t, err == nil || strings.Contains(err.Error(), "25006"), err)
-	var objects int
-	err = pool.QueryRow(t.Context(), "select count(*) from pg_largeobject_metadata").Scan(&objects)
-	assert.Truef(t, err == nil && objects == 0, "%d large objects, %v", objects, err)
+	pgtest.Equal(t, pool, 0, "select count(*) from pg_largeobject_metadata")
 	for range 3 {
 		var timeout, readOnly string
 		require.NoError(t, pool.QueryRow(t.Context(), "select current_setting('statement_timeout'), "+
@@ -286,11 +279,8 @@ func TestSQLReleasesAdvisoryLocks(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, err := invokeSQL(t, pool, query, `{}`, nil, nil)
 			require.Equal(t, strings.HasSuffix(name, "fails"), (err != nil), err)
-			var held int
-			err = pool.QueryRow(t.Context(), `select count(*) from pg_locks where locktype = 'advisory' and objid = 4711
-				and database = (
-				select oid from pg_database where datname = current_database())`).Scan(&held)
-			assert.Truef(t, err == nil && held == 0, "%d locks are held, %v", held, err)
+			pgtest.Equal(t, pool, 0, `select count(*) from pg_locks where locktype = 'advisory' and objid = 4711
+				and database = (select oid from pg_database where datname = current_database())`)
 		})
 	}
 }
@@ -364,10 +354,9 @@ func newPaySkill(t *testing.T, query string, config map[string]any) skills.Skill
 
 const payQuery = `update account set amount = amount - @n where id = 1 returning amount`
 
-func readAmount(t *testing.T, db *pgxpool.Pool) (n int) {
+func readAmount(t *testing.T, db *pgxpool.Pool) int {
 	t.Helper()
-	require.NoError(t, db.QueryRow(t.Context(), `select amount from account where id = 1`).Scan(&n))
-	return n
+	return pgtest.Value[int](t, db, `select amount from account where id = 1`)
 }
 
 func TestRepeatedKeyWritesOnce(t *testing.T) {

@@ -214,16 +214,11 @@ func TestIdleTransactionEnds(t *testing.T) {
 	t.Parallel()
 	database := pgtest.EmptyURL(t)
 	usual := pgtest.Pool(t, database, postgres.Options{})
-	var limit, jit string
-	err := usual.QueryRow(t.Context(), `select setting || ' by ' || source from pg_settings where name = 'jit'`).Scan(&jit)
-	if err != nil || jit != "off by client" { // the test server has it off, too
-		t.Errorf("just-in-time compilation is %s (%v), want off by client", jit, err)
-	}
-	err = usual.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit)
-	assert.Truef(t, err == nil && limit == "1min", "the limit is %q (%v), want 1min", limit, err)
+	// the test server has it off, too
+	pgtest.Equal(t, usual, "off by client", `select setting || ' by ' || source from pg_settings where name = 'jit'`)
+	pgtest.Equal(t, usual, "1min", `show idle_in_transaction_session_timeout`)
 	hasty := pgtest.Pool(t, database, postgres.Options{IdleTransaction: 5 * time.Second})
-	err = hasty.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit)
-	assert.Truef(t, err == nil && limit == "5s", "the limit is %q (%v), want 5s", limit, err)
+	pgtest.Equal(t, hasty, "5s", `show idle_in_transaction_session_timeout`)
 	u, err := url.Parse(database)
 	require.NoError(t, err)
 	q := u.Query()
@@ -442,16 +437,10 @@ func TestValuesAreIndependentOfDatabaseSettings(t *testing.T) {
 	const texts = `
 		select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', interval '30 days', length('\n'),
 		                 ('{1,null}'::int[])[2] is null, length(chr(8364) || $1), current_setting('jit'))`
-	var got string
 	const tracked = `select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', length('\n'), length($1))`
-	err := openPool(t, throughPooler(t, at)).QueryRow(t.Context(), tracked, "€").Scan(&got)
-	assert.Truef(t, err == nil && got == "2026-07-01 00:00:00+00 2 1", "through a pooler: got %q, %v", got, err)
-	err = openPool(t, at).QueryRow(t.Context(), texts, "€").Scan(&got)
-	assert.Truef(t, err == nil && got == "2026-07-01 00:00:00+00 30 days 2 t 2 off", "got %q, %v", got, err)
-	const zone = `select current_setting('TimeZone')`
-	err = openPool(t, at+"&TimeZone=Europe/Madrid").QueryRow(t.Context(), zone).Scan(&got)
-	assert.Truef(t, err == nil && got == "Europe/Madrid",
-		"with a zone in the connection string the zone is %q, %v", got, err)
+	pgtest.Equal(t, openPool(t, throughPooler(t, at)), "2026-07-01 00:00:00+00 2 1", tracked, "€")
+	pgtest.Equal(t, openPool(t, at), "2026-07-01 00:00:00+00 30 days 2 t 2 off", texts, "€")
+	pgtest.Equal(t, openPool(t, at+"&TimeZone=Europe/Madrid"), "Europe/Madrid", `select current_setting('TimeZone')`)
 }
 
 // Listening sessions and idle pool sessions stay open, even if the database ends idle sessions.
@@ -462,9 +451,7 @@ func TestIdleSessionTimeoutIsOff(t *testing.T) {
 	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
 	pgtest.Exec(t, admin, "alter database "+name+" set idle_session_timeout = '50ms'")
 	db := openPool(t, at)
-	var set string
-	err := db.QueryRow(t.Context(), `select current_setting('idle_session_timeout')`).Scan(&set)
-	assert.Truef(t, err == nil && set == "0", "a session of the pool is ended after %q: %v", set, err)
+	pgtest.Equal(t, db, "0", `select current_setting('idle_session_timeout')`)
 	listening, err := postgres.Dialer(db)(t.Context())
 	require.NoError(t, err)
 	defer listening.Close(context.WithoutCancel(t.Context()))
