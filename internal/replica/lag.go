@@ -30,8 +30,8 @@ func readPosition(ctx context.Context, pool *pgxpool.Pool) (position, error) {
 		       clock_timestamp() - pg_last_xact_replay_timestamp() as since_transaction`)
 }
 
-// maxPending bounds the positions of a lagMeter: ten minutes of them.
-const maxPending = 600
+// maxPending bounds the positions of a lagMeter. When it is full, add drops new ones.
+const maxPending = int(10 * time.Minute / interval)
 
 // lagMeter remembers positions of the primary with their times.
 type lagMeter struct {
@@ -45,7 +45,8 @@ type mark struct {
 	position int64
 }
 
-// add adds a position of the primary. A lower position than the last belongs to another server.
+// add adds a position of the primary. A lower position than the last belongs to another server, so add
+// forgets all positions.
 func (m *lagMeter) add(at time.Time, position int64) {
 	if n := len(m.pending); n > 0 && position < m.pending[n-1].position {
 		*m = lagMeter{}
@@ -55,7 +56,9 @@ func (m *lagMeter) add(at time.Time, position int64) {
 	}
 }
 
-// behind returns the lag of a standby. The lag is unknown without a replayed mark and without a replayed transaction.
+// behind returns the lag of a standby. It is 0 only if the primary answers and the standby has replayed the position of
+// askedAt, the last added one; otherwise it is at least about a millisecond. It is unknown if the standby has replayed
+// neither a position of this meter nor a transaction.
 func (m *lagMeter) behind(askedAt time.Time, standby position, primaryAnswers bool) (behind time.Duration, known bool) {
 	for len(m.pending) > 0 && m.pending[0].position <= standby.Position {
 		m.replayedAt, m.pending = m.pending[0].at, m.pending[1:]
