@@ -2,5 +2,5 @@ package migrations
 
 import "io/fs"
 
-// Files are the files of this binary, for tests that add to them.
+// Files exports the embedded SQL files for tests.
 func Files() fs.FS { return files }
