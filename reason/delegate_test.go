@@ -2,6 +2,7 @@ package reason_test
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/http"
 	"slices"
@@ -17,24 +18,24 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// delegating returns a world whose turn may delegate. says has the replies by prompt.
-func delegating(t *testing.T, want map[string][]modeltest.Reply) (*world, *executions.Engine) {
+// delegating returns a world whose turn may delegate. replies has the model's replies by prompt; a prompt without a
+// further reply gets status 400.
+func delegating(t *testing.T, replies map[string][]modeltest.Reply) (*world, *executions.Engine) {
 	t.Helper()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		answers := answersIn(req)
-		replies := want[req.Messages[1].Content]
-		if answers >= len(replies) {
+		planned := replies[req.Messages[1].Content]
+		if answers >= len(planned) {
 			return modeltest.Status(http.StatusBadRequest, 0)
 		}
-		return replies[answers]
+		return planned[answers]
 	})
 	w.delegates(t)
 	return w, w.engine(t, true)
@@ -109,15 +110,16 @@ func TestDelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
 	names := w.offeredTo("Deeper.")
 	assert.Truef(t, slices.Equal(names, []string{"probe"}), "the grandchild was offered %v", names)
 	grandchild := w.child(t, child.ID)
-	tokens := func(x executions.Execution) (n [2]int64) {
-		require.NoError(t, w.pool.QueryRow(t.Context(), `
-			select (input->'budget'->>'Tokens')::bigint, (input->'budget'->>'Iterations')::bigint
-			  from agent_executions where id = @id`, postgres.Strict{"id": x.ID}).Scan(&n[0], &n[1]))
-		return n
+	limits := func(x executions.Execution) (b reason.Budget) {
+		text := pgtest.Value[string](t, w.pool, `select input ->> 'budget' from agent_executions where id = $1`, x.ID)
+		require.NoError(t, json.Unmarshal([]byte(text), &b))
+		return b
 	}
-	c, g := tokens(child), tokens(grandchild)
-	assert.Truef(t, c[0] < 50_000 && c[1] < 8 && g[0] <= c[0]/3 && g[1] < c[1],
-		"tokens and iterations: child %v, grandchild %v", c, g)
+	c, g := limits(child), limits(grandchild)
+	assert.Truef(t, c.Tokens < 50_000 && c.Iterations < 8 && g.Tokens <= c.Tokens/3 && g.Iterations < c.Iterations,
+		"tokens and iterations: child %+v, grandchild %+v", c, g)
+	assert.Truef(t, c.CostUSD > 0 && c.CostUSD <= 0.5 && g.CostUSD > 0 && g.CostUSD < c.CostUSD/2,
+		"dollars: child %v, grandchild %v", c.CostUSD, g.CostUSD)
 }
 
 func TestDelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
@@ -132,7 +134,7 @@ func TestDelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
 			modeltest.Text("never said"),
 		},
 	})
-	w.loop.Budget = reason.Budget{Tokens: 6000}
+	w.loop.Budget = reason.Budget{Tokens: 6000} // a third of the remaining 5480 allows the child one call
 	got := outcome(t, enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed))
 	messages := w.model.Requests()[len(w.model.Requests())-1].Messages
 	last := messages[len(messages)-1].Content
@@ -145,7 +147,7 @@ func TestDelegatedTaskThatFailsIsResult(t *testing.T) {
 	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Fail."}`), modeltest.Text("It did not work.")},
-	})
+	}) // without a reply for "Fail.", so the model call of the child fails
 	parent := enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
 	got := outcome(t, parent)
 	assert.Truef(t, got.Text == "It did not work.", "outcome is %+v", got)
