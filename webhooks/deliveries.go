@@ -133,7 +133,7 @@ func outcome(v any) any {
 }
 
 // Reopen starts a replay: it sets the status received, with a new trace. It returns [ErrInProgress] if the delivery is
-// being handled, or if its number of replays is not the expected one. A negative number expects any.
+// being processed, or if its number of replays is not the expected one. A negative number expects any.
 func Reopen(ctx context.Context, tx pgx.Tx, id, traceID string, expected int) (Delivery, error) {
 	d, err := postgres.Row[Delivery](ctx, tx, "reopen delivery", `
 		update agent_webhook_deliveries d

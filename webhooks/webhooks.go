@@ -6,7 +6,7 @@
 //
 // A target receives the agent's events. Triggers write the outbox in the transaction of the event, so the outbox has
 // the committed events only. Without a matching target they write nothing. Any number of [Dispatcher]s may run: a
-// claim moves the row's next time past the lease in the same statement, so one process makes each attempt. After a
+// claim sets next_attempt_at to the end of its lease in the same statement, so one process makes each attempt. After a
 // crash, the message is sent again under the same webhook-id, so a target may receive it twice. A message without a
 // success is dead after its last attempt.
 //
@@ -24,9 +24,9 @@ import (
 
 var (
 	// ErrNotFound reports an unknown endpoint, target or delivery.
-	ErrNotFound = errors.New("webhook not found")
-	// ErrInProgress reports a delivery that is being handled and cannot be replayed.
-	ErrInProgress = errors.New("the delivery is being handled already")
+	ErrNotFound = errors.New("not found")
+	// ErrInProgress reports a delivery that is being processed, or was replayed meanwhile.
+	ErrInProgress = errors.New("the delivery is being processed or was replayed already")
 )
 
 // States of a delivery.
@@ -36,7 +36,7 @@ const (
 	Failed   = "failed" // the next attempt is at next_attempt_at
 	Done     = "done"
 	Ignored  = "ignored" // no action of the endpoint matched
-	Dead     = "dead"    // no attempt is left, or the execution ended
+	Dead     = "dead"    // failed for good, or its execution failed or was cancelled
 )
 
 // Statuses lists the states of a delivery.

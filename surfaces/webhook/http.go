@@ -93,7 +93,7 @@ func (s *Surface) ReplayDelivery() http.Handler {
 			d, err = s.Replay(r.Context(), id, request.expectedReplays(), request.Reason)
 		}
 		if errors.Is(err, webhooks.ErrInProgress) {
-			err = problem.New(http.StatusConflict, "%s, or was replayed since you read it", err)
+			err = problem.New(http.StatusConflict, "%s", err)
 		}
 		if err != nil {
 			problem.Write(w, r, err, "", s.Logger)
