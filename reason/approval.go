@@ -11,15 +11,25 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// approvalRequest is a call that needs an approval.
+// ApprovalMode decides how a turn handles a call that needs an approval.
+type ApprovalMode int
+
+const (
+	// Defer records the request and continues; a later run makes the call.
+	Defer ApprovalMode = iota
+	// Park waits durably for the decision and makes an approved call.
+	Park
+)
+
+// approvalRequest is the approval that a call needs.
 type approvalRequest struct {
 	skill skills.Skill
 	key   string // skill and arguments
 	row   approvals.Approval
 }
 
-// requireApproval handles a call that needs an approval: a sandbox decides at once, Park defers the call until the turn
-// has made the reply's other calls, and Defer records the request as the result.
+// requireApproval decides at once in a sandbox. Park postpones the call until the turn has made the reply's other
+// calls. Defer answers with the pending or approved request.
 func (w *turn) requireApproval(ctx context.Context, c *call, s skills.Skill) error {
 	hash, err := approvals.Hash(c.args)
 	if err != nil {
@@ -160,13 +170,3 @@ func (w *turn) repeatDenial(ctx context.Context, c *call, reason string) error {
 func deniedResult(reason string) string {
 	return encode(map[string]string{"error": "DENIED", "reason": reason, "note": "Do not ask for this call again."})
 }
-
-// ApprovalMode decides how a turn handles a call that needs an approval.
-type ApprovalMode int
-
-const (
-	// Defer records the request and continues; a later run makes the call.
-	Defer ApprovalMode = iota
-	// Park waits durably for the decision and makes an approved call.
-	Park
-)
