@@ -35,6 +35,7 @@ func TestAutomationsShowScheduleAndRuns(t *testing.T) {
 	id := insertAutomation(t, pool, "nightly")
 	insertAutomationRun(t, pool, id, "success")
 	dead := insertAutomationRun(t, pool, id, "dead")
+	// The key crosses the cut at 2000, so the page must redact before it cuts.
 	rows.Quiet(t, pool, `update agent_automation_runs set output = jsonb_build_object('password', 'hunter22', 'text',
 		repeat('x', 1965) || ' AIzaSyD-9tSrke72PouQMnMX-a7eZSW0jkFMBW4')`)
 	insert(t, pool, `update agent_automations set enabled = false, disabled_by = 'self_heal', disabled_reason = 'fetch fails',
