@@ -36,7 +36,7 @@ func (s *server) withDeadline(rt route, next http.Handler) http.Handler {
 		})
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.Method == http.MethodHead { // a stream has no end, so HEAD cannot wait for it
+		if r.Method == http.MethodHead && !rt.page { // a stream has no end, so HEAD cannot wait for it; a page answers HEAD
 			w.Header().Set("Content-Type", rt.contentType)
 			return
 		}

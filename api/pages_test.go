@@ -1,6 +1,7 @@
 package api_test
 
 import (
+	"fmt"
 	"net/http"
 	"net/url"
 	"regexp"
@@ -50,6 +51,29 @@ func withRoom(t *testing.T) (a *agent, routes []engineroom.Route) {
 		Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Endpoints: endpoints,
 	})
 	return a, routes
+}
+
+// A page whose stream is refused asks by HEAD for the reason.
+func TestHeadOfLivePage(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := engineroom.New(engineroom.Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	var endpoints []api.Endpoint
+	for _, r := range room.Routes() {
+		if r.Stream && r.Method == "GET" {
+			endpoints = append(endpoints, api.Endpoint{
+				Method: r.Method, Path: r.Path, About: "A page.", Access: api.Admin, Page: true, Scope: r.Scope,
+				Stream: true, ContentType: "text/event-stream", Handler: r.Handler,
+			})
+		}
+	}
+	a := newAgentWith(t, api.Options{Pool: pool, Engine: engine(t, pool), Endpoints: endpoints})
+	_, err = skills.Put(t.Context(), pool, skills.Definition{Name: "s", Handler: "sql:select 1"}, "workspace")
+	require.NoError(t, err)
+	w := a.raw("HEAD", "/live/skills/s", "", asAdmin())
+	assert.Equal(t, "200 text/event-stream", fmt.Sprint(w.Code, " ", w.Header().Get("Content-Type")))
+	assert.Equal(t, http.StatusNotFound, a.raw("HEAD", "/live/skills/none", "", asAdmin()).Code)
 }
 
 var pagePlaceholder = regexp.MustCompile(`\{[^}]*\}`)
