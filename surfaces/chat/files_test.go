@@ -124,6 +124,24 @@ func (p *process) upload(t *testing.T, name, content string, more ...option.Requ
 	return up.ID
 }
 
+// A visitor may upload ten times as many files as it may send messages. An upload that creates a visitor counts as a
+// message of its address.
+func TestUploadOfANewVisitorCountsAsAMessage(t *testing.T) {
+	t.Parallel()
+	p := newWorld(t).process(t, func(c *chat.Chat) { c.Rate = 1 }) // one message at once, three files
+	for range 3 {
+		p.upload(t, "a.txt", "a", option.WithHeader("X-Visitor-Token", "vis_"+strings.Repeat("x", 40)))
+	}
+	client := p.official("site", option.WithHeader("X-Visitor-Token", "new"))
+	var err error
+	for i := 0; i < 3 && err == nil; i++ {
+		_, err = client.Files.New(t.Context(), openai.FileNewParams{
+			File: openai.File(strings.NewReader("a"), "a.txt", "text/plain"), Purpose: openai.FilePurposeUserData,
+		})
+	}
+	assert.ErrorContains(t, err, "429")
+}
+
 // A message brings the requested documents as files. The flow continues, and its messages are the answer. No model is
 // called. The sender of the documents is recorded as a sender of the event, so it cannot approve under four eyes. The
 // turn with them is the cause of the event, so why leads from the flow to that turn.
