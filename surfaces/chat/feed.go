@@ -37,8 +37,9 @@ type feed struct {
 	end            *executions.Execution
 	changed        chan struct{}
 
-	polling  sync.Mutex // held by the follower that reads the turn
-	polledAt time.Time  // guarded by polling
+	polling    sync.Mutex // held by the follower that reads the turn
+	polledAt   time.Time  // guarded by polling, as readFailed
+	readFailed bool       // the last read failed
 }
 
 func newFeed() *feed { return &feed{changed: make(chan struct{})} }

@@ -48,7 +48,6 @@ type follower struct {
 	activity      func(kind, name string) // called when what the turn waits for changes; may be nil
 	shown         string
 	shownActivity string
-	readFailed    bool // the last poll failed
 }
 
 // stream writes an answer to a client in pieces.
@@ -260,7 +259,7 @@ func (f *follower) poll(ctx context.Context, v view) error {
 		text = draft.Final()
 	}
 	f.feed.setRemote(text, waiting)
-	f.readFailed = false
+	f.feed.readFailed = false
 	return nil
 }
 
@@ -275,10 +274,10 @@ func (f *follower) isAwaitingApproval(ctx context.Context, x executions.Executio
 	return x.WaitingFor != nil && *x.WaitingFor == "approval", nil
 }
 
-// logReadError logs the first of failed reads in a row. The next poll reads again.
+// logReadError logs the first of failed reads in a row. The next poll reads again. The caller holds feed.polling.
 func (f *follower) logReadError(ctx context.Context, err error) error {
-	if ctx.Err() == nil && !f.readFailed {
-		f.readFailed = true
+	if ctx.Err() == nil && !f.feed.readFailed {
+		f.feed.readFailed = true
 		f.Logger.WarnContext(ctx, "turn not read, trying again", "execution", f.id, "trace_id", f.traceID, "error", err)
 	}
 	return nil

@@ -138,12 +138,13 @@ func TestClaimThatEndsLateDoesNotSendNextAway(t *testing.T) {
 	}
 }
 
-// During an outage of the database, a turn with a connected client writes one log line, with its trace.
+// During an outage of the database, a turn with connected clients writes one log line, with its trace.
 func TestTurnThatCannotBeReadIsLoggedOnce(t *testing.T) {
 	t.Parallel()
 	log := &testkit.Log{}
-	f := &follower{Chat: &Chat{Logger: slog.New(slog.NewTextHandler(log, nil))}, id: "7", traceID: "ch_7"}
+	c, read := &Chat{Logger: slog.New(slog.NewTextHandler(log, nil))}, newFeed()
 	for range 3 {
+		f := &follower{Chat: c, id: "7", traceID: "ch_7", feed: read}
 		assert.NoError(t, f.logReadError(t.Context(), errors.New("away")))
 	}
 	assert.Truef(t, strings.Count(log.String(), "turn not read") == 1 && strings.Contains(log.String(), "trace_id=ch_7"),
