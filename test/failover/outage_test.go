@@ -181,7 +181,7 @@ func migrateUntil(t *testing.T, to string, n int, arrives bool) bool {
 		}
 		kill()
 		return pgproxy.Refuse
-	}, nil)
+	}, kill)
 	defer proxy.Close()
 	a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + proxy.URL("")}, "migrate")
 	started <- a
