@@ -31,11 +31,17 @@ func insertClaimed(t *testing.T, db *pgxpool.Pool) string {
 	return id
 }
 
+// Writes for the first claim of an execution.
+const (
+	writeCheckpoint = `insert into agent_checkpoints (execution_id, step, claim) values ($1::uuid, 'in flight', 1)`
+	writeActivity   = `insert into agent_activity (trace_id, execution_id, claim, skill_name) values ('fl_1', $1::uuid, 1, 's')`
+)
+
 // beginWrite opens a transaction that writes for the first claim of an execution.
-func beginWrite(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
+func beginWrite(t *testing.T, db *pgxpool.Pool, write, id string) pgx.Tx {
 	t.Helper()
 	tx := pgtest.Begin(t, db)
-	pgtest.Exec(t, tx, `insert into agent_checkpoints (execution_id, step, claim) values ($1::uuid, 'in flight', 1)`, id)
+	pgtest.Exec(t, tx, write, id)
 	return tx
 }
 
@@ -44,15 +50,20 @@ func beginWrite(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
 func TestTakeoverDoesNotBlockWrites(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	given := insertClaimed(t, db)
+	given, logged := insertClaimed(t, db), insertClaimed(t, db)
 	over := pgtest.Value[string](t, db, `insert into agent_executions (trace_id, surface, flow)
 		values ('fl_1', 'flow', 'external') returning id::text`)
 	pgtest.Exec(t, db, `select lock_agent_execution($1::uuid, 'somebody')`, over)
 	for id, take := range map[string]string{
-		given: `select lanekeeper.release_agent_claim($1::uuid, 1)`,
-		over:  `select lock_agent_execution($1::uuid, 'somebody else')`,
+		given:  `select lanekeeper.release_agent_claim($1::uuid, 1)`,
+		logged: `select lanekeeper.release_agent_claim($1::uuid, 1)`,
+		over:   `select lock_agent_execution($1::uuid, 'somebody else')`,
 	} {
-		tx := beginWrite(t, db, id)
+		write := writeCheckpoint
+		if id == logged {
+			write = writeActivity
+		}
+		tx := beginWrite(t, db, write, id)
 		if id == over {
 			pgtest.Exec(t, db, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1::uuid`, id)
 		}
@@ -75,7 +86,7 @@ func TestConcurrentWaitsOfClaimDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := insertClaimed(t, db)
-	tx := beginWrite(t, db, id)
+	tx := beginWrite(t, db, writeCheckpoint, id)
 	codes := make(chan string, 2)
 	for _, step := range []string{"one", "two"} {
 		go func() {
@@ -92,7 +103,7 @@ func TestCompletionWaitsForWritesAndRejectsLaterOnes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := insertClaimed(t, db)
-	tx := beginWrite(t, db, id)
+	tx := beginWrite(t, db, writeCheckpoint, id)
 	ended := make(chan error, 1)
 	go func() {
 		_, err := db.Exec(t.Context(), `select lanekeeper.complete_agent_execution($1::uuid, 1, 'completed', '', null, null,
