@@ -232,6 +232,7 @@ func TestLeasesOfRestoredCopyAreVoid(t *testing.T) {
 	refused(connect(db.Config().ConnConfig.User, "lanekeeper-blue"), "lanekeeper-blue")
 	pgtest.Exec(t, db, `alter function void_agent_leases owner to `+login+`_group`)
 	refused(connect(login, "member"), "member")
+	refused(connect(db.Config().ConnConfig.User, "agent"), "agent")
 	pgtest.Exec(t, db, `alter function void_agent_leases owner to current_user`)
 	board := connect(login, "agent-board")
 	var err error

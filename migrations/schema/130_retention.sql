@@ -125,7 +125,8 @@ begin
     into others
     from pg_stat_activity s left join pg_roles r on r.oid = s.usesysid
    where s.datname = current_database() and s.pid <> pg_backend_pid()
-     and (s.usename = current_user or not r.rolsuper and pg_has_role(r.oid, current_user, 'member'));
+     and (s.usename = current_user or pg_has_role(r.oid, current_user, 'member')
+                                      and (not r.rolsuper or s.application_name like 'agent%'));
   if others is not null then
     raise exception 'other sessions of the owner are on this database: %', left(others, 500)
       using errcode = '55000',
@@ -151,4 +152,5 @@ end $$;
 comment on function void_agent_leases is
   'Prepare a restored copy before any process works on it: void every lease, claim and token. A process of the '
   'original database can then write nothing here. Executions continue from their checkpoints, and waits continue. '
-  '55000: another session of the owner, or of a member of its role, is on this database. A superuser does not count.';
+  '55000: another session of the owner, or of a member of its role, is on this database. A session of another '
+  'superuser counts only if its application_name begins with agent.';
