@@ -1638,10 +1638,11 @@ comment on function unlock_agent_execution is
   'Release the lock of a run: end the run (p_status completed or failed), or let it wait (waiting). A wait has p_kind '
   '(response, agent, document, signature, test, event, delay or approval), p_key (the awaited thread, execution, '
   'request, event key or approval) and p_timeout. Without p_timeout a wait lasts 7 days, for a response 24 hours, for '
-  'an agent 1 hour; a delay requires it. A wait ignores p_summary, p_error and p_result. After the wait any worker may lock the run. It finds the '
-  'outcome as step ''wait KIND N'', where N counts the waits of the run. The function returns the status: running if '
-  'the awaited event had already come. LK001: the lock is void. P0002: the execution to wait for does not exist, or '
-  'the run has no access to the thread. 55P03: another transaction has the run locked; try again.';
+  'an agent 1 hour; a delay requires it. A wait ignores p_summary, p_error and p_result. After the wait any worker may '
+  'lock the run. It finds the outcome as step ''wait KIND N'', where N counts the waits of the run. The function '
+  'returns the status: running if the awaited event had already come. LK001: the lock is void. P0002: the execution to '
+  'wait for does not exist, or the run has no access to the thread. 55P03: another transaction has the run locked; try '
+  'again.';
 
 -- Limits.
 

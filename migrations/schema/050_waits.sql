@@ -195,7 +195,7 @@ begin
   end if;
   update agent_executions x
      set status = 'waiting', claim = x.claim + 1, wait_number = x.wait_number + 1, attempt = 0, waiting_for = p_kind,
-         waiting_key = p_key, waiting_step = p_step, 
+         waiting_key = p_key, waiting_step = p_step,
          waiting_until = clock_timestamp() + make_interval(secs => extract(epoch from p_timeout)::float8),
          waiting_data = p_data
    where x.id = p_id and x.claim = p_claim;
@@ -500,8 +500,9 @@ language sql stable as $$
     from agent_executions c where c.id = p_ended
 $$;
 comment on function lanekeeper.agent_end_for_worker is
-  'The data of AGENT_COMPLETED for the run p_id of a worker outside, which cannot read p_ended. The data of its child, and '
-  'of a child of the execution that it was forked from, has the values. Data of another execution has no text of it.';
+  'The data of AGENT_COMPLETED for the run p_id of a worker outside, which cannot read p_ended. The data of its child, '
+  'and of a child of the execution that it was forked from, has the values. Data of another execution has no text of '
+  'it.';
 
 create or replace function lanekeeper.resume_agent_waiters(p_kind text, p_key text, p_event_id uuid default null,
                                                            p_wait boolean default true)

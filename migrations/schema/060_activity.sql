@@ -509,8 +509,8 @@ end $$;
 comment on function record_stale_agent_write is
   'Record the refused write of a worker outside with a void lock, as a stale_write in the activity log. Each of the '
   'first five refusals of a lock has a row; the fifth row counts the rest. An execution has at most 50 such rows; then '
-  'the last one counts the rest. False: no execution for workers outside. LK001 rolls back its transaction, so call this in the next '
-  'one. p_output is stored unchanged: leave secrets out.';
+  'the last one counts the rest. False: no execution for workers outside. LK001 rolls back its transaction, so call '
+  'this in the next one. p_output is stored unchanged: leave secrets out.';
 
 create or replace function lanekeeper.record_agent_prompt(
   p_activity_id uuid, p_tools bytea, p_messages bytea[], p_options jsonb, p_digests bytea[], p_bodies text[],

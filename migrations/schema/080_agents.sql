@@ -171,8 +171,8 @@ comment on column agent_objectives.decided_reason is 'The reason for the decisio
 comment on column agent_objectives.decided_at is 'When it was decided.';
 comment on column agent_objectives.last_trace_id is 'The trace that last worked on it.';
 comment on column agent_objectives.source is
-  'workspace: a file declared it. admin: an admin''s command. agent: the agent proposed it. pruned: a file declared it, '
-  'and apply --prune paused it.';
+  'workspace: a file declared it. admin: an admin''s command. agent: the agent proposed it. pruned: a file declared '
+  'it, and apply --prune paused it.';
 comment on column agent_objectives.idle_runs is
   'Runs in a row that changed none of its steps. Each run delays due_at further. A change of the objective or of a '
   'step resets the count.';
@@ -229,7 +229,8 @@ create or replace view lanekeeper.agent_evidence as
 select a.id, a.trace_id, a.execution_id, a.step, a.skill_name, a.created_at from agent_activity a
  where a.kind = 'call' and a.status = 'success' and a.surface <> 'chat'
    and a.skill_name not in ('objective_propose', 'objective_update', 'objective_advance', 'objectives_list',
-         'automation_propose', 'skill_list', 'skill_search', 'complete_step', 'fail_step', 'add_steps', 'recent_activity');
+         'automation_propose', 'skill_list', 'skill_search', 'complete_step', 'fail_step', 'add_steps',
+         'recent_activity');
 comment on view lanekeeper.agent_evidence is
   'Actions that count as evidence: successful calls, except of bookkeeping skills and of the surface chat.';
 
