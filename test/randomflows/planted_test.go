@@ -43,35 +43,72 @@ const validRows = `
 	        ('one', 'root', '.2', 'begins'), ('two', 'child', '.1', 'ends'), ('one', 'root', '.2', 'ends')) v (lane, name,
 	        place, at)`
 
-// violations are changes that each violate one check. Every check has one for each of its queries.
+// violations are changes that each violate one check. Every check has some.
 var violations = map[string][]string{
 	"each flow was run once": {
-		`delete from agent_executions where id = pg_temp.id('root')`,
+		`delete from agent_executions where id = pg_temp.id('root')`, `update agent_executions set parent_id = null`,
+		`insert into agent_executions (trace_id, surface, flow, input)
+			values ('fl_planted', 'flow', 'drawn', '{"seed": "1"}')`,
 		`insert into agent_executions (trace_id, surface, flow, input)
 			values ('fl_planted', 'flow', 'drawn', '{"seed": "3"}')`,
 	},
 	"each ended with what the model says": {
+		`update agent_executions set status = 'failed' where id = pg_temp.id('child')`,
 		`update agent_executions set result = '11' where id = pg_temp.id('root')`,
+		`update agent_executions set result = null where id = pg_temp.id('root')`,
+		`update agent_executions set variables = '{}'`,
 	},
-	"a parent has its children": {`delete from agent_executions where id = pg_temp.id('child')`},
-	"an effect is there once":   {`insert into proof.effects values (pg_temp.id('root'), 'a')`},
+	"a parent has its children": {
+		`delete from agent_executions where id = pg_temp.id('child')`,
+		`insert into agent_executions (trace_id, surface, flow, parent_id, input)
+			values ('fl_planted', 'flow', 'drawn', pg_temp.id('root'), '{"seed": "2"}')`,
+	},
+	"an effect is there once": {
+		`insert into proof.effects values (pg_temp.id('root'), 'a')`, `delete from proof.effects where step = 'a'`,
+		`update proof.effects set step = 'a'`, `update proof.effects set execution_id = pg_temp.id('child')`,
+	},
 	"a call that may be repeated was made, under one key": {
+		`delete from proof.calls where kind = 'call'`,
 		`insert into proof.calls values ('call', pg_temp.id('root'), 'c', 'm')`,
+		`insert into proof.calls values ('call', pg_temp.id('child'), 'c', 'm')`,
 	},
 	"a call that may not be repeated was made once, or is unknown": {
 		`insert into proof.calls values ('once', pg_temp.id('root'), 'd', 'l')`,
+		`delete from proof.calls where kind = 'once'`,
+		`insert into proof.calls values ('once', pg_temp.id('root'), 'e', 'm'), ('once', pg_temp.id('root'), 'f', 'n')`,
+		`delete from agent_activity where status = 'unknown'`, `update agent_activity set status = 'error'`,
 	},
-	"a call is unknown only where a claim was lost": {`update agent_activity set claim = 3 where status = 'unknown'`},
-	"each end was told once":                        {`delete from agent_events where execution_id = pg_temp.id('root')`},
-	"each event ended one wait":                     {`delete from agent_checkpoints`},
-	"who has a lane is alone in it":                 {`update proof.alone set lane = 'one'`},
+	"a call is unknown only where a claim was lost": {
+		`update agent_activity set claim = 3 where status = 'unknown'`,
+		`update agent_activity set error_class = 'timeout' where status = 'unknown'`,
+	},
+	"each end was told once": {
+		`delete from agent_events where execution_id = pg_temp.id('root')`,
+		`insert into agent_events (event, key, execution_id)
+			values ('AGENT_COMPLETED', pg_temp.id('root')::text, pg_temp.id('root'))`,
+	},
+	"each event ended one wait": {
+		`delete from agent_events where key = 'came'`, `update agent_events set consumed_by = null where key = 'came'`,
+		`insert into agent_events (event, key) values ('EVENT_COMPLETED', 'came')`, `delete from agent_checkpoints`,
+		`insert into agent_checkpoints (execution_id, step, claim, output) select execution_id, 'g', claim, output
+			from agent_checkpoints`,
+	},
+	"who has a lane is alone in it": {
+		`insert into proof.alone (lane, execution_id, place, at) values ('one', pg_temp.id('child'), '.1', 'ends')`,
+		`insert into proof.alone (lane, execution_id, place, at) values ('one', pg_temp.id('child'), '.2', 'begins'),
+			('one', pg_temp.id('root'), '.3', 'begins')`,
+		`update proof.alone set lane = 'one'`,
+		`update proof.alone set execution_id = pg_temp.id('child') where lane = 'one' and at = 'begins'`,
+		`update proof.alone set place = '.1' where at = 'begins'`, `delete from proof.alone where at = 'ends'`,
+	},
 	"nothing is left": {
-		`update agent_executions set claimed_by = pg_temp.id('worker')`,
-		`update agent_executions set waiting_for = 'event', waiting_key = 'came'`,
+		`update agent_executions set status = 'running', completed_at = null, claimed_by = pg_temp.id('worker')`,
+		`update agent_executions set status = 'waiting', completed_at = null, waiting_for = 'event', waiting_key = 'came'`,
 		`insert into agent_activity_open (activity_id, kind) values (pg_temp.id('x'), 'call')`,
 		`update agent_activity set status = 'running' where step = 'd'`,
 		`insert into agent_unpublished_completions values (pg_temp.id('root'))`,
 		`insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ('one', 'somebody', 1, now())`,
+		`insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked) values ('one', '', 1, now(), true)`,
 	},
 }
 

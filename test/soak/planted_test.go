@@ -84,9 +84,11 @@ const helperFunctions = `
 	create function tr(prefix text, n int) returns text language sql immutable as $$
 	  select prefix || '_' || lpad(n::text, 26, '0') $$`
 
-// violations are rows that each violate one check. Every check has one for each of its queries.
+// violations are rows that each violate one check. Every check has some.
 var violations = map[string][]string{
-	"no lost update: the counter is what was counted": {`update agent_memory set value = '5'`},
+	"no lost update: the counter is what was counted": {
+		`update agent_memory set value = '5'`, `update agent_memory set revision = 3`, `delete from agent_memory`,
+	},
 	"no lost update: a revision is written once": {
 		`insert into agent_activity (trace_id, execution_id, skill_name, input, output)
 			values (tr('op', 1), id('op'), 'memory_write', '{"key": "counter"}', '{"revision": 1}')`,
@@ -96,70 +98,128 @@ var violations = map[string][]string{
 		`insert into agent_activity (trace_id, skill_name, input) select tr('hb', 1), 'advance_step', input
 			from agent_activity where skill_name = 'advance_step'`,
 	},
-	"one run for each event and automation": {`delete from agent_automation_runs`},
-	"a run does what its condition says":    {`update agent_automation_runs set payload = '{"data": {"type": "noise"}}'`},
+	"one run for each event and automation": {
+		`delete from agent_automation_runs`,
+		`insert into agent_events (event, key) values ('EVENT_COMPLETED', 'shop-2')`,
+	},
+	"a run does what its condition says": {
+		`update agent_automation_runs set payload = '{"data": {"type": "noise"}}'`,
+		`update agent_automation_runs set status = 'skipped'`, `update agent_automation_runs set status = 'dead'`,
+	},
 	"a run is made once": {
+		`insert into agent_activity (trace_id, skill_name, output)
+			values (tr('hb', 1), 'run_automation', jsonb_build_object('run', id('run')))`,
+		`delete from agent_activity where skill_name = 'run_automation'`,
 		`update agent_automation_runs set attempt = 2`,
 		`drop index agent_automation_runs_times;
-		 insert into agent_automation_runs (automation_id, scheduled_for, status) select id('pulse'), '2026-01-01', 'skipped'
+		 insert into agent_automation_runs (automation_id, scheduled_for, status) select id('pulse'), '2026-01-01', 'success'
 		   from generate_series(1, 2)`,
 	},
 	"an order that was paid is shipped once": {
 		`insert into soak.calls (skill, key, body) values ('ship', 'k3', '{"order": 1}')`,
+		`insert into soak.calls (skill, key, body) values ('ship', 'k3', '{"order": 2}')`,
+		`delete from soak.calls where skill = 'ship'`,
 	},
-	"a run's output is that of its event": {`update agent_automation_runs set output = '{"text": "Shipped order 2."}'`},
+	"a run's output is that of its event": {
+		`update agent_automation_runs set output = '{"text": "Shipped order 2."}'`,
+		`update agent_automation_runs set output = null`,
+	},
 	"a call that is logged was made, and no other": {
 		`insert into soak.calls (skill, key, body) values ('restock', 'k3', '{}')`,
-		`insert into soak.calls (skill, key, body) values ('look_up', 'k1', '{}');
-		 insert into agent_activity (trace_id, skill_name) values (tr('op', 1), 'look_up')`,
+		`insert into soak.calls (skill, key, body) values ('look_up', 'k1', '{}')`,
+		`delete from soak.calls where skill = 'look_up'`,
 	},
-	"a skill's automation calls it once a run": {`insert into soak.calls (skill, key, body) values ('pulse', 'k3', '{}')`},
+	"a skill's automation calls it once a run": {
+		`insert into soak.calls (skill, key, body) values ('pulse', 'k3', '{}')`,
+		`insert into agent_automation_runs (automation_id, scheduled_for, status) values (id('pulse'), now(), 'success')`,
+	},
 	"no overlap within a lane": {
-		`insert into agent_executions (id, trace_id, surface, flow, status, completed_at, result)
-		 select id(n), tr('hb', 1), 'heartbeat', 'heartbeat', 'completed', now(), '{}' from unnest(array['one', 'two']) n;
-		 insert into agent_activity (trace_id, execution_id, skill_name, created_at, finished_at) values
-		   (tr('hb', 1), id('one'), 'x', now(), now() + interval '3 seconds'),
-		   (tr('hb', 1), id('two'), 'y', now() + interval '1 second', now() + interval '2 seconds')`,
+		overlapping("heartbeat", "heartbeat", "null", "''", "''"), overlapping("operate", "operate", "null", "''", "''"),
+		overlapping("chat", "chat", "'t1'", "''", "''"),
+		overlapping("webhook", "automation", "null", "'automation settle'", "''"),
+		overlapping("webhook", "other", "null", "''", "'objective:x'"),
 	},
-	"a fencing token is given once": {
-		`insert into soak.lanes (lane, owner, token) values ('heartbeat', 'somebody', 1)`,
+	"a fencing token is given once": {`insert into soak.lanes (lane, owner, token) values ('heartbeat', 'somebody', 1)`},
+	"who works holds the lane": {
+		`delete from soak.lanes where lane = 'heartbeat'`,
+		`update soak.lanes set owner = 'x' where lane = 'thread:t1'`,
 	},
-	"who works holds the lane": {`delete from soak.lanes where lane = 'heartbeat'`},
 	"every activity has a trace that something began": {
 		`update agent_activity set trace_id = 'none' where skill_name = 'ship'`,
+		`insert into agent_activity (trace_id, skill_name) values (tr('hb', 9), 'x')`,
 	},
 	"an activity has its execution's trace": {
 		`update agent_activity set trace_id = tr('ch', 1) where skill_name = 'ship'`,
+		`insert into agent_activity (trace_id, execution_id, skill_name) values (tr('hb', 1), id('nobody'), 'x')`,
 	},
 	"every trace is complete": {
 		`update agent_activity set status = 'running' where skill_name = 'ship'`,
+		`update agent_activity set status = 'unknown' where skill_name = 'ship'`,
+		`update agent_activity set finished_at = null where skill_name = 'ship'`,
 		`insert into agent_activity_open (activity_id, kind) values (id('x'), 'call')`,
 		`update agent_executions set status = 'running' where id = id('op')`,
+		`update agent_executions set status = 'failed' where id = id('op')`,
 		`insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ('x', 'somebody', 1, now())`,
 		`insert into agent_message_drafts (execution_id, claim, content) values (id('chat'), 1, 'So')`,
 	},
 	"a trace shows what was done": {
 		`delete from agent_activity where kind = 'model' and surface = 'chat'`,
+		`delete from agent_activity where kind = 'model' and surface = 'webhook'`,
+		`update agent_activity set status = 'error' where kind = 'model' and surface = 'operate'`,
 		`delete from agent_activity where skill_name = 'reflect'`,
+		`insert into agent_activity (trace_id, execution_id, kind, skill_name)
+			values (tr('hb', 1), id('hb'), 'phase', 'reflect')`,
 	},
 	"each question is answered once, in order": {
 		`delete from agent_messages where role = 'assistant'`,
+		`insert into agent_messages (thread_id, seq, turn, role, content, channel, execution_id, status)
+			values ('t1', 3, 1, 'assistant', 'Again.', 'chat', id('chat'), 'sent')`,
 		`update agent_messages set content = 'This is the answer to question 2 of thread t1.' where role = 'assistant'`,
+		`update agent_messages set interrupted = true where role = 'assistant'`,
 		`insert into agent_messages (thread_id, seq, turn, role, content, channel, status)
 			values ('t1', 3, 3, 'assistant', 'a', 'chat', 'sent'), ('t1', 4, 2, 'assistant', 'b', 'chat', 'sent')`,
 	},
-	"what a client got is what is stored":   {`update soak.answers set answer = 'Something else.'`},
-	"an admin's answer is that of the turn": {`update soak.operated set answer = 'No.'`, `delete from soak.operated`},
-	"each delivery is handled once":         {`delete from agent_events`, `delete from soak.deliveries`},
+	"what a client got is what is stored": {
+		`update soak.answers set answer = 'Something else.'`,
+		`delete from agent_messages where role = 'assistant'`,
+	},
+	"an admin's answer is that of the turn": {
+		`update soak.operated set answer = 'Counted in turn 2.'`, `delete from soak.operated`,
+	},
+	"each delivery is handled once": {
+		`update agent_webhook_deliveries set status = 'dead'`, `update agent_webhook_deliveries set repeats = 0`,
+		`delete from agent_webhook_deliveries`,
+		`update agent_webhook_deliveries set attempts = 2`, `update soak.deliveries set status = 202`,
+		`delete from agent_events`,
+		`insert into agent_events (event, key) values ('EVENT_COMPLETED', 'shop-1')`,
+		`insert into agent_executions (trace_id, surface, flow, status)
+			values (tr('wh', 1), 'webhook', 'webhook', 'completed')`,
+		`delete from soak.deliveries`,
+	},
 	"budgets are the sum of the model's calls": {
 		`update agent_budgets set tokens = 29 where scope = 'day:2026-01-01'`,
+		`update agent_budgets set cost_usd = 0.6 where scope = 'day:2026-01-01:chat'`,
+		`delete from agent_budgets where scope = 'day:2026-01-01:operate'`,
+		`insert into agent_activity (trace_id, kind, surface, skill_name, token_usage)
+			values (tr('hb', 1), 'model', 'heartbeat', 'model_call', '{"total_tokens": 1}')`,
 	},
 	"nothing stays reserved": {
 		`update agent_budgets set reserved_tokens = 1 where scope like 'run:%'`,
+		`update agent_budgets set unsettled = 1 where scope like 'run:%'`,
 		`insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd)
 			values (id('op'), 's', '{}', 1, 1, 0)`,
 	},
 	"a run's budget is the sum of its calls": {`update agent_budgets set tokens = 11 where scope like 'run:%'`},
+}
+
+// overlapping returns two executions of one lane with overlapping calls, one within the other.
+func overlapping(surface, flow, thread, purpose, lane string) string {
+	return `
+		insert into agent_executions (id, trace_id, surface, flow, status, completed_at, thread_id, result)
+		select id(n), tr('fl', 1), '` + surface + `', '` + flow + `', 'completed', now(), ` + thread + `, '{}' from unnest(array['one', 'two']) n;
+		insert into agent_activity (trace_id, execution_id, skill_name, purpose, lane, created_at, finished_at) values
+		  (tr('fl', 1), id('one'), 'x', ` + purpose + `, ` + lane + `, now(), now() + interval '3 seconds'),
+		  (tr('fl', 1), id('two'), 'y', ` + purpose + `, ` + lane + `, now() + interval '1 second', now() + interval '2 seconds')`
 }
 
 // TestEveryCheckCanFail plants the violations of each check. Without them, no check may find anything.
