@@ -220,6 +220,8 @@ handler: http:POST %s/refunds
 	click("U0ANA", "Approve", "expired")
 	pgtest.Exec(t, w.pool, `update agent_channels set report_to = 'U0ANA'`)
 	pgtest.Exec(t, w.pool, `select pg_notify('agent_channels', '')`)
+	pgtest.Until(t, w.pool, 4, `
+		select count(*) from agent_channel_buttons where conversation = 'U0ANA' and message_ref <> ''`)
 	at = "D0ANA" // a message to a user's id is in a conversation with another id
 	shown = awaitRequest(8)
 	click("U0ANA", "Reject", "You have rejected")
