@@ -364,8 +364,7 @@ func scopeFor(access api.Access) principals.Scope {
 	return ""
 }
 
-// logIn returns the cookie of a login.
-// logIn logs in with a secret, in a browser that has old cookies.
+// logIn logs in with a secret, in a browser that has old cookies, and returns the cookie.
 func (a *agent) logIn(secret string, old ...*http.Cookie) *http.Cookie {
 	a.t.Helper()
 	body, header := form("token", secret)
