@@ -112,21 +112,26 @@ func newFixture(t *testing.T, mode string, prepare ...func(*Transport)) *fixture
 	w := &fixture{T: t, fake: slacktest.New(), inbox: &fakeInbox{}}
 	w.fake.RetryAfter = time.Second
 	t.Cleanup(w.fake.Close)
-	opened, err := Open(channels.Config{
+	config := channels.Config{
 		Channel: channels.Channel{Settings: map[string]string{"mode": mode, "base_url": w.fake.URL}},
 		Secrets: map[string]string{
 			"token": slacktest.Token, "app_token": slacktest.AppToken, "signing_secret": slacktest.SigningSecret,
 		},
 		Client: &http.Client{Transport: http.DefaultTransport.(*http.Transport).Clone()},
 		Logger: slog.New(slog.DiscardHandler),
-	})
-	require.NoError(t, err)
-	w.Transport = opened.(*Transport)
-	for _, f := range prepare {
-		f(w.Transport)
 	}
+	open := func() *Transport {
+		opened, err := Open(config)
+		require.NoError(t, err)
+		for _, f := range prepare {
+			f(opened.(*Transport))
+		}
+		return opened.(*Transport)
+	}
+	w.Transport = open()
 	if mode == "events" {
-		hook := func(rw http.ResponseWriter, r *http.Request) { w.Hook(rw, r, w.inbox) }
+		hooked := open() // which nothing runs, as in the program
+		hook := func(rw http.ResponseWriter, r *http.Request) { hooked.Hook(rw, r, w.inbox) }
 		w.fake.EventsURL = testkit.Serve(t, http.HandlerFunc(hook))
 	}
 	testkit.Run(t, func(ctx context.Context) error { return w.Transport.Run(ctx, w.inbox) })
