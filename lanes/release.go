@@ -134,8 +134,14 @@ func (k *Keeper) releaseInBackground(ctx context.Context, h *hold) (done bool) {
 		return true
 	}
 	result, err := k.releaseOnce(ctx, h)
+	if err != nil && retryable(err) {
+		return false
+	}
 	if err != nil {
-		return !retryable(err)
+		k.mu.Lock()
+		h.background = false // so a repeated Release may start it again
+		k.mu.Unlock()
+		return true
 	}
 	_ = k.finishRelease(h, result) // no caller waits for the result
 	return true

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
@@ -128,6 +129,28 @@ func TestRefusedReleaseIsNotRetriedInBackground(t *testing.T) {
 	pgtest.Until(t, db, false, `select is_agent_lock_held('y')`) // in the background, after the time for x
 	assert.True(t, pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "the refused release was repeated")
 	assert.NoError(t, refused.Release(t.Context()), "Release afterwards")
+}
+
+// After a refusal in the background, another Release continues in the background again.
+func TestReleaseContinuesInBackgroundAfterRefusal(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	w := &faultyDB{DB: db}
+	k, _ := newKeeper(t, w)
+	l := acquireLane(t, k, "x", lanes.WithTTL(time.Hour))
+	w.disconnected.Store(true)
+	require.Error(t, l.ReleaseWithin(t.Context(), 100*time.Millisecond), "a release without a database")
+	pgtest.Exec(t, db, `alter function lanekeeper.release_agent_lock rename to away`)
+	before := w.count("release_agent_lock(@")
+	w.disconnected.Store(false)
+	pgtest.Eventually(t, func() bool {
+		return w.count("release_agent_lock(@") > before && postgres.IsCode(l.Release(t.Context()), "42883")
+	}, "the release is refused in the background, and then here")
+	pgtest.Exec(t, db, `alter function lanekeeper.away rename to release_agent_lock`)
+	w.disconnected.Store(true)
+	require.Error(t, l.ReleaseWithin(t.Context(), 100*time.Millisecond), "the repeated release without a database")
+	w.disconnected.Store(false)
+	pgtest.Until(t, db, false, `select is_agent_lock_held('x')`)
 }
 
 // An error without a SQLSTATE, as a connection pooler may send one, is retried.
