@@ -250,7 +250,7 @@ func TestSlowTargetDoesNotBlockOthers(t *testing.T) {
 	}
 }
 
-// The backlogs of other targets do not take the slots of an older message.
+// The backlogs of other targets do not take the slots of an older message. A claim locks no other messages.
 func TestOldestMessageIsClaimedFirst(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -261,7 +261,7 @@ func TestOldestMessageIsClaimedFirst(t *testing.T) {
 		emitEvent(t, pool, event)
 	}
 	for _, want := range []string{"busy", "idle", "busy"} {
-		got, err := webhooks.ClaimTarget(t.Context(), pool)
+		got, err := webhooks.ClaimTarget(t.Context(), pgtest.Begin(t, pool)) // rolled back at the end of the test
 		assert.Truef(t, err == nil && got == want, "claimed a message to %q, want %q; %v", got, want, err)
 	}
 }

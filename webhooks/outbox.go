@@ -68,15 +68,19 @@ func claimDue(
 		with due as (
 		  select o.id from agent_webhook_targets t
 		   cross join lateral (
-		     select m.id, m.next_attempt_at from agent_webhook_outbox m
+		     select m.id from agent_webhook_outbox m
 		      where m.target_id = t.id and m.status = 'pending' and m.next_attempt_at <= statement_timestamp()
-		      order by m.next_attempt_at limit @each for update skip locked) o
-		   where t.enabled and t.blocked_until <= clock_timestamp() and t.id <> all(@full::uuid[])
-		   order by o.next_attempt_at limit @limit),
+		      order by m.next_attempt_at limit @each) o
+		   where t.enabled and t.blocked_until <= clock_timestamp() and t.id <> all(@full::uuid[])),
+		picked as (
+		  select m.id from agent_webhook_outbox m
+		   where m.id = any(array(select due.id from due)) and m.status = 'pending'
+		     and m.next_attempt_at <= statement_timestamp()
+		   order by m.next_attempt_at limit @limit for update skip locked),
 		claimed as (
 		  update agent_webhook_outbox o
 		     set attempts = o.attempts + 1, leased = true, next_attempt_at = clock_timestamp() + make_interval(secs => @lease)
-		    from due where o.id = due.id
+		    from picked where o.id = picked.id
 		  returning o.id, o.target_id, o.event, o.payload, o.trace_id, o.attempts, o.activity_id)
 		select c.id::text, c.target_id::text, t.name as target, t.url, t.secrets, t.format, c.event,
 		       c.payload::text as payload, c.trace_id, c.attempts as attempt, c.activity_id::text,
