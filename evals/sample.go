@@ -102,6 +102,15 @@ type Coverage struct {
 	Skipped  map[string]int `json:"skipped"`  // turns that cannot be played, by reason
 }
 
+// Playable returns the number of turns that can be played. A page shows it.
+func (c Coverage) Playable() int {
+	n := c.Sampled
+	for _, skipped := range c.Skipped {
+		n -= skipped
+	}
+	return n
+}
+
 // countCoverage counts the cases of a run.
 func countCoverage(s Sample, trials []Trial) Coverage {
 	c := Coverage{Sampled: s.Size, Diverged: map[string]int{}, Skipped: s.Skipped}
