@@ -70,7 +70,7 @@ func accessEndpoints() []api.Endpoint {
 	}
 }
 
-// expectedAccess returns who may call a route. The list is deliberately a second copy.
+// expectedAccess returns the access to a route. It deliberately repeats the routes' own declarations.
 func expectedAccess(method, path string) api.Access {
 	switch method + " " + path {
 	case "GET /healthz", "GET /readyz", "GET /openapi.json", "POST /webhooks/endpoint", "GET /chat/file":

@@ -199,7 +199,7 @@ func TestKubernetesDeployment(t *testing.T) {
 	requireGracePeriod(t, "k8s", duration(t, env["AGENT_DRAIN_DELAY"]), time.Duration(grace)*time.Second)
 }
 
-// The example Secret has the name of the operator's own: kubectl apply of the folder would replace that one.
+// The example Secret and the operator's Secret have one name: applying the whole folder would replace the latter.
 func TestKubectlAppliesNoExampleSecret(t *testing.T) {
 	texts := deployFiles(t)
 	for _, path := range []string{"../docs/guide/production.md", "../README.md"} {

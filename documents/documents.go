@@ -6,8 +6,7 @@
 // of a text type, in chunks. Binary documents expose only name, type and size.
 //
 // A document belongs to one thread or one execution and is deleted with it (package retention). An admin's document may
-// belong to neither. An upload by a key or a visitor is unused until a message has it. It expires after [UnusedTTL],
-// and that of a visitor after [VisitorTTL].
+// belong to neither. An upload by a key or a visitor is unused until a message has it. Unused uploads expire.
 //
 // The activity of an upload has the name, the size and the SHA-256 ([Document.Audit]). Text that a model reads is part
 // of its prompt and of the call's result, which are recorded and redacted like others.
@@ -34,8 +33,8 @@ var (
 	ErrNotFound = errors.New("no such document")
 	// ErrTooLarge reports content above the limit, which the message names.
 	ErrTooLarge = errors.New("the document is too large")
-	// ErrTooMany reports a full thread or chat key.
-	ErrTooMany = errors.New("too many documents")
+	// ErrTooMany reports that a thread, a chat key or a visitor has reached its limit of documents or images.
+	ErrTooMany = errors.New("too many files")
 	// ErrEmpty reports an upload without content.
 	ErrEmpty = errors.New("the document is empty")
 )
@@ -48,10 +47,10 @@ const (
 	// MaxUnused and MaxUnusedBytes bound the unused uploads of a chat key and its visitors together.
 	MaxUnused      = 1000
 	MaxUnusedBytes = 256 << 20
-	// MaxVisitorUnused and MaxVisitorUnusedBytes bound those of one visitor.
+	// MaxVisitorUnused and MaxVisitorUnusedBytes bound the unused uploads of one visitor.
 	MaxVisitorUnused      = 20
 	MaxVisitorUnusedBytes = 10 * DefaultMaxBytes
-	// UnusedTTL is the lifetime of an unused upload of a chat key, and VisitorTTL that of a visitor's.
+	// UnusedTTL is the lifetime of an unused upload by a chat key. VisitorTTL is that of one by a visitor.
 	UnusedTTL  = 24 * time.Hour
 	VisitorTTL = time.Hour
 )

@@ -190,7 +190,7 @@ func TestAThreadHasABoundedNumberOfDocuments(t *testing.T) {
 	assert.Equal(t, 6, len(refused))
 }
 
-// A visitor that uses up its share of unused uploads leaves the others theirs, and frees it after an hour.
+// A visitor's limit of unused uploads does not affect others. Its uploads expire after an hour.
 func TestUnusedUploadsAreBoundedPerVisitor(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

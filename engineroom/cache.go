@@ -35,7 +35,7 @@ func (r *cached[T]) invalidate() { r.stale.Store(true) }
 // sumsInterval is the interval at which a stream refreshes sums over the log.
 const sumsInterval = 10 * time.Second
 
-// keyedCache caches results by key. Concurrent calls after the lifetime of a result each read it.
+// keyedCache caches results by key. When a result has expired, each of several concurrent calls reads a new one.
 type keyedCache[K comparable, T any] struct {
 	mu      sync.Mutex
 	results map[K]cachedResult[T]

@@ -202,8 +202,8 @@ func (s Spec) insertRow(
 	}
 	x, err = Get(ctx, db, id)
 	if err == nil && IsExternal(x.Flow) != IsExternal(s.Flow) {
-		return Execution{}, false, fmt.Errorf("%s started execution %s of flow %s: begin each key with the name of its program",
-			s.lockName(), x.ID, x.Flow)
+		return Execution{}, false, fmt.Errorf("%s already started execution %s of flow %s: use another key, "+
+			"such as one that begins with the program's name", s.lockName(), x.ID, x.Flow)
 	}
 	return x, false, err
 }

@@ -353,8 +353,8 @@ func TestConcurrentTicksStartOnce(t *testing.T) {
 	}
 }
 
-// A worker outside may have started an execution with the key of a due time. The schedule starts a minute later then.
-func TestKeyOfWorkerSwallowsNoTick(t *testing.T) {
+// A worker outside may have used the key of a due time. The schedule then starts its flow a minute later.
+func TestScheduleRunsAfterWorkerUsedItsKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := newEngine(t, pool, flowMap(noop))

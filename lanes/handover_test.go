@@ -379,7 +379,7 @@ func TestMissedHandoverIsFoundByPolling(t *testing.T) {
 	}
 }
 
-// A late notification is for a lease that has ended. One for a long lease is forged.
+// A waiter ignores a notification of an expired lease. It also ignores a lease that exceeds maxHandover.
 func TestLateOrForgedHandoverIsIgnored(t *testing.T) {
 	t.Parallel()
 	for name, end := range map[string]string{"late": "-1 minute", "forged": "1 hour"} {
@@ -397,7 +397,7 @@ func TestLateOrForgedHandoverIsIgnored(t *testing.T) {
 			pgtest.Eventually(t, func() bool {
 				return pgtest.Value[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters`).After(
 					place)
-			}, "it looks again")
+			}, "the waiter polls again")
 			pgtest.Exec(t, db, `select release_agent_lock('x', 'a')`)
 			lease := <-got
 			assert.Truef(t, lease != nil && lease.Token() == pgtest.Value[int64](t, db, `select fencing_token from agent_locks`),

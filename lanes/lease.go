@@ -112,8 +112,8 @@ func (l *Lease) hasEnded() bool {
 // Release cancels Context and releases the lane. For a nested hold, the lane remains held. Release works with an ended
 // ctx. It retries for at most 5 seconds after a broken connection, while the database is unavailable, and during fenced
 // writes. Then it returns the error, and the keeper retries until the lease would have expired. It does not retry after
-// an error that a retry cannot mend. After a success or ErrLost, a repeated call returns the same result. ErrLost means
-// that the lane was lost before, so the work may have overlapped with that of another owner.
+// a permanent error, such as one in the statement. After a success or ErrLost, a repeated call returns the same result.
+// ErrLost means that the lane was lost before, so the work may have overlapped with that of another owner.
 func (l *Lease) Release(ctx context.Context) error { return l.ReleaseWithin(ctx, releaseTimeout) }
 
 // ReleaseWithin is Release with a limit for the retries. Use it if the process ends afterwards.

@@ -107,7 +107,8 @@ func (k *Keeper) releaseOnce(ctx context.Context, h *hold) (releaseResult, error
 	return result, nil
 }
 
-// continueInBackground retries until the lane is released, its lease has expired or its owner acquires it again.
+// continueInBackground retries until the lane is released, its lease has expired, its owner acquires it again, or a
+// retry is useless. After a useless retry, another Release may continue it.
 func (k *Keeper) continueInBackground(ctx context.Context, h *hold) {
 	k.mu.Lock()
 	started, ttl := h.background, h.ttl

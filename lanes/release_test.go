@@ -57,7 +57,7 @@ func TestReleaseWithLostResponseSucceeds(t *testing.T) {
 	log.want(t, 0, "lane lost")
 }
 
-// A repeated Release does not report the lane as lost that an attempt without a response released.
+// An attempt without a response may have released the lane. A repeated Release then reports no loss.
 func TestRepeatedReleaseAfterLostResponseSucceeds(t *testing.T) {
 	t.Parallel()
 	w := &faultyDB{DB: pgtest.DB(t)}
@@ -131,7 +131,7 @@ func TestRefusedReleaseIsNotRetriedInBackground(t *testing.T) {
 	assert.NoError(t, refused.Release(t.Context()), "Release afterwards")
 }
 
-// After a refusal in the background, another Release continues in the background again.
+// A refusal ends a release in the background. A repeated Release can continue there.
 func TestReleaseContinuesInBackgroundAfterRefusal(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -69,7 +69,7 @@ func TestContractSufficesForExternalWorker(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "read under a void lock: %v", err)
 }
 
-// The key of another start begins no execution for a worker, and does not give it another's execution.
+// A worker cannot use a key that started an execution of a flow: it gets neither a new execution nor that one.
 func TestKeyOfOtherStartIsRefused(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -143,7 +143,7 @@ func TestExternalWorkerCannotWaitInVisitorsThread(t *testing.T) {
 	assert.Truef(t, postgres.IsCode(err, "P0002"), "a wait in a visitor's thread: %v", err)
 }
 
-// A worker reads by why no result of a conversation. The owner reads it.
+// why shows a worker no result of a conversation. It shows the owner every result.
 func TestClientReadsNoResultOfConversation(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -154,8 +154,8 @@ func measure(m Message) (e extent) {
 
 func ceilDiv(a, b int) int { return (a + b - 1) / b }
 
-// density has what a model's server counted beyond quotes: tokens for each token of a long prompt, and tokens for each
-// prompt, such as those of a hidden system prompt.
+// density relates the token counts of a model's server to quotes. ratio is the counted tokens per quoted token of a
+// long prompt. overhead is the additional tokens of each prompt, such as those of a hidden system prompt.
 type density struct{ ratio, overhead float64 }
 
 const (

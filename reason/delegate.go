@@ -230,7 +230,7 @@ func (w *turn) restrictSkills(names []string) ([]string, error) {
 	}
 	for _, name := range names {
 		if !slices.ContainsFunc(w.skills, func(s skills.Skill) bool { return s.Name == name }) {
-			return nil, stepError(classInvalid, "skills: %q is none of yours: %s", displayName(name),
+			return nil, stepError(classInvalid, "skills: you have no skill %q; yours are %s", displayName(name),
 				strings.Join(skillNames(w.skills), ", "))
 		}
 	}
@@ -354,7 +354,8 @@ func (w *turn) chooseAgent(params delegateArgs, ownAgent string) (string, error)
 	case params.Agent == "":
 		return ownAgent, nil
 	case !slices.ContainsFunc(w.delegates, func(c delegateAgent) bool { return c.Name == params.Agent }):
-		return "", stepError(classInvalid, "agent: %q is none that you may delegate to", displayName(params.Agent))
+		return "", stepError(classInvalid, "agent: you may not delegate to %q; omit agent, or name another",
+			displayName(params.Agent))
 	case len(params.Skills) > 0:
 		return "", stepError(classInvalid, "skills: another agent uses its own; name either an agent or skills")
 	}

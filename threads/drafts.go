@@ -52,8 +52,8 @@ func DraftOf(ctx context.Context, db postgres.DB, execution string) (Draft, erro
 	return d, nil
 }
 
-// EndDraft locks a thread until tx ends, and deletes the draft of an execution. The caller posts the text, unless
-// another transaction has posted it as an interrupted message: interrupted is its place; nil: there is none.
+// EndDraft locks a thread until tx ends, and deletes the draft of an execution. It returns the seq of the execution's
+// interrupted message, or nil. The caller posts the text only if it is nil.
 func EndDraft(ctx context.Context, tx pgx.Tx, thread, execution string) (interrupted *int64, err error) {
 	args := postgres.Strict{"id": execution}
 	b := &pgx.Batch{}

@@ -8,7 +8,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// NextDue returns the time until a message is due to a target that is not in full.
+// NextDue returns the time until a message is due. It skips the targets that full lists.
 func NextDue(ctx context.Context, db postgres.DB, full []string) (time.Duration, error) {
 	return nextDue(ctx, db, full)
 }

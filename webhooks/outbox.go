@@ -59,8 +59,8 @@ type message struct {
 	SentAt     time.Time
 }
 
-// claimDue claims up to limit due messages, the oldest first: at most perTarget for each target, and none for the
-// targets in full. A claimed message is not due again before the lease ends.
+// claimDue claims up to limit due messages, the oldest first, and at most perTarget for each target. It skips the
+// targets that full lists. A claimed message is not due again before the lease ends.
 func claimDue(
 	ctx context.Context, db postgres.DB, limit, perTarget int, full []string, lease time.Duration,
 ) ([]message, error) {
@@ -89,8 +89,8 @@ func claimDue(
 		postgres.Strict{"limit": limit, "each": perTarget, "full": full, "lease": lease.Seconds()})
 }
 
-// nextDue returns the time until a message is due to a target that is not in full, by the database's clock;
-// outbox.MaxPause without messages.
+// nextDue returns the time until a message is due, by the database's clock. It skips the targets that full lists.
+// Without messages it returns outbox.MaxPause.
 func nextDue(ctx context.Context, db postgres.DB, full []string) (time.Duration, error) {
 	var seconds *float64
 	err := db.QueryRow(ctx, `

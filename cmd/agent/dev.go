@@ -50,7 +50,7 @@ of the environment. --watch applies WORKSPACE again after each file change.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 1 {
 				opts.dir = args[0]
-			} else if workspace.HasFiles(workspaceDir) { // of agent init
+			} else if workspace.HasFiles(workspaceDir) { // agent init writes it
 				opts.dir = workspaceDir
 			}
 			if opts.watch && opts.dir == "" {

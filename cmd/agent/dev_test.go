@@ -118,7 +118,7 @@ func TestDevReportsDotEnv(t *testing.T) {
 	assert.Error(t, err, "a program of the folder ran")
 }
 
-// Without an argument, dev applies the folder workspace, under any names of its files.
+// Without an argument, dev applies the YAML files of the folder workspace, whatever their names.
 func TestDevAppliesWorkspaceOfFolder(t *testing.T) {
 	t.Chdir(t.TempDir())
 	require.NoError(t, os.MkdirAll(filepath.Join(workspaceDir, "people"), 0o755))

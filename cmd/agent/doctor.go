@@ -154,7 +154,8 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 		var holder *int
 		err = s.Pool.QueryRow(ctx, `select lanekeeper.agent_pause_lock_holder()`).Scan(&holder)
 		if holder != nil {
-			autonomy = fmt.Sprintf("held back by the session with pid %d: end its open pause, or the session", *holder)
+			autonomy = fmt.Sprintf("held back by the session with pid %[1]d, which holds the lock of a pause: "+
+				"end its transaction, or the session: select pg_terminate_backend(%[1]d)", *holder)
 		}
 	}
 	add("autonomy", err, autonomy)

@@ -15,8 +15,8 @@ const base = process.env.AGENT_URL ?? "http://127.0.0.1:8080";
 const owner = process.env.WORKER ?? `${hostname()} ${process.pid} ${randomUUID()}`; // one process, never two
 const ttl = Number(process.env.TTL_SECONDS ?? 30);
 
-// call sends one request. A connection that breaks and a busy server are tried again: each of these requests may be sent twice.
-// (A release that is sent again after it was done is refused with 409: the run has ended.)
+// call sends one request. After a broken connection, or an answer of a busy server, it sends the request again: each of
+// these requests may be sent twice. (A release that is repeated after it was done gets 409: the run has ended.)
 async function call(method, path, body) {
   for (let wait = 100; ; wait = Math.min(wait * 2, 5000)) {
     try {

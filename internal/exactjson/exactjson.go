@@ -1,4 +1,5 @@
-// Package exactjson decodes JSON without rounding numbers, encodes it without escaping HTML, and writes it as YAML.
+// Package exactjson decodes and compares JSON without rounding numbers, encodes it without escaping HTML, and writes it
+// as YAML.
 package exactjson
 
 import (
@@ -19,7 +20,8 @@ func Decode(text []byte) (value any, err error) {
 	return value, err
 }
 
-// Equal compares two JSON texts. Spaces, the order of keys, and exponents up to 400 do not matter.
+// Equal reports whether two texts are the same bytes or begin with the same JSON value. Spaces, the order of keys, and
+// exponents up to 400 do not matter.
 func Equal(a, b []byte) bool {
 	x, err := Decode(a)
 	y, otherErr := Decode(b)

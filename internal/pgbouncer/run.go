@@ -76,7 +76,7 @@ func (p *Pooler) launch(binary string, user *pgserver.Account) error {
 	cmd := exec.Command(binary, filepath.Join(p.dir, configFile))
 	cmd.Dir, cmd.Stdout, cmd.Stderr = p.dir, log, log
 	cmd.Env = []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin"}
-	cmd.SysProcAttr = user.Attributes() // ^C at a terminal is for the tests, which stop the pooler
+	cmd.SysProcAttr = user.Attributes() // in its own group, so ^C reaches only the tests
 	err = child.Start(cmd, syscall.SIGKILL, func(exitErr error) {
 		p.exitErr = cmp.Or(exitErr, errors.New("exit status 0"))
 		close(p.done)

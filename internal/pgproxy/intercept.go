@@ -7,14 +7,14 @@ import (
 	"testing"
 )
 
-// Verdict is the fate of a request. All others than Pass break its connection.
+// Verdict is the fate of a request. Every verdict except Pass breaks the connection.
 type Verdict int32
 
 // These are the verdicts.
 const (
 	Pass       Verdict = iota
 	Refuse             // the server does not get it
-	Half               // the server gets all but its last message, so it executes a batch and does not commit
+	Half               // the server gets all but the request's last message: it executes a batch, but does not commit
 	LoseAnswer         // the server executes and commits it, and the client gets no answer
 )
 
@@ -31,7 +31,7 @@ type interceptor struct {
 	client, server net.Conn
 	decide         func(Request) Verdict
 	onLost         func()
-	lost           atomic.Bool // the next answer of the server
+	lost           atomic.Bool // drop the server's next answer
 }
 
 func (l *interceptor) Upstream() {
@@ -57,8 +57,8 @@ func (l *interceptor) Downstream() {
 	}
 }
 
-// LoseCommit starts a proxy that loses the response to the next commit after the test sets lose, and resets lose. The
-// commit takes effect, and its connection breaks.
+// LoseCommit starts a proxy that loses the response to one commit. The test sets lose; the next commit takes effect,
+// resets lose and breaks its connection.
 func LoseCommit(tb testing.TB, target string, lose *atomic.Bool) *Proxy {
 	tb.Helper()
 	return Intercept(tb, target, func(r Request) Verdict {

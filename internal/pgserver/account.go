@@ -23,8 +23,8 @@ type Account struct {
 	gid  int
 }
 
-// ServerAccount returns nil unless this process runs as root. The user needs an entry in the user database: PostgreSQL
-// looks up its own user.
+// ServerAccount returns postgres or nobody if root runs this process, else nil. The user needs an entry in the user
+// database: PostgreSQL looks up its own user.
 func ServerAccount() (*Account, error) {
 	if os.Geteuid() != 0 {
 		return nil, nil
@@ -67,7 +67,7 @@ func (a *Account) chown(path string) error {
 	return os.Lchown(path, a.uid, a.gid)
 }
 
-// OwnTree makes the account the owner of root and everything below it.
+// OwnTree makes the account the owner of a folder and everything below it.
 func (a *Account) OwnTree(root string) error {
 	if a == nil {
 		return nil

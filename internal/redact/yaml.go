@@ -19,7 +19,7 @@ func yamlEnd(s string, i int) int {
 	if text == "" || text[0] != '|' && text[0] != '>' {
 		return 0
 	}
-	const longest = 1000 // of a line: other names may follow on it, and each of them looks for its end
+	const longest = 1000 // bytes of a line. Each name on a line looks for its end: without a bound, that is quadratic
 	end := strings.IndexByte(text[:min(len(text), longest)], '\n')
 	if end < 0 {
 		return 0

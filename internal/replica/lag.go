@@ -56,9 +56,9 @@ func (m *lagMeter) add(at time.Time, position int64) {
 	}
 }
 
-// behind returns the lag of a standby. It is 0 only if the primary answers and the standby has replayed the position of
-// askedAt, the last added one; otherwise it is at least about a millisecond. It is unknown if the standby has replayed
-// neither a position of this meter nor a transaction.
+// behind returns the lag of a standby. The lag is 0 only if the primary answers and the standby has replayed the
+// position of askedAt. Any other lag is positive. The lag is unknown if the standby has replayed neither a position of
+// this meter nor a transaction.
 func (m *lagMeter) behind(askedAt time.Time, standby position, primaryAnswers bool) (behind time.Duration, known bool) {
 	for len(m.pending) > 0 && m.pending[0].position <= standby.Position {
 		m.replayedAt, m.pending = m.pending[0].at, m.pending[1:]

@@ -1208,7 +1208,8 @@ comment on function cancel_agent_execution is
   'Cancel an execution and return its status then (null: unknown id). Its claim is void, so a step in flight cannot be '
   'recorded. But if another transaction has locked the row, such as a StepTx, the cancel completes when that '
   'transaction ends. The call waits for a moment at most: another locked row raises 55P03. p_cancelled_by names the '
-  'caller. For a session of agent_client, admin and the name of a principal become the name of its login.';
+  'caller. If a session of agent_client gives admin or the name of a principal, the cancel is recorded under role '
+  'LOGIN.';
 
 -- The sweep: timeouts and free lanes. No running code notices them.
 

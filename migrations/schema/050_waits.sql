@@ -626,7 +626,7 @@ language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_g
 declare
   kind constant text := lanekeeper.check_agent_event(p_event, p_key, p_data, p_id);
   plain boolean := kind not in ('agent', 'document', 'signature', 'test');    -- the other kinds do more than resume
-  -- No admin can pause the agent meanwhile.
+  -- True: a pause waits up to 2 seconds for this transaction. False: a session holds or awaits the lock of a pause.
   steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
   w record;                         -- the waiting execution
   mine boolean;                     -- this process claims it
@@ -694,7 +694,7 @@ declare
   ids uuid[] := events;                                                   -- by place: the waiting execution
   inserted uuid[];
   mine uuid[];                                                            -- executions that the worker would claim next
-  -- No admin can pause the agent meanwhile.
+  -- True: a pause waits up to 2 seconds for this transaction. False: a session holds or awaits the lock of a pause.
   steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));
 begin
   perform lanekeeper.refuse_agent_trial('agent_events');

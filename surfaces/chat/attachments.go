@@ -92,9 +92,9 @@ func documentIDs(docs [][]documents.Document) (ids []string) {
 	return ids
 }
 
-// collectImages returns the images of each message, including those among its files if the model takes images. Of the
-// files, it leaves out images above MaxImageSize, above MaxImages, beyond maxImageBytes, or for which the thread has no
-// room: the model then reads only their names and sizes. It refuses other images for which the thread has no room.
+// collectImages returns the images of each message. If the model takes images, it adds the image files of the message.
+// It leaves out a file above MaxImageSize, MaxImages, maxImageBytes or the remaining room of the thread. The model then
+// reads no content of that file. It refuses images in the request itself if the thread has no room for them.
 func (c *Chat) collectImages(
 	ctx context.Context, tx pgx.Tx, a *UserMessage, docs [][]documents.Document,
 ) ([][]threads.Image, error) {
@@ -113,8 +113,8 @@ func (c *Chat) collectImages(
 	}
 	room := documents.MaxThreadBytes - stored - size
 	if size > 0 && room < 0 {
-		return nil, fileError(fmt.Errorf("%w: limit per thread is %d bytes of images", documents.ErrTooMany,
-			documents.MaxThreadBytes))
+		return nil, fileError(fmt.Errorf("%w: limit per thread is %d bytes of images; "+
+			"send https URLs, or begin another conversation", documents.ErrTooMany, documents.MaxThreadBytes))
 	}
 	remaining := min(maxImageBytes, room)
 	for i, list := range docs {

@@ -126,7 +126,7 @@ func TestInterruptingKeepsWhatLockedTurnHasSaid(t *testing.T) {
 	_ = stream.Close()
 }
 
-// A cancel that finds the answer about to be stored stores no copy of it, whichever of them has the thread first.
+// A cancel and the end of its turn may compete for the thread's lock. The text is stored once, whichever comes first.
 func TestLateCancelStoresNoSecondAnswer(t *testing.T) {
 	t.Parallel()
 	for name, lock := range map[string]string{

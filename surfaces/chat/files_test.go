@@ -236,7 +236,7 @@ func TestChannelSaysThatThreadIsFull(t *testing.T) {
 	require.NoError(t, err)
 	text := pgtest.Value[string](t, w.pool, `select content from agent_messages where execution_id = $1 and role = 'user'`,
 		got.ExecutionID)
-	assert.Contains(t, text, "it is broken\n[The file \"photo.jpg\" is missing: too many documents: limit per thread is")
+	assert.Contains(t, text, "it is broken\n[The file \"photo.jpg\" is missing: too many files: limit per thread is")
 }
 
 // A file of another visitor answers no request, and its message is not stored.

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
-// However many clients follow a turn that does not run here, it is read at most 10 times a second.
+// A process reads a turn that does not run there at most 10 times a second, for all its followers together.
 func TestFollowersOfParkedTurnShareItsReads(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("refund", `{}`))

@@ -146,8 +146,8 @@ func TestUnsupportedPartIsNamed(t *testing.T) {
 	assert.Contains(t, body, "not a part of type", "input_audio")
 }
 
-// A thread that has its share of images gets no copy of a file. The model then reads the name of that. An included
-// image is refused.
+// A thread without room for an image file keeps no copy of it, and the model reads none of its content. The server
+// refuses an image in the request itself.
 func TestImagesOfThreadAreBounded(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

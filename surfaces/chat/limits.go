@@ -24,8 +24,8 @@ func (c *Chat) allowUpload(r *http.Request, owner, token string) error {
 	return c.allowRate(r, "files", maxFiles, owner+"\x00files", "", token)
 }
 
-// allowRate is allow for what, with share times the rate of messages for a visitor.
-func (c *Chat) allowRate(r *http.Request, what string, share int, owner, user, token string) error {
+// allowRate applies the rate limits to messages or files. A visitor has factor times the rate of messages.
+func (c *Chat) allowRate(r *http.Request, kind string, factor int, owner, user, token string) error {
 	address := c.Address(r)
 	name := "\x00user " + user // no user is named like an address or a token
 	if token != "" {
@@ -33,16 +33,16 @@ func (c *Chat) allowRate(r *http.Request, what string, share int, owner, user, t
 	}
 	var wait time.Duration
 	if user == "" && token == "" {
-		wait = c.limits.reserve(owner+"\x00@"+address, share)
+		wait = c.limits.reserve(owner+"\x00@"+address, factor)
 	} else if wait = c.limits.reserve(owner+"\x00@@"+address, visitorsPerAddress); wait == 0 {
-		wait = c.limits.reserve(owner+name, share)
+		wait = c.limits.reserve(owner+name, factor)
 	}
 	if wait == 0 {
 		return nil
 	}
 	return &Refusal{
 		Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
-		Message: "Too many " + what + ". Please wait a moment.", RetryAfter: max(wait, time.Second),
+		Message: "Too many " + kind + ". Please wait a moment.", RetryAfter: max(wait, time.Second),
 	}
 }
 

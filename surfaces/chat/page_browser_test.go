@@ -36,8 +36,8 @@ import (
 const shown = `[...document.querySelectorAll("#messages .message")]` +
 	`.map(e => e.innerText.replace(/\s+/g, " ").trim()).join(" | ")`
 
-// site serves the page and the API of a process on one address. A transport replaces that between them, and a network
-// changes the responses of the API; both may be nil.
+// site serves the page and the API of a process on one address. A proxy forwards requests to the API. transport sends
+// them, and network changes the responses. Both may be nil.
 func site(t *testing.T, p *process, transport http.RoundTripper, network func(*http.Response) error) string {
 	t.Helper()
 	target, err := url.Parse(p.url)

@@ -174,8 +174,8 @@ func (w *recordingWriter) Write(p []byte) (int, error) {
 // Unwrap lets http.ResponseController flush.
 func (w *recordingWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-// sendAnswer sends an answer and records whether the client received it. After a shutdown a client may retry, because
-// the same turn answers its retry.
+// sendAnswer sends an answer and records whether the client received it. After a shutdown the client may retry: its
+// retry gets the same turn.
 func (c *Chat) sendAnswer(
 	w http.ResponseWriter, r *http.Request, t *retry, show func(http.ResponseWriter) error,
 ) error {

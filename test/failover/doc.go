@@ -18,7 +18,7 @@
 // its own row in the log. The fencing tokens of each lane only grow.
 //
 // Upgrades (upgrade_test.go, outage_test.go). A newer version migrates while two processes serve. An `agent migrate` is
-// killed at one of its requests to the server, and the next one completes the migration. Data of a released version is
+// killed at one of its requests to the server, and the next run completes the migration. Data of a released version is
 // upgraded, and its waiting executions finish. `agent serve` rejects a newer schema.
 //
 // Read replicas (replica_test.go). The pages and the answers of `why` come from a streaming standby: they equal the

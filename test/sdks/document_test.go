@@ -257,7 +257,7 @@ func TestReadmeWorker(t *testing.T) {
 	})
 }
 
-// firstBlock returns the code after the first line of a page that is fence.
+// firstBlock returns the code after the first fence of a page. whole reports whether the block is closed.
 func firstBlock(page, fence string) (code string, whole bool) {
 	_, rest, _ := strings.Cut(page, fence)
 	code, _, whole = strings.Cut(rest, "```")
