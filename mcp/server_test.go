@@ -34,11 +34,12 @@ type serverFixture struct {
 	pool     *pgxpool.Pool
 	server   *mcp.Server
 	addCalls atomic.Int32 // calls of add
+	inAdd    func(call int32)
 }
 
 func newServerFixture(t *testing.T) *serverFixture {
 	t.Helper()
-	f := &serverFixture{t: t, pool: pgtest.DB(t)}
+	f := &serverFixture{t: t, pool: pgtest.DB(t), inAdd: func(int32) {}}
 	f.server = f.newServer()
 	for _, d := range []skills.Definition{
 		{Name: "add", Description: "Adds.", Handler: "builtin:add", Parameters: map[string]any{
@@ -63,7 +64,7 @@ func (f *serverFixture) newServer() *mcp.Server {
 	f.t.Helper()
 	registry, err := skills.New(skills.Options{Pool: f.pool, Builtins: map[string]skills.Builtin{
 		"add": func(_ context.Context, c skills.Call) (any, error) {
-			f.addCalls.Add(1)
+			f.inAdd(f.addCalls.Add(1))
 			var in struct{ A, B int }
 			err := json.Unmarshal(c.Args, &in)
 			return map[string]int{"sum": in.A + in.B}, err
@@ -241,6 +242,21 @@ func TestStockClientCallsOfferedSkills(t *testing.T) {
 			assert.Equal(t, 1, f.addCalls.Load())
 		})
 	}
+}
+
+// A process loses the execution of its call. The client must not repeat the call beside it.
+func TestCallWaitsForItsLostExecution(t *testing.T) {
+	t.Parallel()
+	f := newServerFixture(t)
+	pgtest.Exec(t, f.pool, `update agent_skills set idempotent = true`)
+	f.inAdd = func(call int32) {
+		if call == 1 {
+			pgtest.Exec(t, f.pool, `select lanekeeper.release_agent_claim(id, claim) from agent_executions`)
+		}
+	}
+	r := callTool(t, f.http(), "add", map[string]int{"a": 1, "b": 2})
+	assert.Truef(t, !r.IsError && strings.Contains(resultText(r), "3"), "the call answers %q", resultText(r))
+	pgtest.Equal(t, f.pool, 1, `select count(*) from agent_executions`)
 }
 
 func TestToolListFollowsOffers(t *testing.T) {

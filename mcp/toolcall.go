@@ -87,7 +87,7 @@ func (s *Server) callTool(ctx context.Context, name string, args json.RawMessage
 	if skill.Trust == skills.TrustApprove {
 		execution, err = s.callWithApproval(ctx, skill, args, spec)
 	} else {
-		execution, err = s.Engine.RunSync(ctx, spec)
+		execution, err = s.run(ctx, spec, skill.Timeout())
 	}
 	if errors.Is(err, executions.ErrPaused) {
 		return failureResult(err.Error()), nil
@@ -116,11 +116,8 @@ func (s *Server) callWithApproval(
 			return executions.Execution{}, err
 		}
 		spec.DedupeKey = "mcp.call " + id
-		execution, err := s.Engine.RunSync(ctx, spec)
-		if err != nil {
-			return execution, err
-		}
-		if execution, err = s.awaitSettled(ctx, execution, skill.Timeout()); err != nil || !execution.Status.Ended() {
+		execution, err := s.run(ctx, spec, skill.Timeout())
+		if err != nil || !execution.Status.Ended() {
 			return execution, err
 		}
 		collected, err := collectAnswer(ctx, s.Pool, id)
@@ -155,11 +152,15 @@ func requestApproval(ctx context.Context, skill skills.Skill, args json.RawMessa
 	return approval.ID, nil
 }
 
-// awaitSettled waits until an execution ends or waits, but at most a second longer than timeout. Another process may
-// run the execution.
-func (s *Server) awaitSettled(
-	ctx context.Context, execution executions.Execution, timeout time.Duration,
+// run starts an execution, or finds the one with the dedupe key, and returns it when it ends or waits. Another process
+// may run the execution, for example after this process lost it. run then waits at most a second longer than timeout.
+func (s *Server) run(
+	ctx context.Context, spec executions.Spec, timeout time.Duration,
 ) (executions.Execution, error) {
+	execution, err := s.Engine.RunSync(ctx, spec)
+	if err != nil {
+		return execution, err
+	}
 	deadline := time.Now().Add(timeout + time.Second)
 	ticker := time.NewTicker(callPollInterval)
 	defer ticker.Stop()
@@ -169,7 +170,6 @@ func (s *Server) awaitSettled(
 				return execution, err
 			}
 		}
-		var err error
 		if execution, err = executions.Get(ctx, s.Pool, execution.ID); err != nil || execution.Status.Ended() ||
 			execution.Status == executions.Waiting {
 			return execution, err

@@ -27,8 +27,11 @@ func toolResult(execution executions.Execution) *sdk.CallToolResult {
 		result = successResult(execution.Result)
 	case execution.Status == executions.Waiting && execution.WaitingFor != nil && *execution.WaitingFor == "approval":
 		result = pendingResult(*execution.WaitingKey)
-	case !execution.Status.Ended():
+	case !execution.Status.Ended() && execution.DedupeKey != nil:
 		result = failureResult("the call is still running; call again with the same arguments")
+	case !execution.Status.Ended():
+		result = failureResult("the call is still running as execution " + execution.ID +
+			"; do not call again, since that would be a second call; its trace " + execution.TraceID + " shows the result")
 	case execution.ErrorMessage != nil:
 		result = failureResult(*execution.ErrorMessage)
 	default:
