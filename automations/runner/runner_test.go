@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -11,6 +12,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/agents"
@@ -21,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -450,6 +453,36 @@ func TestWhatIsNotMeantHoldsUpNothingBehindIt(t *testing.T) {
 		t.Errorf("one look started %d runs (%v), want the one behind 5 that are not meant", n, err)
 	}
 	assert.Equal(t, "claimed 1, skipped 5", w.states(t))
+}
+
+// The counters cost a day of the activity log. A burst of events reads them once.
+func TestBurstOfEventsReadsCountersOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "a", Event: "E", When: "failures_24h > 0 && payload.n == 1"})
+	for range 5 {
+		w.raise(t, "E", "k", `{"n": 1}`)
+	}
+	db := &countingDB{DB: w.pool, text: "failures_24h"}
+	tasks, err := runner.Ready(t.Context(), db, slog.New(slog.DiscardHandler), 10)
+	require.NoError(t, err)
+	assert.Equal(t, 0, len(tasks))
+	assert.Equal(t, "skipped 5", w.states(t))
+	assert.Equal(t, 1, db.queries)
+}
+
+// countingDB counts the queries that contain a text.
+type countingDB struct {
+	postgres.DB
+	text    string
+	queries int
+}
+
+func (c *countingDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	if strings.Contains(sql, c.text) {
+		c.queries++
+	}
+	return c.DB.Query(ctx, sql, args...)
 }
 
 // An event with a number that no condition can read is a dead letter, and delays no other event.

@@ -37,10 +37,11 @@ type Task struct {
 }
 
 // Ready lists the ready runs, one per automation. It skips a run whose condition does not hold, and makes one whose
-// condition fails a dead letter. Then it checks the next run.
+// condition fails a dead letter. Then it checks the next run. All conditions see the same counters.
 func Ready(ctx context.Context, db postgres.DB, log *slog.Logger, limit int) ([]Task, error) {
+	counters := sync.OnceValues(func() (automations.Counters, error) { return automations.ReadCounters(ctx, db) })
 	for {
-		tasks, passed, err := look(ctx, db, log, limit)
+		tasks, passed, err := look(ctx, db, log, limit, counters)
 		if err != nil || len(tasks) > 0 || passed == 0 {
 			return tasks, err
 		}
@@ -48,12 +49,13 @@ func Ready(ctx context.Context, db postgres.DB, log *slog.Logger, limit int) ([]
 }
 
 // look lists the ready runs once. passed is the number of runs that it ended.
-func look(ctx context.Context, db postgres.DB, log *slog.Logger, limit int) (tasks []Task, passed int, err error) {
+func look(
+	ctx context.Context, db postgres.DB, log *slog.Logger, limit int, counters func() (automations.Counters, error),
+) (tasks []Task, passed int, err error) {
 	runs, err := automations.Ready(ctx, db, limit)
 	if err != nil {
 		return nil, 0, err
 	}
-	counters := sync.OnceValues(func() (automations.Counters, error) { return automations.ReadCounters(ctx, db) })
 	for _, run := range runs {
 		a, err := automations.Get(ctx, db, run.AutomationID)
 		if errors.Is(err, automations.ErrNotFound) {
