@@ -362,6 +362,47 @@ func TestOneOfManyCallersGetsApprovedAnswer(t *testing.T) {
 		f.addCalls.Load())
 }
 
+func TestStaleAnswerIsNotGiven(t *testing.T) {
+	t.Parallel()
+	f := newServerFixture(t)
+	f.requireApproval()
+	session := f.http()
+	for i, c := range []struct {
+		name, change string
+		approve      bool
+		answered     bool
+	}{
+		{"recent answer", `update agent_executions set completed_at = completed_at - interval '23 hours' where id = $1`,
+			true, true},
+		{"old answer", `update agent_executions set completed_at = completed_at - interval '25 hours' where id = $1`,
+			true, false},
+		{"no decision", `update agent_executions set waiting_until = clock_timestamp() where id = $1`, false, false},
+	} {
+		args := map[string]int{"a": i, "b": 100}
+		approval := wantPendingApproval(t, callTool(t, session, "add", args))
+		id := pgtest.Value[string](t, f.pool, `select id::text from agent_executions order by id desc limit 1`)
+		end := func() {
+			require.NoError(t, f.server.Engine.Sweep(t.Context()))
+			require.NoError(t, f.server.Engine.ClaimAndRun(t.Context(), id))
+		}
+		if c.approve {
+			_, err := approvals.Decide(t.Context(), f.pool, approval, true, "admin", "")
+			require.NoError(t, err)
+			end()
+		}
+		pgtest.Exec(t, f.pool, c.change, id)
+		end()
+		pgtest.Equal(t, f.pool, true, `select completed_at is not null from agent_executions where id = $1`, id)
+		r := callTool(t, session, "add", args)
+		if c.answered {
+			assert.Truef(t, !r.IsError, "%s: the call answers %q", c.name, resultText(r))
+			continue
+		}
+		assert.True(t, approval != wantPendingApproval(t, r), c.name)
+	}
+	assert.Equal(t, 2, f.addCalls.Load())
+}
+
 // A call that nobody collects would keep its execution for ever.
 func TestUncollectedCallsArePruned(t *testing.T) {
 	t.Parallel()

@@ -21,6 +21,12 @@ import (
 // Flow is the flow of an external call.
 const Flow = "mcp.call"
 
+const (
+	// answerTTL is how long the caller can collect the answer to an approved call. Later, the same call is a new call.
+	answerTTL        = 24 * time.Hour
+	callPollInterval = 100 * time.Millisecond
+)
+
 // Register registers the flow with the engine, so any process can resume a call after a crash or an approval.
 func (s *Server) Register() error {
 	s.Engine.Unforkable(Flow, "a call answers one client; call the tool again")
@@ -98,8 +104,16 @@ func (s *Server) callTool(ctx context.Context, name string, args json.RawMessage
 	return toolResult(execution), nil
 }
 
-// callWithApproval finds the execution that an earlier try of this caller started, or starts an execution. It returns a
-// pending execution, or an ended execution whose answer then belongs to this caller alone.
+// callWithApproval makes a call of a skill that requires an approval. A client makes such a call twice:
+//
+//  1. The first try inserts a row of agent_mcp_calls for the skill, the arguments and the caller. It starts an
+//     execution, whose dedupe key is the row's id. The execution requests an approval and waits. The client gets the
+//     approval's id.
+//  2. After the decision, any process resumes the execution, which makes the call once.
+//  3. The next try finds the row and the execution, and collects the answer: it sets collected_at. Before the decision,
+//     it gets the approval's id again.
+//
+// A try after that inserts a new row. [Client.Run] deletes rows that nobody collects.
 func (s *Server) callWithApproval(
 	ctx context.Context, skill skills.Skill, args json.RawMessage, spec executions.Spec,
 ) (executions.Execution, error) {
@@ -128,7 +142,8 @@ func (s *Server) callWithApproval(
 		if collected && !expired && execution.Status != executions.Timeout {
 			return execution, nil
 		}
-		// Another caller collected the answer, or it is stale: this is a new call.
+		// This is a new call: another try collected the answer, the answer is too old, or nobody decided in time. The
+		// last needs a new approval, which a result with an error would not request.
 	}
 }
 
@@ -197,12 +212,6 @@ func openCall(ctx context.Context, db postgres.DB, skill skills.Skill, hash stri
 	}
 	return id, nil
 }
-
-const (
-	// answerTTL is how long the caller can collect the answer to an approved call. Later, the same call is a new call.
-	answerTTL        = 24 * time.Hour
-	callPollInterval = 100 * time.Millisecond
-)
 
 // collectAnswer marks a call's answer as collected. Only one of several callers gets true.
 func collectAnswer(ctx context.Context, db postgres.DB, id string) (bool, error) {
