@@ -65,6 +65,16 @@ func Offers(ctx context.Context, db postgres.DB) ([]Offer, error) {
 	return postgres.Collect(rows, err, "list offered skills", pgx.RowToStructByPos[Offer])
 }
 
+// isOffered reports whether external clients may call a skill now.
+func isOffered(ctx context.Context, db postgres.DB, skill string) (offered bool, err error) {
+	err = db.QueryRow(ctx, `select exists (select from agent_mcp_offers where skill_name = @skill)`,
+		postgres.Strict{"skill": skill}).Scan(&offered)
+	if err != nil {
+		return false, fmt.Errorf("read the offer of skill %q: %w", skill, err)
+	}
+	return offered, nil
+}
+
 // offeredSkills returns the offered and enabled skills that the registry can run.
 func (s *Server) offeredSkills(ctx context.Context) ([]skills.Skill, error) {
 	offers, err := Offers(ctx, s.Pool)

@@ -280,6 +280,21 @@ func TestToolListFollowsOffers(t *testing.T) {
 	assert.ErrorIs(t, err, skills.ErrNotFound, "offer of an unknown skill")
 }
 
+// A session over stdio refreshes its tools every few seconds. A withdrawn skill is not callable in between.
+func TestWithdrawnSkillIsNotCalled(t *testing.T) {
+	t.Parallel()
+	f := newServerFixture(t)
+	session := f.stdio(nil)
+	_, err := mcp.Withdraw(t.Context(), f.pool, "add", "admin", "tester")
+	require.NoError(t, err)
+	r, err := session.CallTool(t.Context(), &sdk.CallToolParams{Name: "add", Arguments: map[string]int{"a": 1}})
+	if err == nil { // otherwise a refresh removed the tool first
+		assert.Truef(t, r.IsError && strings.Contains(resultText(r), "no longer offered"), "the call answers %q",
+			resultText(r))
+	}
+	assert.Equal(t, 0, f.addCalls.Load())
+}
+
 // wantPendingApproval checks that a call waits for an approval, and returns its id.
 func wantPendingApproval(t *testing.T, r *sdk.CallToolResult) string {
 	t.Helper()

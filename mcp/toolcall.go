@@ -81,6 +81,13 @@ func (s *Server) callTool(ctx context.Context, name string, args json.RawMessage
 	case !skill.Enabled:
 		return failureResult("the skill " + skill.OutOfService()), nil
 	}
+	offered, err := isOffered(ctx, s.Pool, name)
+	if err != nil {
+		return nil, s.internalError(ctx, err)
+	}
+	if !offered { // over stdio, the list of tools may be some seconds old
+		return failureResult("the skill " + name + " is no longer offered"), nil
+	}
 	if err := s.Skills.Check(skill, args); err != nil {
 		return failureResult(err.Error()), nil
 	}
