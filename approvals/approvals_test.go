@@ -159,7 +159,7 @@ func TestApprovalIsUsedOnce(t *testing.T) {
 	var group sync.WaitGroup
 	for range 6 {
 		group.Go(func() {
-			if err := callApproved(t, pool, id, func() { acted.Add(1) }); approvals.IsUsed(err) {
+			if err := callApproved(t, pool, id, func() { acted.Add(1) }); approvals.IsUnusable(err) {
 				refused.Add(1)
 			} else if err != nil {
 				t.Error(err)
@@ -202,7 +202,7 @@ func TestUnusableApprovalsAreRefused(t *testing.T) {
 			id := requestApproval(t, pool, s, `{}`)
 			prepare(t, pool, id)
 			err := callApproved(t, pool, id, func() { t.Error("acted") })
-			assert.Truef(t, approvals.IsUsed(err), "err = %v", err)
+			assert.Truef(t, approvals.IsUnusable(err), "err = %v", err)
 			unused, err := approvals.Approved(t.Context(), pool, 10)
 			require.NoError(t, err)
 			assert.Equal(t, 0, len(unused), "approvals listed as approved")

@@ -125,14 +125,14 @@ func TestRejectionEndsWait(t *testing.T) {
 	p := startParked(t, `{}`)
 	id, approval := p.start()
 	_, err := p.pool.Exec(t.Context(), `update agent_approvals set arguments = '{"table":"y"}' where id = $1`, approval)
-	assert.Truef(t, approvals.IsUsed(err), "the arguments of a pending approval changed: %v", err)
+	assert.Truef(t, approvals.IsUnusable(err), "the arguments of a pending approval changed: %v", err)
 	_, err = approvals.Decide(t.Context(), p.pool, approval, false, "admin", "not today")
 	require.NoError(t, err)
 	x := enginetest.Await(p.t, p.pool, id, executions.Completed)
 	assert.Truef(t, x.ResultSummary == "rejected by admin: not today" && p.acted.Load() == 0,
 		"ended with %q, %d calls", x.ResultSummary, p.acted.Load())
 	_, err = p.pool.Exec(t.Context(), `update agent_approvals set status = 'approved' where id = $1`, approval)
-	assert.Truef(t, approvals.IsUsed(err), "a rejected approval became approved: %v", err)
+	assert.Truef(t, approvals.IsUnusable(err), "a rejected approval became approved: %v", err)
 }
 
 // A decision resumes the waiting execution at once, also a decision by plain SQL. No sweep runs after it.
@@ -155,13 +155,13 @@ func TestParkedApprovalBelongsToItsExecution(t *testing.T) {
 	require.NoError(t, err)
 	enginetest.Await(p.t, p.pool, first, executions.Completed)
 	err = callApproved(t, p.pool, ofFirst, func() { t.Error("acted") })
-	assert.Truef(t, approvals.IsUsed(err), "use of a used approval: %v", err)
+	assert.Truef(t, approvals.IsUnusable(err), "use of a used approval: %v", err)
 	unused, err := approvals.Approved(t.Context(), p.pool, 5)
 	assert.Truef(t, err == nil && len(unused) == 0, "a heartbeat would make %+v, %v", unused, err)
 	// An approval without its event resumes nothing.
 	pgtest.Exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, ofSecond)
 	err = callApproved(t, p.pool, ofSecond, func() { t.Error("called with the approval of another execution") })
-	assert.Truef(t, approvals.IsUsed(err), "use of another execution's approval: %v", err)
+	assert.Truef(t, approvals.IsUnusable(err), "use of another execution's approval: %v", err)
 	x, err := executions.Get(t.Context(), p.pool, second)
 	assert.Truef(t, err == nil && x.Status == executions.Waiting, "the second is %s, %v", x.Status, err)
 }

@@ -16,8 +16,8 @@ func Grant(ctx context.Context, id string) (step string, onIntent func(b *pgx.Ba
 	return step, Use(id, current.ID, step)
 }
 
-// Use queues the consumption of an approval, as executions.Call.OnIntent. The transaction fails with SQLSTATE LK003 if
-// the approval is used, rejected, expired or another execution's.
+// Use queues the consumption of an approval, as executions.Call.OnIntent. The transaction fails with an error for which
+// [IsUnusable] is true if the approval cannot be used.
 func Use(id, executionID, step string) func(b *pgx.Batch, _ string) {
 	return func(b *pgx.Batch, _ string) {
 		b.Queue(`select lanekeeper.use_agent_approval(@id, @execution_id, @step)`,
@@ -25,8 +25,9 @@ func Use(id, executionID, step string) func(b *pgx.Batch, _ string) {
 	}
 }
 
-// codeUsed is the SQLSTATE of an approval that cannot be used.
-const codeUsed = "LK003"
+// codeUnusable is the SQLSTATE of an approval that cannot be used.
+const codeUnusable = "LK003"
 
-// IsUsed reports whether a call failed because its approval is used, rejected or expired.
-func IsUsed(err error) bool { return postgres.IsCode(err, codeUsed) }
+// IsUnusable reports whether a call failed because its approval is used, undecided, rejected, expired or another
+// execution's, or because the skill has changed since the request.
+func IsUnusable(err error) bool { return postgres.IsCode(err, codeUnusable) }

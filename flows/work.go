@@ -61,7 +61,7 @@ func (m *flowRun) skill(ctx context.Context, r preparedAction) (actionResult, er
 		}
 	}
 	raw, err := m.in.Loop.InvokeSeen(ctx, step, skill, args, m.seen, call)
-	if approvals.IsUsed(err) {
+	if approvals.IsUnusable(err) {
 		return actionResult{}, classErrorf("denied",
 			"skill %s: the approval has expired, or the skill has changed since it was given", skill.Name)
 	}

@@ -50,7 +50,7 @@ func (s *Server) Register() error {
 			step, call.OnIntent = approvals.Grant(ctx, id)
 		}
 		value, err := s.Invoke(ctx, step, skill, in.Args, call)
-		if approvals.IsUsed(err) {
+		if approvals.IsUnusable(err) {
 			err = errors.New("the approval has expired, or the skill has changed since it was given")
 		}
 		if err != nil {

@@ -147,7 +147,7 @@ func (w *turn) awaitDecision(ctx context.Context, c *call) error {
 	}
 	step, onIntent := approvals.Grant(ctx, id)
 	err = w.invokeSkill(ctx, c, c.approval.skill, step, onIntent)
-	if approvals.IsUsed(err) {
+	if approvals.IsUnusable(err) {
 		return w.deny(ctx, c, "the approval has expired, or the skill has changed since it was given")
 	}
 	return err

@@ -62,7 +62,7 @@ func (b *heartbeatRun) runApproved(ctx context.Context, grant approvals.Approval
 	_, err = b.Loop.Invoke(trace.As(ctx, grant.Agent), step, skill, grant.Arguments, executions.Call{
 		Entry: activity.Entry{Purpose: "follow_through"}, OnIntent: approvals.Use(grant.ID, current.ID, step),
 	})
-	if approvals.IsUsed(err) {
+	if approvals.IsUnusable(err) {
 		return &executions.StepError{Class: "refused", Message: "approval " + grant.ID +
 			" was used elsewhere, or has expired"}
 	}
