@@ -11,7 +11,6 @@ import (
 
 	"github.com/creack/pty"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -20,9 +19,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// terminalTest runs agent operate on a terminal.
+// terminalTest runs a command on a terminal.
 type terminalTest struct {
 	t        *testing.T
+	command  string
 	keys     *os.File
 	shown    testkit.Log
 	consumed int // the length that waitFor has consumed
@@ -45,7 +45,7 @@ func (p program) startConsole(args ...string) *terminalTest {
 	}
 	require.NoError(t, pty.Setsize(keys, &pty.Winsize{Rows: 40, Cols: 200}))
 	ctx, stop := context.WithCancel(t.Context())
-	s := &terminalTest{t: t, keys: keys, ended: make(chan int, 1), stop: stop}
+	s := &terminalTest{t: t, command: args[0], keys: keys, ended: make(chan int, 1), stop: stop}
 	var reading, running sync.WaitGroup
 	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the terminal closes
 	running.Go(func() {
@@ -70,21 +70,26 @@ func (s *terminalTest) typeKeys(keys string) {
 
 var escapes = regexp.MustCompile("\x1b\\[[0-9;?]*[A-Za-z]")
 
-// waitFor waits until new output matches, and returns the first group.
-func (s *terminalTest) waitFor(pattern string) string {
+// waitFor waits until new output matches, and returns the last group, or the match if the pattern has no group.
+func (s *terminalTest) waitFor(pattern string) (found string) {
 	s.t.Helper()
 	expression := regexp.MustCompile(pattern)
-	found := ""
+	matched := false
+	defer func() {
+		if !matched {
+			s.t.Logf("the screen shows:\n%s", s.shown.String())
+		}
+	}()
 	pgtest.Eventually(s.t, func() bool {
 		text := escapes.ReplaceAllString(s.shown.String(), "")
-		at := expression.FindStringSubmatchIndex(text[min(s.consumed, len(text)):])
-		if at == nil {
-			return false
+		text = text[min(s.consumed, len(text)):]
+		at := expression.FindStringSubmatchIndex(text)
+		if matched = at != nil; matched {
+			found = text[at[len(at)-2]:at[len(at)-1]]
+			s.consumed += at[1]
 		}
-		found = text[s.consumed:][at[len(at)-2]:at[len(at)-1]]
-		s.consumed += at[1]
-		return true
-	}, "the screen shows "+pattern+"; it has:\n"+s.shown.String())
+		return matched
+	}, "the screen shows "+pattern)
 	return found
 }
 
@@ -98,7 +103,7 @@ func (s *terminalTest) waitExit() int {
 		default:
 			return false
 		}
-	}, "agent operate ends")
+	}, "agent "+s.command+" ends")
 	return code
 }
 
@@ -116,15 +121,22 @@ func TestOperateTerminal(t *testing.T) {
 	if asked := d.model.Requests()[0].Messages; !strings.HasSuffix(asked[len(asked)-1].Content, "\n\nHow many?") {
 		t.Errorf("the model was asked %q", asked[len(asked)-1].Content)
 	}
-	for command, want := range map[string]string{
-		"/trace": id, "/trace " + id: "model_call", "/lanes": `operate`, "/approvals": "no pending approvals",
-		"/objectives": "no objectives",
-		"/memory":     "no memories", "/help": "/reject ID", "/nope": "unknown command /nope", "/approve": "name an approval",
+	for _, c := range []struct{ command, want string }{
+		{"/trace", id},
+		{"/trace " + id, "model_call"},
+		{"/lanes", "HELD BY"},
+		{"/approvals", "no pending approvals"},
+		{"/objectives", "no objectives"},
+		{"/memory", "no memories"},
+		{"/help", "/reject ID"},
+		{"/nope", "unknown command /nope"},
+		{"/approve", "name an approval"},
 	} {
-		s.typeKeys(command + "\r")
-		s.waitFor(want)
+		s.waitFor(`\n> `) // the output of the command before has ended
+		s.typeKeys(c.command + "\r")
+		s.waitFor(c.want)
 	}
-	s.waitFor(`> `)
+	s.waitFor(`\n> `)
 	s.typeKeys("\x04")
 	if code := s.waitExit(); code != 0 || d.laneHeld(t) {
 		t.Errorf("exit %d; lane held: %v", code, d.laneHeld(t))
@@ -175,39 +187,6 @@ func TestTerminalApprovals(t *testing.T) {
 	}
 }
 
-// The row of an approval request shows its decision, wherever its trace is shown.
-func TestTraceShowsApprovalDecision(t *testing.T) {
-	t.Parallel()
-	wipe := modeltest.ToolCall("wipe", `{}`)
-	d := newOperateTest(t, wipe, wipe)
-	ask := func() (id string) {
-		t.Helper()
-		assert.Equal(t, exitFailed, d.run("operate", "Wipe.").code)
-		assert.Contains(t, d.must("trace", "last", "--surface", "operate"), "‖ pending_approval")
-		return pgtest.Value[string](t, d.pool, `select id::text from agent_approvals where status = 'pending'`)
-	}
-	id := ask()
-	d.must("approvals", "reject", id, "--reason", "not on a Friday")
-	of := pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals`) // the decision has its own trace
-	shown := d.must("trace", of)
-	assert.Contains(t, shown, "✗ rejected", "by admin via cli: not on a Friday")
-	assert.Truef(t, !strings.Contains(shown, "pending_approval"), "the trace: %s", shown)
-	assert.Contains(t, d.must("why", of), "approval of wipe: rejected by admin via cli")
-	assert.Contains(t, d.must("activity", "ls", "--status", "pending_approval"), "  pending_approval, rejected  ")
-	var story activity.Trace
-	d.mustJSON(&story, "trace", of)
-	require.Equal(t, 1, len(story.Decisions))
-	for activityID, got := range story.Decisions {
-		assert.True(t, got.ApprovalID == id && got.Status == "rejected" && got.Reason == "not on a Friday")
-		assert.Equal(t, "pending_approval", pgtest.Value[string](t, d.pool,
-			`select status from agent_activity where id::text = $1`, activityID))
-	}
-	id = ask()
-	d.must("approvals", "approve", id)
-	of = pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals where status = 'approved'`)
-	assert.Contains(t, d.must("trace", of), "✓ approved", "by admin via cli")
-}
-
 func TestTerminalApprovalDecidedLater(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Meanwhile."), modeltest.Text("It is over."))
@@ -239,26 +218,4 @@ func TestTerminalApprovalDecidedElsewhere(t *testing.T) {
 	s.waitFor(`It is over\.`)
 	s.typeKeys("\x04")
 	assert.Equal(t, 0, s.waitExit())
-}
-
-// A decision shows the end of its turn, also if another process finished the turn first. A trigger plays that process.
-func TestDecisionReportsTurnEndedElsewhere(t *testing.T) {
-	t.Parallel()
-	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
-	d.mustFail(1, "waits for approval", "operate", "--session", "ses_1", "Wipe.")
-	pgtest.Exec(t, d.pool, `
-		create function finish_turn() returns trigger language plpgsql as $$ begin
-		  perform set_config('session_replication_role', 'replica', true);
-		  update agent_executions set status = 'completed', completed_at = clock_timestamp(), waiting_for = null,
-		         waiting_key = null, waiting_step = null, waiting_until = null, waiting_data = null, result_type = 'success',
-		         result = '{"ended": "answered", "text": "It is over."}'
-		   where id = new.execution_id;
-		  perform set_config('session_replication_role', 'origin', true);
-		  return null;
-		end $$;
-		create trigger finish_turn after update of status on agent_approvals for each row execute function finish_turn()`)
-	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
-	got := d.runWith(t.Context(), strings.NewReader("/approve "+id+"\n"), "operate", "--session", "ses_1")
-	assert.Equal(t, 0, got.code, got.err)
-	assert.Equal(t, "It is over.\n", got.out)
 }

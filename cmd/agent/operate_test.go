@@ -12,6 +12,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/config"
@@ -301,4 +302,59 @@ func TestOperateWithoutAnswer(t *testing.T) {
 			assert.Equal(t, hasUntil, !answer.Until.IsZero(), "until:", answer.Until)
 		})
 	}
+}
+
+// The row of an approval request shows its decision, wherever its trace is shown.
+func TestTraceShowsApprovalDecision(t *testing.T) {
+	t.Parallel()
+	wipe := modeltest.ToolCall("wipe", `{}`)
+	d := newOperateTest(t, wipe, wipe)
+	ask := func() (id string) {
+		t.Helper()
+		assert.Equal(t, exitFailed, d.run("operate", "Wipe.").code)
+		assert.Contains(t, d.must("trace", "last", "--surface", "operate"), "‖ pending_approval")
+		return pgtest.Value[string](t, d.pool, `select id::text from agent_approvals where status = 'pending'`)
+	}
+	id := ask()
+	d.must("approvals", "reject", id, "--reason", "not on a Friday")
+	of := pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals`) // the decision has its own trace
+	shown := d.must("trace", of)
+	assert.Contains(t, shown, "✗ rejected", "by admin via cli: not on a Friday")
+	assert.Truef(t, !strings.Contains(shown, "pending_approval"), "the trace: %s", shown)
+	assert.Contains(t, d.must("why", of), "approval of wipe: rejected by admin via cli")
+	assert.Contains(t, d.must("activity", "ls", "--status", "pending_approval"), "  pending_approval, rejected  ")
+	var story activity.Trace
+	d.mustJSON(&story, "trace", of)
+	require.Equal(t, 1, len(story.Decisions))
+	for activityID, got := range story.Decisions {
+		assert.True(t, got.ApprovalID == id && got.Status == "rejected" && got.Reason == "not on a Friday")
+		assert.Equal(t, "pending_approval", pgtest.Value[string](t, d.pool,
+			`select status from agent_activity where id::text = $1`, activityID))
+	}
+	id = ask()
+	d.must("approvals", "approve", id)
+	of = pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals where status = 'approved'`)
+	assert.Contains(t, d.must("trace", of), "✓ approved", "by admin via cli")
+}
+
+// A decision shows the end of its turn, also if another process finished the turn first. A trigger plays that process.
+func TestDecisionReportsTurnEndedElsewhere(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
+	d.mustFail(1, "waits for approval", "operate", "--session", "ses_1", "Wipe.")
+	pgtest.Exec(t, d.pool, `
+		create function finish_turn() returns trigger language plpgsql as $$ begin
+		  perform set_config('session_replication_role', 'replica', true);
+		  update agent_executions set status = 'completed', completed_at = clock_timestamp(), waiting_for = null,
+		         waiting_key = null, waiting_step = null, waiting_until = null, waiting_data = null, result_type = 'success',
+		         result = '{"ended": "answered", "text": "It is over."}'
+		   where id = new.execution_id;
+		  perform set_config('session_replication_role', 'origin', true);
+		  return null;
+		end $$;
+		create trigger finish_turn after update of status on agent_approvals for each row execute function finish_turn()`)
+	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
+	got := d.runWith(t.Context(), strings.NewReader("/approve "+id+"\n"), "operate", "--session", "ses_1")
+	assert.Equal(t, 0, got.code, got.err)
+	assert.Equal(t, "It is over.\n", got.out)
 }
