@@ -122,12 +122,11 @@ func (w *worker) sendParts(ctx context.Context, s *send) (status string, cause e
 			return "failed", err
 		case known && !failure.MaybeSent:
 			return "sending", err
+		case w.canFind(): // the next attempt asks: the provider may still be storing the part
+			s.Attempting = true
+			return "sending", err
 		default:
-			found, wasFound := w.find(ctx, m)
-			if !wasFound && w.canFind() {
-				return "sending", NotSent(err)
-			}
-			id, cause = found, err
+			cause = err
 		}
 		s.Parts = append(s.Parts, id)
 		if err := w.markPart(context.WithoutCancel(ctx), *s, false, cause); err != nil {
@@ -177,8 +176,8 @@ func (w *worker) replaceDraft(ctx context.Context, s send, m Message) (id string
 	return "", NotSent(err)
 }
 
-// errLost is the reason of a part that may have been sent before a crash.
-var errLost = errors.New("the process ended before the answer of the provider came")
+// errLost is the reason of a part that an earlier attempt may have sent.
+var errLost = errors.New("the answer of the provider was lost")
 
 // part returns the next part.
 func (w *worker) part(s send, parts []string) Message {
@@ -190,10 +189,23 @@ func (w *worker) part(s send, parts []string) Message {
 	return m
 }
 
-// settleLost decides whether the part of an interrupted attempt was sent. Without a [Finder], it counts as maybe sent.
-func (w *worker) settleLost(ctx context.Context, s *send, m Message) error {
-	id, found := w.find(ctx, m)
-	if found || !w.canFind() {
+// settleLost decides whether the part of an interrupted attempt was sent. Without a [Finder], or if that will never
+// tell, it counts as maybe sent. An error leaves the question to the next attempt.
+func (w *worker) settleLost(ctx context.Context, s *send, m Message) (err error) {
+	id, found := "", true
+	if finder, ok := w.transport.(Finder); ok {
+		id, found, err = finder.Find(ctx, m)
+	}
+	failure, known := errors.AsType[*SendError](err)
+	switch {
+	case known && !failure.Permanent && !errors.Is(err, ErrMisconfigured):
+		return err
+	case err != nil:
+		w.Logger.WarnContext(ctx, "channel cannot report whether a message arrived", "channel", w.name, "message_id", m.ID,
+			"error", message(err))
+		id, found = "", true
+	}
+	if found {
 		s.Parts = append(s.Parts, id)
 	}
 	s.Attempting = false
@@ -203,21 +215,6 @@ func (w *worker) settleLost(ctx context.Context, s *send, m Message) error {
 func (w *worker) canFind() bool {
 	_, ok := w.transport.(Finder)
 	return ok
-}
-
-// find asks the provider for a part. An error counts as found under no id, so the part is not sent twice.
-func (w *worker) find(ctx context.Context, m Message) (id string, found bool) {
-	finder, ok := w.transport.(Finder)
-	if !ok {
-		return "", false
-	}
-	id, found, err := finder.Find(ctx, m)
-	if err != nil {
-		w.Logger.WarnContext(ctx, "channel cannot report whether a message arrived", "channel", w.name, "message_id", m.ID,
-			"error", message(err))
-		return "", true
-	}
-	return id, found
 }
 
 // markPart records the parts so far, and whether the next one is being handed to the provider.
@@ -250,6 +247,9 @@ func (w *worker) recordSend(ctx context.Context, s send, status string, cause er
 			w.quiet.Store(time.Now().Add(min(pause, maxQuiet)).UnixNano())
 		case s.Attempts >= maxSends:
 			status = "failed"
+			if s.Attempting {
+				status = "maybe_sent"
+			}
 		default:
 			pause = outbox.Jitter(pauses[min(s.Attempts, len(pauses))-1])
 		}
@@ -261,12 +261,13 @@ func (w *worker) recordSend(ctx context.Context, s send, status string, cause er
 	return postgres.InTx(ctx, w.Pool, func(tx pgx.Tx) error {
 		tag, err := tx.Exec(ctx, `
 			update agent_channel_sends
-			   set status = @status, error_message = @error, attempting = false, claim = null,
+			   set status = @status, error_message = @error, attempting = @attempting, claim = null,
 			       next_attempt_at = clock_timestamp() + make_interval(secs => @pause),
 			       finished_at = case when @status <> 'sending' then clock_timestamp() end
 			 where message_id = @id and attempts = @attempts and status = 'sending'`,
 			postgres.Strict{
 				"id": s.MessageID, "attempts": s.Attempts, "status": status, "error": message(cause), "pause": pause.Seconds(),
+				"attempting": s.Attempting && status == "sending",
 			})
 		if err != nil || tag.RowsAffected() == 0 || status == "sending" {
 			return err

@@ -71,7 +71,8 @@ func TestSlackThreadIsConversation(t *testing.T) {
 	assert.Equal(t, 3, fake.Calls("chat.postMessage"))
 }
 
-// Over kills, lost answers and limits, each message is answered once and in order. The fake reports what arrived.
+// Over kills, lost answers and limits, each message is answered once and in order. The fake reports what arrived, at
+// times only when asked again.
 func TestSlackIsAnsweredOnceDespiteFaults(t *testing.T) {
 	t.Parallel()
 	people, each := bySize(4, 15), bySize(6, 20)
@@ -82,6 +83,8 @@ func TestSlackIsAnsweredOnceDespiteFaults(t *testing.T) {
 	}
 	fake.Faults(func(method string, call int) slacktest.Fault {
 		switch {
+		case method == "conversations.history" && call%3 == 1:
+			return slacktest.Fault{Status: 503}
 		case method != "chat.postMessage":
 		case call%9 == 0:
 			return slacktest.Fault{RetryAfter: 1}
