@@ -5,6 +5,8 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
+	"net/http/httptrace"
+	"sync/atomic"
 	"time"
 )
 
@@ -132,6 +134,17 @@ func (e *SendError) Unwrap() error { return e.Err }
 
 // NotSent returns the error of a part that certainly was not sent. The worker tries it again.
 func NotSent(err error) error { return &SendError{Err: err} }
+
+// Do sends a request with client. If it got no connection, so that nothing of the request left, the error is [NotSent].
+func Do(client *http.Client, r *http.Request) (*http.Response, error) {
+	var connected atomic.Bool
+	trace := &httptrace.ClientTrace{GotConn: func(httptrace.GotConnInfo) { connected.Store(true) }}
+	response, err := client.Do(r.WithContext(httptrace.WithClientTrace(r.Context(), trace)))
+	if err != nil && !connected.Load() {
+		return nil, NotSent(err)
+	}
+	return response, err
+}
 
 // Config has the inputs of Open.
 type Config struct {

@@ -21,7 +21,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/url"
 	"slices"
@@ -64,7 +63,7 @@ func Open(c channels.Config) (channels.Transport, error) {
 	}
 	client := *cmp.Or(c.Client, http.DefaultClient)
 	client.Timeout = callTimeout
-	options := []slack.Option{slack.OptionHTTPClient(&client), slack.OptionAppLevelToken(c.Secrets["app_token"])}
+	options := []slack.Option{slack.OptionHTTPClient(caller{&client}), slack.OptionAppLevelToken(c.Secrets["app_token"])}
 	if base := c.Channel.Settings["base_url"]; base != "" {
 		options = append(options, slack.OptionAPIURL(strings.TrimSuffix(base, "/")+"/api/"))
 	}
@@ -142,6 +141,11 @@ func (b *limitedBuffer) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
+// caller sends requests by [channels.Do].
+type caller struct{ client *http.Client }
+
+func (c caller) Do(r *http.Request) (*http.Response, error) { return channels.Do(c.client, r) }
+
 // isServiceError reports errors of Slack's service: the call may have succeeded.
 func isServiceError(code string) bool {
 	return slices.Contains([]string{"internal_error", "fatal_error", "service_unavailable", "request_timeout"}, code)
@@ -158,6 +162,7 @@ func isConfigError(code string) bool {
 // classify converts an error of a call to a [channels.SendError]. Its text has neither the URL nor the method's name:
 // log redaction takes the text after "auth.test:" for a secret.
 func classify(err error) error {
+	_, unsent := errors.AsType[*channels.SendError](err) // of caller
 	if urlErr, ok := errors.AsType[*url.Error](err); ok {
 		err = urlErr.Err
 	}
@@ -179,8 +184,5 @@ func classify(err error) error {
 	if status, ok := errors.AsType[slack.StatusCodeError](err); ok && status.Code < 500 {
 		return channels.NotSent(err)
 	}
-	if opErr, ok := errors.AsType[*net.OpError](err); ok && opErr.Op == "dial" {
-		return channels.NotSent(err)
-	}
-	return &channels.SendError{Err: err, MaybeSent: true}
+	return &channels.SendError{Err: err, MaybeSent: !unsent}
 }

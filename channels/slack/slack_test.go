@@ -4,9 +4,12 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
+	"log"
 	"log/slog"
 	"maps"
 	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strconv"
 	"strings"
@@ -441,6 +444,23 @@ func TestDeclarationsNeedTheSecretsOfTheirMode(t *testing.T) {
 			assert.Truef(t, err == nil || !strings.Contains(err.Error(), "xoxb-1"), "the error has the secret")
 		})
 	}
+}
+
+// An answer certainly did not leave if the TLS handshake failed.
+func TestAFailedHandshakeSendsNothing(t *testing.T) {
+	t.Parallel()
+	server := httptest.NewTLSServer(http.NotFoundHandler()) // the client does not trust its certificate
+	t.Cleanup(server.Close)
+	server.Config.ErrorLog = log.New(io.Discard, "", 0)
+	transport, err := Open(channels.Config{
+		Channel: channels.Channel{Settings: map[string]string{"base_url": server.URL}},
+		Secrets: map[string]string{"app_token": "xapp-1"}, Client: &http.Client{},
+	})
+	require.NoError(t, err)
+	_, err = transport.Send(t.Context(), channels.Message{Conversation: "C1", Markdown: "hello"})
+	failure, is := errors.AsType[*channels.SendError](err)
+	assert.Truef(t, is && !failure.MaybeSent && !failure.Permanent, "%+v", err)
+	assert.True(t, !strings.Contains(err.Error(), "chat.postMessage"), err)
 }
 
 // silence is a server that never answers.

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/url"
 	"strings"
@@ -34,12 +33,10 @@ func (t *transport) call(ctx context.Context, method string, parameters map[stri
 		return channels.NotSent(t.hide(err))
 	}
 	r.Header.Set("Content-Type", "application/json")
-	response, err := t.config.Client.Do(r)
+	response, err := channels.Do(t.config.Client, r)
 	if err != nil {
-		dial, ok := errors.AsType[*net.OpError](err)
-		return &channels.SendError{
-			Err: fmt.Errorf("call %s: %w", method, t.hide(err)), MaybeSent: !ok || dial.Op != "dial",
-		}
+		_, unsent := errors.AsType[*channels.SendError](err)
+		return &channels.SendError{Err: fmt.Errorf("call %s: %w", method, t.hide(err)), MaybeSent: !unsent}
 	}
 	defer response.Body.Close()
 	raw, err := io.ReadAll(io.LimitReader(response.Body, maxAnswer))

@@ -3,9 +3,12 @@ package telegram_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"log"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -114,4 +117,21 @@ func TestTextGoesWithoutItsMarkupIfThatLeavesNoneOrTooMuch(t *testing.T) {
 		_, err := transport.Send(t.Context(), channels.Message{Conversation: "5", Markdown: "[1]: https://example.com"})
 		assert.NoError(t, err, reason)
 	}
+}
+
+// An answer certainly did not leave if the TLS handshake failed.
+func TestAFailedHandshakeSendsNothing(t *testing.T) {
+	t.Parallel()
+	server := httptest.NewTLSServer(http.NotFoundHandler()) // the client does not trust its certificate
+	t.Cleanup(server.Close)
+	server.Config.ErrorLog = log.New(io.Discard, "", 0)
+	transport, err := telegram.Open(channels.Config{
+		Channel: channels.Channel{Settings: map[string]string{"base_url": server.URL}},
+		Secrets: map[string]string{"token": "4711:secret"}, Client: &http.Client{},
+	})
+	require.NoError(t, err)
+	_, err = transport.Send(t.Context(), channels.Message{Conversation: "5", Markdown: "hello"})
+	failure, is := errors.AsType[*channels.SendError](err)
+	assert.Truef(t, is && !failure.MaybeSent && !failure.Permanent, "%+v", err)
+	assert.True(t, !strings.Contains(err.Error(), "secret"), err)
 }
