@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -49,9 +50,8 @@ func (p *provider) Find(context.Context, Message) (string, bool, error) {
 
 // deliverReport sends a message, and repeats the attempt until none is left. It returns the status and the parts after
 // each attempt.
-func deliverReport(t *testing.T, transport Transport, earlierAttempts int) (after []string) {
+func deliverReport(t *testing.T, pool *pgxpool.Pool, transport Transport, earlierAttempts int) (after []string) {
 	t.Helper()
-	pool := pgtest.DB(t)
 	_, err := Put(t.Context(), pool, Definition{
 		Name: "team", Type: Slack, Agent: "shop", ReportTo: "C1",
 		Secrets: map[string]string{"token": "${A}", "app_token": "${B}"},
@@ -125,8 +125,28 @@ func TestALostPartWaitsForTheProvider(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			assert.NoDiff(t, test.want, deliverReport(t, &test.provider, test.earlier))
+			assert.NoDiff(t, test.want, deliverReport(t, pgtest.DB(t), &test.provider, test.earlier))
 			assert.Equal(t, test.sent, test.provider.sent, "sends")
 		})
 	}
+}
+
+// bouncing is a transport whose message bounces before Send returns.
+type bouncing struct {
+	provider
+	inbox *inbox
+}
+
+func (b *bouncing) Send(ctx context.Context, m Message) (string, error) {
+	return "accepted", b.inbox.Bounced(ctx, m.ID, "no such user")
+}
+
+func TestABounceBeforeTheSendIsRecordedCounts(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	after := deliverReport(t, pool, &bouncing{inbox: &inbox{db: pool, name: "team"}}, 0)
+	assert.NoDiff(t, []string{"failed {}"}, after)
+	pgtest.Equal(t, pool, "failed no such user t", `
+		select concat_ws(' ', m.status, m.error_message, s.finished_at is not null)
+		  from agent_messages m join agent_channel_sends s on s.message_id = m.id`)
 }

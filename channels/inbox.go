@@ -147,8 +147,10 @@ func (b *inbox) Failing(ctx context.Context, cause error) { b.state.set(ctx, cau
 func (b *inbox) Bounced(ctx context.Context, id, why string) error {
 	return exec(ctx, b.db, "record bounce", `
 		with failed as (
-		  update agent_channel_sends set status = 'failed', error_message = @why
-		   where message_id = @id::uuid and channel = @channel and status in ('sent', 'maybe_sent') returning message_id)
+		  update agent_channel_sends
+		     set status = 'failed', error_message = @why, finished_at = coalesce(finished_at, clock_timestamp())
+		   where message_id = @id::uuid and channel = @channel and status in ('sending', 'sent', 'maybe_sent')
+		  returning message_id)
 		update agent_messages m set status = 'failed', error_message = @why, delivered_at = null from failed f
 		 where m.id = f.message_id`,
 		postgres.Strict{"id": id, "channel": b.name, "why": message(errors.New(why))})
