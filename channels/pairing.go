@@ -84,7 +84,8 @@ func newCode() string {
 }
 
 // checkSender reports whether the sender of a message is paired. An unknown sender gets a code, at most once in
-// codeTTL, and none while maxPending others have one. A code that the provider refused to send does not count.
+// codeTTL, and none while maxPending others have one. A code that the provider refused to send does not count. A
+// repeated attempt replaces the code, because the earlier attempt may have ended before it sent that.
 func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err error) {
 	code := newCode()
 	issued, full := false, false
@@ -110,9 +111,9 @@ func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err err
 		case status == "paired":
 			paired = true
 			return nil
-		case live: // it has its code
+		case live && e.Attempts == 1: // it has its code
 			return nil
-		case pending >= maxPending:
+		case !live && pending >= maxPending:
 			full = true
 			return nil
 		}
