@@ -162,12 +162,9 @@ func (s *Surface) startFlow(ctx context.Context, c webhooks.Content, t task) (ac
 // openThread returns the thread that a template names, and creates it if it is missing. Each endpoint has its own
 // names, because the sender chooses them and must not reach other threads.
 func (s *Surface) openThread(ctx context.Context, c webhooks.Content, template string) (string, error) {
-	if template == "" {
-		return "", nil
-	}
-	name, err := c.Text(template)
-	if err != nil {
-		return "", fmt.Errorf("thread: %w", err)
+	name, err := fillThread(c, template)
+	if err != nil || name == "" {
+		return "", err
 	}
 	return executions.Step(ctx, "thread", func(ctx context.Context) (string, error) {
 		agent, err := s.defaultAgent(ctx, s.Pool)

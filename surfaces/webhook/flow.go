@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
@@ -61,7 +62,8 @@ func (s *Surface) run(ctx context.Context, raw json.RawMessage) (executions.Resu
 	return s.runAttempts(ctx, p)
 }
 
-// readPlan selects the actions and resolves their keys, data and prompts. If one cannot be resolved, no action runs.
+// readPlan selects the actions and resolves their keys, data, threads and prompts. If one cannot be resolved, no action
+// runs.
 func (s *Surface) readPlan(ctx context.Context, id string) (plan, error) {
 	d, err := webhooks.Get(ctx, s.Pool, id)
 	if err != nil {
@@ -83,6 +85,9 @@ func (s *Surface) readPlan(ctx context.Context, id string) (plan, error) {
 		t := task{Number: i + 1, Action: a}
 		if t.Key, err = fillKey(c, a.Key); err == nil {
 			_, err = eventData(c, a)
+		}
+		if err == nil {
+			_, err = fillThread(c, a.Thread)
 		}
 		if err == nil && a.Prompt != "" {
 			_, err = c.Quoted(a.Prompt, maxQuoted)
@@ -109,6 +114,21 @@ func fillKey(c webhooks.Content, template string) (string, error) {
 		return "", fmt.Errorf("key: has %d bytes; it must have 1 to %d", len(key), maxKey)
 	}
 	return key, nil
+}
+
+// fillThread returns the name of an action's thread; "" for none.
+func fillThread(c webhooks.Content, template string) (string, error) {
+	if template == "" {
+		return "", nil
+	}
+	name, err := c.Text(template)
+	if err == nil {
+		err = threads.CheckID(name)
+	}
+	if err != nil {
+		return "", fmt.Errorf("thread: %w", err)
+	}
+	return name, nil
 }
 
 // acquireLane acquires the delivery's lane. It waits durably while another execution holds the lane.

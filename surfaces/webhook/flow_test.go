@@ -159,6 +159,29 @@ func TestMissingPathFailsAndIsReplayable(t *testing.T) {
 		"the sender's repetition: %d %s", repeated.status, repeated.body)
 }
 
+// A later attempt would read the same body.
+func TestUnusableThreadNameMakesDeliveryDeadAtOnce(t *testing.T) {
+	t.Parallel()
+	w := newTestWebhooks(t)
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "hire", Actions: []webhooks.Action{
+		{Flow: "external", Thread: "cand-{body.id}"},
+	}})
+	w.runEngine(t)
+	for body, want := range map[string]string{
+		`{}`:          `the body has nothing at "id"`,
+		`{"id":null}`: "body.id: is null, not a text",
+		`{"id":"` + strings.Repeat("a", 400) + `"}`: "invalid thread id",
+		`{"id":"a\u0000b"}`:                         "invalid thread id",
+	} {
+		id := fmt.Sprintf("msg_%d", len(body))
+		w.sendAccepted(t, "hire", id, body)
+		d := w.waitStatus(t, id, webhooks.Dead)
+		assert.Equal(t, 0, d.Attempts)
+		assert.Contains(t, postgres.Deref(d.ErrorMessage), "action 1: thread: ")
+		assert.Contains(t, postgres.Deref(d.ErrorMessage), want)
+	}
+}
+
 func TestActionRetriesThenDead(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
