@@ -19,10 +19,6 @@ import (
 // attemptHeader counts the retries of the clients that OpenAI generates: 0 is the first attempt.
 const attemptHeader = "X-Stainless-Retry-Count"
 
-// deliveredRetryWindow is how long a counted retry gets an answer that was sent already: the client may have lost its
-// end. A person who repeats a message needs longer.
-const deliveredRetryWindow = 30 * time.Second
-
 // deliveryNoteTimeout bounds recordDelivery.
 const deliveryNoteTimeout = 5 * time.Second
 
@@ -31,11 +27,11 @@ const deliveryNoteTimeout = 5 * time.Second
 // Equal requests have the same route, caller, thread, Idempotency-Key and body. Within 15 minutes, the second one gets
 // the turn of the first in two cases:
 //
-//   - Its retry count (attemptHeader) is above 0. The first request is unanswered, or was answered less than
-//     deliveredRetryWindow ago.
+//   - Its retry count (attemptHeader) is above 0, and the first request is unanswered.
 //   - Its count is 0, the turn is active, and the first connection or its process is gone.
 //
-// Any other request is a new message: a visitor may send "yes" twice.
+// Any other request is a new message: a visitor may send "yes" twice. A count above 0 does not tell whether it repeats
+// an answered request: a 429 or a 503 may have refused the first attempt of a new message.
 //
 // Two users of one backend may send equal requests. If these name neither thread nor visitor, the address is compared
 // too. Such a turn is shared only if its first connection ended unanswered or belongs to another process. With count 0
@@ -90,13 +86,10 @@ func (t *retry) queueFind(b *pgx.Batch, id *string) {
 		    join agent_executions x on x.id = r.execution_id
 		   where r.fingerprint = @fingerprint
 		     and r.created_at > statement_timestamp() - interval '15 minutes'
+		     and r.state <> 'delivered'
 		     and case
 		           -- An earlier try of this request attached it by a commit that was not confirmed.
 		           when r.connection = @trace then x.trace_id <> @trace
-		           when @attempt > 0 and r.state = 'delivered'
-		             then r.attempt <= @attempt
-		                  and @named::boolean
-		                  and r.changed_at > clock_timestamp() - make_interval(secs => @delivered)
 		           when @attempt > 0 and @named::boolean then r.attempt <= @attempt
 		           when @attempt > 0 then r.attempt < @attempt and (r.state = 'left' or r.worker <> @worker::uuid)
 		           else (@named::boolean or @quiet::boolean)
@@ -116,7 +109,7 @@ func (t *retry) queueFind(b *pgx.Batch, id *string) {
 		  returning r.execution_id)
 		select coalesce((select k.execution_id::text from taken k), '')`, postgres.Strict{
 		"fingerprint": t.fingerprint, "attempt": t.attempt, "named": t.hasThread, "quiet": t.isUnary, "worker": t.workerID,
-		"trace": t.trace, "delivered": deliveredRetryWindow.Seconds(),
+		"trace": t.trace,
 	}).QueryRow(func(row pgx.Row) error { return row.Scan(id) })
 }
 
