@@ -8,23 +8,25 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// ModelDurations returns the durations of successful model calls by model, from the day of since through the day of
-// until (UTC). Calls of the last half minute are missing.
-func ModelDurations(ctx context.Context, db postgres.DB, since, until time.Time) (map[string]Histogram, error) {
+// ModelDurations returns the durations of successful calls of models, from the day of since through the day of until
+// (UTC). Calls of the last half minute are missing.
+func ModelDurations(
+	ctx context.Context, db postgres.DB, models []string, since, until time.Time,
+) (map[string]Histogram, error) {
 	list, err := postgres.Rows[struct {
 		Model string
 		Histogram
 	}](ctx, db, "read durations of model calls", `
-		select substr(x.skill, 7) as model, -- without the prefix 'model '
-		       array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.calls order by x.bucket) as counts
-		  from (select d.skill, d.bucket, sum(d.calls)::bigint as calls
-		          from generate_series(@since::date, least(@until::date, (clock_timestamp() at time zone 'UTC')::date),
-		                               interval '1 day') g (day)
-		         cross join lateral (select u.skill, u.bucket, u.calls from agent_activity_durations u
-		                              where u.day = g.day::date and u.skill >= 'model ' and u.skill < 'model!' offset 0) d
+		select x.model, array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.calls order by x.bucket) as counts
+		  from (select m.model, d.bucket, sum(d.calls)::bigint as calls
+		          from unnest(@models::text[]) m (model)
+		         cross join generate_series(@since::date, least(@until::date, (clock_timestamp() at time zone 'UTC')::date),
+		                                    interval '1 day') g (day)
+		         cross join lateral (select u.bucket, u.calls from agent_activity_durations u
+		                              where u.day = g.day::date and u.skill = 'model ' || m.model offset 0) d
 		         group by 1, 2) x
 		 group by 1`, customPlan, postgres.Strict{
-		"since": since.UTC().Format(time.DateOnly), "until": until.UTC().Format(time.DateOnly),
+		"models": models, "since": since.UTC().Format(time.DateOnly), "until": until.UTC().Format(time.DateOnly),
 	})
 	byModel := map[string]Histogram{}
 	for _, l := range list {

@@ -191,7 +191,11 @@ func (r spendRow) withShares(filter spendFilter) spendRow {
 
 // describeModels adds the durations of calls since a day, and the source of the price, to each model.
 func (room *Room) describeModels(ctx context.Context, list []spendRow, since time.Time) error {
-	took, err := activity.ModelDurations(ctx, room.Read, since, time.Now().Add(24*time.Hour))
+	names := make([]string, 0, len(list))
+	for _, l := range list {
+		names = append(names, l.Key)
+	}
+	took, err := activity.ModelDurations(ctx, room.Read, names, since, time.Now().Add(24*time.Hour))
 	if err != nil {
 		return err
 	}
