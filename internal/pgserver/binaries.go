@@ -69,10 +69,11 @@ func supported(major int) bool { return oldestMajor <= major && major <= newestM
 func givenBinaries(dir string) (Binaries, error) {
 	b, err := inspect(dir)
 	if err != nil {
-		if b, err2 := inspect(filepath.Join(dir, "bin")); err2 == nil {
-			return b, nil
+		inBin, binErr := inspect(filepath.Join(dir, "bin"))
+		if binErr != nil {
+			return Binaries{}, fmt.Errorf("AGENT_PG_BIN=%s: %w: set it to the folder that holds postgres and initdb", dir, err)
 		}
-		return Binaries{}, fmt.Errorf("AGENT_PG_BIN=%s: %w: set it to the folder that holds postgres and initdb", dir, err)
+		b = inBin
 	}
 	if !supported(b.Major) {
 		return Binaries{}, fmt.Errorf("AGENT_PG_BIN=%s: PostgreSQL %s is not supported: use a version from %d to %d", dir,

@@ -32,16 +32,19 @@ func TestBinDirExcludesOthers(t *testing.T) {
 	good := fakePostgres(t, "16.9")
 	prefix := t.TempDir()
 	require.NoError(t, os.Symlink(good, filepath.Join(prefix, "bin")))
+	oldPrefix := t.TempDir()
+	require.NoError(t, os.Symlink(fakePostgres(t, "13.4"), filepath.Join(oldPrefix, "bin")))
 	for name, test := range map[string]struct {
 		dir  string
 		want string // the version, or a part of the error
 	}{
-		"folder":        {good, "16.9"},
-		"its parent":    {prefix, "16.9"},
-		"nothing there": {t.TempDir(), "set it to the folder that holds postgres and initdb"},
-		"too old":       {fakePostgres(t, "13.4"), "use a version from 14 to 18"},
-		"too new":       {fakePostgres(t, "19beta1"), "19beta1 is not supported"},
-		"another tool":  {fakePostgres(t, "x"), "unexpected answer"},
+		"folder":            {good, "16.9"},
+		"its parent":        {prefix, "16.9"},
+		"nothing there":     {t.TempDir(), "set it to the folder that holds postgres and initdb"},
+		"too old":           {fakePostgres(t, "13.4"), "use a version from 14 to 18"},
+		"parent of too old": {oldPrefix, "use a version from 14 to 18"},
+		"too new":           {fakePostgres(t, "19beta1"), "19beta1 is not supported"},
+		"another tool":      {fakePostgres(t, "x"), "unexpected answer"},
 	} {
 		bin, err := pgserver.FindBinaries(environment(map[string]string{"AGENT_PG_BIN": test.dir}))
 		assert.Truef(t, err != nil || bin.Version == test.want, "%s: version %s, want %s", name, bin.Version, test.want)
