@@ -245,6 +245,7 @@ func (o *operator) runCallersLine(ctx context.Context, line string) error {
 		same.askCaller = func(a operate.Approval, execution string) {
 			caller.askCaller(a, execution, same.leftOpenLines(ctx))
 		}
+		same.endQuestion = caller.endQuestion
 	}
 	same.executeLine(ctx, ctx, line, show)
 	return show.err

@@ -28,7 +28,8 @@ type operator struct {
 	// decided elsewhere.
 	ask func(ctx context.Context, question string) (answer string, heard bool)
 	// askCaller, if set, replaces ask: it asks a remote caller, whose client decides by a separate command.
-	askCaller func(a operate.Approval, execution string)
+	askCaller   func(a operate.Approval, execution string)
+	endQuestion func() // ends the question of askCaller
 	// onEvent, if set, is called before each event is printed.
 	onEvent func(e operate.Event)
 }
@@ -68,8 +69,10 @@ func (o *operator) runTurn(ctx context.Context, t turn, show func(operate.Event)
 	}()
 	execution := ""
 	for e := range events {
+		if asked.Swap(false) {
+			o.endQuestion()
+		}
 		show(e)
-		asked.Store(false)
 		switch data := e.Data.(type) {
 		case operate.Start:
 			o.lastTrace, execution = data.TraceID, data.ExecutionID

@@ -44,6 +44,7 @@ type commandFrame struct {
 	Ask         string `json:"ask,omitempty"`       // the id of an approval that the command waits for
 	Execution   string `json:"execution,omitempty"` // the execution that waits for it
 	LeftOpen    string `json:"left_open,omitempty"` // the text that the caller prints if it leaves the approval open
+	Continues   bool   `json:"continues,omitempty"` // the command no longer waits for the approval
 	Exit        *int   `json:"exit,omitempty"`
 }
 
@@ -82,7 +83,7 @@ type remoteCall struct {
 	tokenAdvice string
 	// interrupted is printed after an interrupt.
 	interrupted string
-	asks        chan commandFrame // frames with an approval to ask about; nil for none
+	asks        chan commandFrame // frames that begin or end a question about an approval; nil for none
 }
 
 // run sends a command and prints its output. The exit code is the command's.
@@ -204,7 +205,7 @@ func (r *remoteCall) print(body io.Reader, silent *time.Timer) error {
 			r.warned = true
 			r.infof("agent: the server runs %s, this is %s", printable(f.Version), buildVersion())
 		}
-		if f.Ask != "" && r.asks != nil {
+		if (f.Ask != "" || f.Continues) && r.asks != nil {
 			r.asks <- f
 		}
 		if _, err := r.out.Write(f.Out); err != nil {

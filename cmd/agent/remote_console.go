@@ -82,7 +82,7 @@ func (r *remoteCall) turn(
 	outer := ctx
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	r.asks, r.interrupted = make(chan commandFrame, 100), "" // a turn asks about one approval at a time
+	r.asks, r.interrupted = make(chan commandFrame, 100), "" // frames also arrive during a decision
 	ended := make(chan error, 1)
 	go func() { ended <- r.run(ctx, req, false) }()
 	stop := func() (interrupted string) {
@@ -110,16 +110,26 @@ func (r *remoteCall) turn(
 			r.infof("%s", message)
 			return nil
 		case asked = <-r.asks:
-			answers = lines
-			fmt.Fprint(r.out, approvalQuestion)
+			if answers != nil { // somebody else decided
+				fmt.Fprintln(r.out)
+			}
+			if answers = nil; asked.Ask != "" {
+				answers = lines
+				fmt.Fprint(r.out, approvalQuestion)
+			}
 		case line, more := <-answers:
+			if len(r.asks) > 0 {
+				continue // the question has ended
+			}
 			if line = strings.TrimSpace(line); line == "" || !more {
 				stop()
 				r.infof("%s", printableText(cmp.Or(asked.LeftOpen, leftOpen)))
 				return nil
 			}
-			if answers = nil; !r.decide(ctx, asked.Ask, line) {
-				r.asks <- asked // four eyes, or another reason that the next answer may avoid
+			if r.decide(ctx, asked.Ask, line) {
+				answers = nil
+			} else {
+				fmt.Fprint(r.out, approvalQuestion) // four eyes, or another reason that the next answer may avoid
 			}
 		}
 	}

@@ -14,6 +14,7 @@ import (
 	"github.com/creack/pty"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -221,6 +222,45 @@ func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
 		`select concat_ws(' ', actor, via) from agent_audit where act = 'cancel_execution'`)
 	require.NoError(t, call.turn(t.Context(), interrupts, nil, args("Are you there?")))
 	assert.Contains(t, shown.String(), "Here.")
+}
+
+// If somebody else decides an approval, an Enter does not cancel the turn, which continues.
+func TestRemoteQuestionEndsWithDecisionElsewhere(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t)
+	proceed := make(chan struct{})
+	d.model.Handle(func(n int, _ openai.ChatCompletionRequest) modeltest.Reply {
+		if n == 0 {
+			return modeltest.ToolCall("wipe", `{}`)
+		}
+		<-proceed
+		return modeltest.Text("It is over.")
+	})
+	remote, _ := d.remote()
+	var shown testkit.Log
+	c := &cli{environ: config.Environ(remote.environ), out: &shown, err: &shown}
+	server, err := parseServer(c.environ["AGENT_SERVER"])
+	require.NoError(t, err)
+	call := &remoteCall{cli: c, server: server, token: c.environ["AGENT_TOKEN"]}
+	lines, ended := make(chan string), make(chan error, 1)
+	go func() {
+		ended <- call.turn(t.Context(), nil, lines, commandRequest{
+			Args: []string{"operate", "--session", "ses_1", "Wipe."}, ErrTerminal: true, Asks: true,
+		})
+	}()
+	pgtest.Eventually(t, func() bool { return strings.Contains(shown.String(), "approve?") }, "the approval is requested")
+	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
+	_, err = approvals.Decide(t.Context(), d.pool, id, true, "admin", "")
+	require.NoError(t, err)
+	pgtest.Eventually(t, func() bool { return strings.Contains(shown.String(), "✓ wipe") }, "the turn continues")
+	select {
+	case lines <- "":
+	default: // the turn reads no line
+	}
+	close(proceed)
+	require.NoError(t, <-ended)
+	assert.Contains(t, shown.String(), "It is over.")
+	pgtest.Equal(t, d.pool, "completed", `select status::text from agent_executions where flow = 'operate'`)
 }
 
 // If ^C cancels a visitor's turn in a remote console, the cancel names the caller's principal.

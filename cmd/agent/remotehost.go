@@ -220,6 +220,13 @@ func (c *cli) onInterrupt(text string) {
 	}
 }
 
+// endQuestion ends a question of askCaller: the command no longer waits for the approval.
+func (c *cli) endQuestion() {
+	if out, remote := c.out.(*callerStream); remote {
+		_ = out.frames.send(commandFrame{Continues: true}) // a caller that is gone ends the command
+	}
+}
+
 // askCaller asks a remote caller about an approval of an execution. The caller prints leftOpen if it leaves the
 // approval open.
 func (c *cli) askCaller(a operate.Approval, execution, leftOpen string) {
