@@ -55,12 +55,13 @@ var textSkills = []string{
 }
 
 // HasTexts reports whether reading input and output of an activity needs the scope threads:read: those of a model call,
-// a delegated task, and a call that reads or writes memory or documents. So do kinds that this package does not know.
+// of a phase, whose output repeats its checkpoint, and of a call that reads or writes memory or documents. So do kinds
+// that this package does not know.
 func HasTexts(kind Kind, skill string) bool {
 	switch kind {
-	case KindCall, KindPhase, KindNote:
+	case KindCall, KindNote:
 		return slices.Contains(textSkills, skill)
-	case KindModel:
+	case KindModel, KindPhase:
 	}
 	return true
 }
