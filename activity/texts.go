@@ -49,14 +49,14 @@ func HiddenJSON(value json.RawMessage) json.RawMessage {
 	return value
 }
 
-// textSkills are the builtin skills whose arguments and results are a task in words, memory entries, or documents.
+// textSkills are the names of calls and notes with texts: a task in words, memory entries, documents, and the last
+// messages of a stalled turn.
 var textSkills = []string{
-	"delegate", "document_read", "memory_forget", "memory_search", "memory_write", "recall", "save_memory",
+	"delegate", "document_read", "memory_forget", "memory_search", "memory_write", "reasoning", "recall", "save_memory",
 }
 
 // HasTexts reports whether reading input and output of an activity needs the scope threads:read: those of a model call,
-// of a phase, whose output repeats its checkpoint, and of a call that reads or writes memory or documents. So do kinds
-// that this package does not know.
+// of a phase, whose output repeats its checkpoint, and those of textSkills. So do kinds that this package does not know.
 func HasTexts(kind Kind, skill string) bool {
 	switch kind {
 	case KindCall, KindNote:

@@ -11,6 +11,7 @@ func TestRowsWithTextsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	for skill, kind := range map[string]activity.Kind{
 		"wait_for_response": activity.KindPhase, // of a flow: a visitor's message
+		"reasoning":         activity.KindCall,  // a stalled turn: its last messages
 	} {
 		assert.Truef(t, activity.HasTexts(kind, skill), "a %s of %s", kind, skill)
 	}
