@@ -49,14 +49,16 @@ func HiddenJSON(value json.RawMessage) json.RawMessage {
 	return value
 }
 
-// textSkills are the names of calls and notes with texts: a task in words, memory entries, documents, and the last
-// messages of a stalled turn.
+// textSkills are the names of calls and notes with texts: a task in words, memory entries, documents, the last messages
+// of a stalled turn, and the output of a rejected write, which may be a model's answer.
 var textSkills = []string{
 	"delegate", "document_read", "memory_forget", "memory_search", "memory_write", "reasoning", "recall", "save_memory",
+	"stale_write",
 }
 
 // HasTexts reports whether reading input and output of an activity needs the scope threads:read: those of a model call,
-// of a phase, whose output repeats its checkpoint, and those of textSkills. So do kinds that this package does not know.
+// of a phase, whose output repeats its checkpoint, and those of textSkills. So do kinds that this package does not
+// know.
 func HasTexts(kind Kind, skill string) bool {
 	switch kind {
 	case KindCall, KindNote:

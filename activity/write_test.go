@@ -154,6 +154,10 @@ func TestRejectedWriteIsRecorded(t *testing.T) {
 		Output: `{"error": "", "output": {"paid": "7", "api_key": "[redacted]"}, "status": "success"}`, Finished: true,
 	}
 	assert.NoDiff(t, want, writtenRow(t, pool, id))
+	// The rejected write may be a model's answer.
+	shown, _, err := activity.Recent(activity.WithoutTexts(t.Context()), pool, activity.Filter{})
+	require.NoError(t, err)
+	assert.Equal(t, `{"note":"`+activity.HiddenText+`"}`, string(shown[0].Output))
 }
 
 func TestInputAndOutputAreRedactedAndBounded(t *testing.T) {
