@@ -52,7 +52,7 @@ func (c *RootCause) String() string {
 const (
 	maxFailures   = 200    // failures of each kind
 	maxExecutions = 1000   // executions in which failures are searched
-	maxActivities = 20_000 // activities in which failures are searched
+	maxActivities = 20_000 // activities that are read or searched for failures
 	comparedBytes = 300    // the part of a message that another message must contain to pass it on
 	minContained  = 12     // a shorter message must end the other message
 )

@@ -54,7 +54,7 @@ type Row struct {
 	FinishedAt     *time.Time      `json:"finished_at"`
 }
 
-// rowsOfTraces lists the rows of traces in the order in which they began.
+// rowsOfTraces lists the first rows of traces, at most maxActivities + 1, in the order in which they began.
 func rowsOfTraces(ctx context.Context, db postgres.DB, traceIDs []string) ([]Row, error) {
 	rows, err := db.Query(ctx, `
 		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind,
@@ -63,8 +63,8 @@ func rowsOfTraces(ctx context.Context, db postgres.DB, traceIDs []string) ([]Row
 		       a.idempotency_key, a.thread_id, a.lane, a.created_at, a.finished_at
 		  from agent_activity a
 		 where a.trace_id = any (@trace_ids)
-		 order by a.created_at, a.id`,
-		customPlan, postgres.Strict{"trace_ids": traceIDs})
+		 order by a.created_at, a.id limit @limit`,
+		customPlan, postgres.Strict{"trace_ids": traceIDs, "limit": maxActivities + 1})
 	return collect(ctx, rows, err, "list activities of trace "+strings.Join(traceIDs, " or "))
 }
 

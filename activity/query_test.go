@@ -86,6 +86,28 @@ func TestTraceIsInStartOrder(t *testing.T) {
 	assert.Equal(t, time.UTC, rows[0].CreatedAt.Location())
 }
 
+// A loop may act under one trace for years.
+func TestLongTraceIsTruncated(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	first := put(t, db, act{ago: time.Hour})
+	pgtest.Exec(t, db, `
+		insert into agent_activity (trace_id, kind, skill_name, surface, token_usage, cost_usd)
+		select 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'model', 'model_call', 'heartbeat', '{"total_tokens": 2}', 0.5
+		  from generate_series(1, 20000)`)
+	story, err := activity.TraceOf(t.Context(), db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
+	require.NoError(t, err)
+	assert.Equal(t, 20_000, len(story.Activities))
+	assert.Equal(t, first, story.Activities[0].ID)
+	assert.True(t, story.Truncated)
+	assert.Equal(t, 40_000, story.Tokens)
+	assert.Equal(t, 10_000, story.CostUSD)
+	var text strings.Builder
+	require.NoError(t, activity.WriteStory(&text, story, false))
+	assert.True(t, strings.Contains(text.String(),
+		"only the first 20000 activities are shown; see agent activity ls --trace hb_01JD3V7K"), "the end of the story")
+}
+
 // Other programs write rows too, with any JSON.
 func TestOddNumbersBreakNoListing(t *testing.T) {
 	t.Parallel()

@@ -20,7 +20,8 @@ type Trace struct {
 	Tokens      int64      `json:"tokens"`
 	CostUSD     float64    `json:"cost_usd"`
 	RootCause   *RootCause `json:"root_cause"` // of a failed trace
-	Activities  []Row      `json:"activities"` // by created_at, id
+	Activities  []Row      `json:"activities"` // by created_at, id; at most 20,000
+	Truncated   bool       `json:"truncated"`  // later activities are left out; tokens and cost_usd include them
 	// Decisions on the approvals that activities requested, by the id of the activity.
 	Decisions map[string]Decision `json:"decisions,omitempty"`
 
@@ -52,8 +53,17 @@ func TraceOf(ctx context.Context, db postgres.DB, id string) (Trace, error) {
 	if len(roots) == 0 && len(rows) == 0 {
 		return Trace{}, fmt.Errorf("read trace %s: %w", id, ErrNotFound)
 	}
+	more := len(rows) > maxActivities
+	rows = rows[:min(len(rows), maxActivities)]
 	t := assemble(roots, rows)
-	t.Children = children
+	t.Children, t.Truncated = children, more
+	if more {
+		used, costUSD, err := Spent(ctx, db, t.TraceID)
+		if err != nil {
+			return Trace{}, fmt.Errorf("read trace %s: %w", id, err)
+		}
+		t.Tokens, t.CostUSD = int64(used.TotalTokens), RoundToMicros(costUSD)
+	}
 	if t.Decisions, err = DecisionsOf(ctx, db, rows); err != nil {
 		return Trace{}, fmt.Errorf("read trace %s: %w", id, err)
 	}
@@ -75,6 +85,7 @@ type root struct {
 	CompletedAt *time.Time
 }
 
+// runsOf lists the executions of traces, the roots first, at most maxActivities.
 func runsOf(ctx context.Context, db postgres.DB, traceIDs []string) (roots []root, children []Child, err error) {
 	type run struct {
 		Child
@@ -83,8 +94,9 @@ func runsOf(ctx context.Context, db postgres.DB, traceIDs []string) (roots []roo
 	list, err := postgres.Rows[run](ctx, db, "read executions of traces", `
 		select e.id::text, coalesce(e.parent_id::text, '') as parent_id, e.flow, e.status, e.created_at,
 		       coalesce(e.started_at, e.created_at) as started_at, e.completed_at, e.trace_id, e.surface
-		  from agent_executions e where e.trace_id = any (@trace_ids) order by e.id`,
-		customPlan, postgres.Strict{"trace_ids": traceIDs})
+		  from agent_executions e where e.trace_id = any (@trace_ids)
+		 order by e.parent_id is not null, e.id limit @limit`,
+		customPlan, postgres.Strict{"trace_ids": traceIDs, "limit": maxActivities})
 	for _, r := range list {
 		if r.ParentID != "" {
 			children = append(children, r.Child)
