@@ -209,6 +209,11 @@ func TestCommandsAreSuggestedAndRun(t *testing.T) {
 	p.Type("#message", "a release\r")
 	p.Shows("Autonomous work is paused.")
 	assert.Equal(t, "POST /v1/pause map[reason:a release]", <-requests, "asked")
+	p.Type("#message", "/pause")
+	p.Eval(`document.getElementById("message").dispatchEvent(new KeyboardEvent("keydown",
+		{key: "Enter", ctrlKey: true, bubbles: true, cancelable: true})), 1`, new(int))
+	p.Shows("Not done: name a reason: /pause REASON")
+	p.Until("the box is empty", `document.getElementById("message").value === ""`)
 	p.Type("#message", "/rename Prices\r")
 	p.Until("the session has its name", `document.getElementById("session-title").textContent === "Prices"`)
 	assert.Equal(t, "PATCH /v1/threads/"+aSession+" map[title:Prices]", <-requests, "asked")

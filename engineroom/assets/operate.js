@@ -628,7 +628,8 @@
     if (!options.hidden && chosen >= 0) {
       const li = options.children[chosen];
       const does = {
-        ArrowDown: () => choose(chosen + 1), ArrowUp: () => choose(chosen - 1), Tab: () => complete(li), Enter: () => complete(li),
+        ArrowDown: () => choose(chosen + 1), ArrowUp: () => choose(chosen - 1), Tab: () => complete(li),
+        Enter: () => li.id === "command-" + box.value.trim().slice(1) ? form.requestSubmit() : complete(li),
         Escape: () => { options.hidden = true; },
       }[e.key];
       if (does && !e.shiftKey) {
