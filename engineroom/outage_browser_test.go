@@ -121,6 +121,52 @@ func TestPageShowsServerOutage(t *testing.T) {
 		[...document.querySelectorAll("main time")].map((t) => t.textContent).join("|") !== `+fmt.Sprintf("%q", before))
 }
 
+// A form of a page without its server is not sent, so the page stays and recovers.
+func TestFormIsNotSentWhileDisconnected(t *testing.T) {
+	t.Parallel()
+	pool, m := serveStoppable(t)
+	insertApproval(t, pool, "pending", `{"amount": 5}`, 5)
+	p := browser.Open(t, browser.Look{})
+	p.Expect("ERR_")
+	p.Go("http://" + m.address + "/approvals")
+	p.Until("the page is live", isLive)
+	m.stop()
+	p.Until("the page says that it is disconnected", isDead)
+	p.Click("button[value=approve]")
+	p.Shows("Not sent. Disconnected since ")
+	m.start()
+	p.Until("the page is live, without the message", isLive+` && !document.body.innerText.includes("Not sent.")`)
+}
+
+// After the end of the login a form is not sent, so what was typed stays.
+func TestFormIsNotSentAfterLogin(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	insertApproval(t, pool, "pending", `{"amount": 5}`, 5)
+	mux := muxOf(newRoom(t, Options{Pool: pool}))
+	var revoked atomic.Bool
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if revoked.Load() {
+			w.WriteHeader(http.StatusUnauthorized)
+			return
+		}
+		mux.ServeHTTP(w, r)
+	}))
+	t.Cleanup(server.Close)
+	p := browser.Open(t, browser.Look{})
+	p.Expect("ERR_")
+	p.Expect("401")
+	p.Go(server.URL + "/approvals")
+	p.Until("the page is live", isLive)
+	p.Type("form.decide [name=reason]", "looks right")
+	revoked.Store(true)
+	server.CloseClientConnections()
+	p.Shows("The login has ended. Log in again")
+	p.Click("button[value=approve]")
+	p.Shows("Not sent. The login has ended.")
+	p.Until("the reason stays", `document.querySelector("form.decide [name=reason]").value === "looks right"`)
+}
+
 // A page that the viewer may no longer open says so.
 func TestPageShowsNarrowedRole(t *testing.T) {
 	t.Parallel()

@@ -39,8 +39,11 @@
   const state = $("live-state");
   let paused = store.get(sessionStorage, "paused") === "yes";
   let seen = page.seen, source = null, timer = 0, standing = "waiting", ended = false;
-  let heard = Date.now(), begun = heard, broken = 0, rejections = 0, dead = false, asking = false, resting = false; // moments of this computer's clock
+  let heard = Date.now(), begun = heard, broken = 0, rejections = 0, dead = false, asking = false, resting = false, reached = true, loggedOut = false; // moments of this computer's clock
   const pending = new Map();
+  const unsent = document.createElement("p");
+  unsent.className = "tone-bad";
+  unsent.setAttribute("role", "alert");
 
   const words = { live: "Live", paused: "Paused", waiting: "Connecting", ended: "Not live" };
   const show = () => {
@@ -67,6 +70,10 @@
     show();
   };
   const here = () => location.pathname + location.search;
+  const expire = () => {
+    loggedOut = true;
+    end("The login has ended.", "Log in again", "/login?next=" + encodeURIComponent(here()));
+  };
 
   const typed = (e) => (e.matches("input,textarea") && e.value !== e.defaultValue) ||
     (e.matches("input[type=checkbox],input[type=radio]") && e.checked !== e.defaultChecked) ||
@@ -156,6 +163,7 @@
     broken = 0;
     if (serverTime) clocks.heard(Number(serverTime));
     if (dead) showDead(false);
+    unsent.remove();
   };
   const showDead = (is) => {
     dead = is;
@@ -203,7 +211,7 @@
       pending.set(id, { html, incomplete: pending.has(id) && html.includes("data-same") });
       apply();
     });
-    mine.addEventListener("expired", () => end("The login has ended.", "Log in again", "/login?next=" + encodeURIComponent(here())));
+    mine.addEventListener("expired", expire);
     mine.addEventListener("error", () => {
       if (ended || source !== mine) return;
       drop();
@@ -215,10 +223,10 @@
     clearTimeout(timer);
     if (asking || ended || source || resting) return;
     asking = true;
-    let reached = false;
+    reached = false;
     try {
       const answer = await fetch(page.live, { method: "HEAD", cache: "no-store", signal: AbortSignal.timeout(4000) });
-      if (answer.status === 401) return end("The login has ended.", "Log in again", "/login?next=" + encodeURIComponent(here()));
+      if (answer.status === 401) return expire();
       if (answer.status === 403) return end("You may no longer open this page.", "Overview", "/");
       if (answer.status === 404) return end("This page is no longer there.", "Overview", "/");
       reached = answer.ok;
@@ -311,6 +319,11 @@
   document.addEventListener("submit", (e) => {
     const form = e.target;
     if (form.method !== "post") return;
+    if (loggedOut || dead && !reached) { // the browser would leave the page for its error page, or for the login
+      e.preventDefault();
+      unsent.textContent = "Not sent. " + (loggedOut ? "The login has ended" : $("disconnected").textContent) + ".";
+      return form.append(unsent);
+    }
     if (form.dataset.sent) return e.preventDefault();
     form.dataset.sent = "yes";
     store.set(sessionStorage, "scroll", here() + " " + scrollY);
