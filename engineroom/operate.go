@@ -89,10 +89,16 @@ type sessionCall struct {
 	Arguments, Result                shownValue `db:"-"`
 }
 
-// sessionEntry is a message or a call.
+// haltedTurn is a turn without an answer that was cancelled or failed.
+type haltedTurn struct {
+	TraceID, Status, Reason string
+}
+
+// sessionEntry is a message, a call, or the end of a turn without an answer.
 type sessionEntry struct {
 	Message *sessionMessage
 	Call    *sessionCall
+	Halted  *haltedTurn
 }
 
 // sessionView is a session's transcript with its running turn and the awaited approvals.
@@ -162,18 +168,34 @@ func (room *Room) sessionMessages(ctx context.Context, req *pageRequest) (any, e
 	if err != nil {
 		return nil, err
 	}
-	view.Entries = transcript(messages, calls)
+	halted, err := postgres.Rows[haltedTurn](ctx, room.Pool, "read halted turns", `
+		select x.trace_id, x.status, left(coalesce(x.cancel_reason, x.error_message, ''), 1000) as reason
+		  from agent_executions x
+		 where x.trace_id = any (@traces::text[]) and x.thread_id = @session and x.flow = @flow
+		   and x.status in ('cancelled', 'failed', 'timeout')`, customPlan,
+		postgres.Strict{"traces": newestTraces(messages), "session": view.Session, "flow": operateFlow})
+	if err != nil {
+		return nil, err
+	}
+	for i := range halted {
+		halted[i].Reason = redact.Text(halted[i].Reason, maxValue)
+	}
+	view.Entries = transcript(messages, calls, halted)
 	return view, nil
 }
 
-// callsOfTurns reads the calls of the newest turns.
-func (room *Room) callsOfTurns(ctx context.Context, messages []sessionMessage) ([]sessionCall, error) {
-	var traces []string
+// newestTraces returns the traces of the newest turns.
+func newestTraces(messages []sessionMessage) (traces []string) {
 	for _, m := range slices.Backward(messages) {
 		if m.TraceID != "" && !slices.Contains(traces, m.TraceID) && len(traces) < callTurns {
 			traces = append(traces, m.TraceID)
 		}
 	}
+	return traces
+}
+
+// callsOfTurns reads the calls of the newest turns.
+func (room *Room) callsOfTurns(ctx context.Context, messages []sessionMessage) ([]sessionCall, error) {
 	calls, err := postgres.Rows[sessionCall](ctx, room.Pool, "read calls", `
 		select a.id::text, a.trace_id, coalesce(a.execution_id::text, '') as execution_id, a.created_at as at,
 		       left(a.skill_name, 200) as name, a.status, left(coalesce(a.error_message, ''), 1000) as error,
@@ -183,7 +205,7 @@ func (room *Room) callsOfTurns(ctx context.Context, messages []sessionMessage) (
 		  from unnest(@traces::text[]) t (id)
 		 cross join lateral (select c.* from agent_activity c where c.trace_id = t.id and c.kind = 'call'
 		                      order by c.created_at limit @limit) a
-		 order by a.created_at, a.id`, customPlan, postgres.Strict{"traces": traces, "limit": maxTurnCalls})
+		 order by a.created_at, a.id`, customPlan, postgres.Strict{"traces": newestTraces(messages), "limit": maxTurnCalls})
 	for i := range calls {
 		c := &calls[i]
 		c.Arguments, c.Result = shownJSON(c.Input, c.InputBytes), shownJSON(c.Output, c.OutputBytes)
@@ -202,8 +224,8 @@ func (room *Room) callsOfTurns(ctx context.Context, messages []sessionMessage) (
 	})
 }
 
-// transcript puts the calls of a turn before its answer, or at its end.
-func transcript(messages []sessionMessage, calls []sessionCall) []sessionEntry {
+// transcript puts the calls of a turn before its answer, or at its end. The end of a turn without an answer follows.
+func transcript(messages []sessionMessage, calls []sessionCall, halted []haltedTurn) []sessionEntry {
 	var list []sessionEntry
 	addCalls := func(trace string) {
 		for i := range calls {
@@ -221,6 +243,11 @@ func transcript(messages []sessionMessage, calls []sessionCall) []sessionEntry {
 		list = append(list, sessionEntry{Message: m})
 		if !answer && (i+1 == len(messages) || messages[i+1].TraceID != m.TraceID) {
 			addCalls(m.TraceID)
+			for j := range halted {
+				if halted[j].TraceID == m.TraceID {
+					list = append(list, sessionEntry{Halted: &halted[j]})
+				}
+			}
 		}
 	}
 	return list

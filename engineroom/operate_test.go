@@ -100,6 +100,14 @@ func TestOperateShowsSession(t *testing.T) {
 		"status of a session without messages: %d", status)
 }
 
+// A turn that ended without an answer says why.
+func TestOperateShowsCancelledTurn(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	insertSession(t, pool, "and now?", "", "cancelled")
+	wantTexts(t, server.URL+"/operate?session="+aSession, "and now?", "The turn was cancelled: test")
+}
+
 func TestOperateFormWithoutScript(t *testing.T) {
 	t.Parallel()
 	answers := map[string]func(w http.ResponseWriter){
