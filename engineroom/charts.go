@@ -389,7 +389,7 @@ func tokensOrMoney(l activity.SpendLine) string {
 	if l.CostUSD > 0 {
 		return human.Money(l.CostUSD)
 	}
-	return tokensText(float64(l.Tokens))
+	return human.Counted(l.Tokens, "token")
 }
 
 // cacheChart draws the share of prompt tokens that providers had cached.

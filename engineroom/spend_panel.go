@@ -144,14 +144,9 @@ func (room *Room) budgetLines(ctx context.Context, _ *pageRequest) (any, error) 
 	return lines, err
 }
 
-func tokensText(f float64) string { return human.Counted(int64(f), "token") }
-
 // newBudgetLine writes the rest of a limit.
 func newBudgetLine(b monitor.Budget) budgetLine {
-	format := tokensText
-	if b.Unit == "usd" {
-		format = human.Money
-	}
+	format := b.Text
 	l := budgetLine{Scope: strings.TrimPrefix(b.Scope, "surface "), Spent: format(b.Spent)}
 	if b.Scope == "day" {
 		l.Scope = ""

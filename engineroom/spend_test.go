@@ -153,7 +153,7 @@ func TestBudgetLines(t *testing.T) {
 	}
 	assert.NoDiff(t, any(want), got)
 	limited := newRoom(t, Options{Pool: pool, Limits: budgets.Limits{Day: budgets.Limit{Tokens: 5000}}})
-	wantTexts(t, serveRoom(t, limited).URL+"/", "5,000 tokens</a> of 5,000 tokens")
+	wantTexts(t, serveRoom(t, limited).URL+"/", "5,000 tokens</a> of 5,000 tokens, 700 tokens of it unknown")
 }
 
 func TestCostOfHeartbeat(t *testing.T) {

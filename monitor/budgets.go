@@ -6,6 +6,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -26,6 +27,14 @@ func (b Budget) Share() float64 {
 		return 0
 	}
 	return b.Spent / b.Limit
+}
+
+// Text writes an amount in the unit of the budget.
+func (b Budget) Text(amount float64) string {
+	if b.Unit == "usd" {
+		return human.Money(amount)
+	}
+	return human.Counted(int64(amount), "token")
 }
 
 // Over reports whether the limit is spent.

@@ -91,7 +91,19 @@ func (c Condition) spentBudgets(of *agents.Agent) []finding {
 		return nil
 	}
 	day := c.now.UTC().Format(time.DateOnly)
-	return []finding{{Reason: Reason{Text: text, Link: "/spend?days=1", keys: []string{text + " " + day}}}}
+	return []finding{{Reason: Reason{
+		Text: text + c.unknownSpend(), Link: "/spend?days=1", keys: []string{text + " " + day},
+	}}}
+}
+
+// unknownSpend tells how much of the day's limit no provider reported; empty for nothing.
+func (c Condition) unknownSpend() string {
+	for _, b := range c.Budgets {
+		if b.Scope == "day" && b.Limit > 0 && b.Unknown > 0 {
+			return fmt.Sprintf(" (%s of the %s spent today are unknown)", b.Text(b.Unknown), b.Text(b.Spent))
+		}
+	}
+	return ""
 }
 
 // agentsText names one agent, or counts several.
@@ -127,7 +139,7 @@ func (c Condition) failingSubjects(concerns func(string) bool) (found []finding)
 				i = len(found)
 				positions[f.Name] = i
 				many := func(n int) (string, string) { return fmt.Sprintf("%d %ss failing", n, kind), "#failing" }
-				found = append(found, finding{Reason: failingReason(f, o.Since, key), class: kind, mergedText: many})
+				found = append(found, finding{Reason: c.failingReason(f, o.Since, key), class: kind, mergedText: many})
 			}
 			found[i].Since = earliest(found[i].Since, o.Since)
 			if !slices.Contains(found[i].keys, key) { // the newest failure comes first
@@ -140,11 +152,11 @@ func (c Condition) failingSubjects(concerns func(string) bool) (found []finding)
 
 // failingReason returns the reason of a failure. A model call that a limit refused has its own text, because it did not
 // reach the model.
-func failingReason(f failure, since *time.Time, key string) Reason {
+func (c Condition) failingReason(f failure, since *time.Time, key string) Reason {
 	text, link := f.Kind+" "+human.Cut(60, f.Name)+" failing", SubjectURL(f.Kind, f.Name)
 	switch {
 	case f.Kind == "model" && strings.HasPrefix(f.Class, "budget_"):
-		text, link = "model calls refused by a limit", "/spend?days=1"
+		text, link = "model calls refused by a limit"+c.unknownSpend(), "/spend?days=1"
 	case f.Kind == "model":
 		text = "model calls failing"
 	}

@@ -135,6 +135,23 @@ func TestVerdictOfCondition(t *testing.T) {
 			"degraded: today's budget is spent by billing </spend?days=1>", "working",
 			"degraded: today's budget is spent </spend?days=1>",
 		},
+		"unknown spend": {
+			func(c *Condition) {
+				c.overBudget[""] = true
+				c.Budgets = []Budget{{"day", "usd", 2, 1.93, 0, 2}}
+			},
+			"degraded: today's budget is spent ($1.93 of the $2.00 spent today are unknown) </spend?days=1>", "", "",
+		},
+		"unknown spend of refused calls": {
+			func(c *Condition) {
+				c.addFailure("model", "model_call", "billing", 3, 0, 0)
+				c.list[0].Class = "budget_day"
+				c.Budgets = []Budget{{"day", "usd", 1.99, 1.93, 0, 2}}
+			},
+			"degraded: model calls refused by a limit ($1.93 of the $1.99 spent today are unknown) </spend?days=1>",
+			"working",
+			"degraded: model calls refused by a limit ($1.93 of the $1.99 spent today are unknown) </spend?days=1>",
+		},
 		"budget of all": {
 			func(c *Condition) { c.overBudget[""] = true }, "degraded: today's budget is spent </spend?days=1>", "",
 			"",
