@@ -49,11 +49,11 @@ func HiddenJSON(value json.RawMessage) json.RawMessage {
 	return value
 }
 
-// textSkills are the names of calls and notes with texts: a task in words, memory entries, documents, the last messages
-// of a stalled turn, and the output of a rejected write, which may be a model's answer.
+// textSkills are the names of calls and notes with texts: a task in words, memory entries, documents, titles of
+// threads, the last messages of a stalled turn, and the output of a rejected write, which may be a model's answer.
 var textSkills = []string{
-	"delegate", "document_read", "memory_forget", "memory_search", "memory_write", "reasoning", "recall", "save_memory",
-	"stale_write",
+	"add_document", "delegate", "delete_document", "document_read", "memory_forget", "memory_search", "memory_write",
+	"name_thread", "reasoning", "recall", "save_memory", "set_memory", "stale_write",
 }
 
 // HasTexts reports whether reading input and output of an activity needs the scope threads:read: those of a model call,

@@ -12,6 +12,9 @@ func TestRowsWithTextsNeedThreadsRead(t *testing.T) {
 	for skill, kind := range map[string]activity.Kind{
 		"wait_for_response": activity.KindPhase, // of a flow: a visitor's message
 		"reasoning":         activity.KindCall,  // a stalled turn: its last messages
+		"set_memory":        activity.KindNote,  // an admin's: the replaced value
+		"delete_document":   activity.KindNote,  // an admin's: the document's name
+		"name_thread":       activity.KindNote,  // an admin's: the title
 	} {
 		assert.Truef(t, activity.HasTexts(kind, skill), "a %s of %s", kind, skill)
 	}
