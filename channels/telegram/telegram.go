@@ -28,6 +28,7 @@ const (
 	textLimit    = 4000    // Telegram accepts 4096; markup may add line breaks
 	cursorTTL    = 6 * 24 * time.Hour
 	hookInterval = time.Minute
+	recentError  = 5 * time.Minute // Telegram repeats a failed request at least once in it
 )
 
 // transport is a bot.
@@ -134,7 +135,8 @@ func (t *transport) watchHook(ctx context.Context, in channels.Inbox) error {
 		var info struct {
 			URL     string `json:"url"`
 			Pending int    `json:"pending_update_count"`
-			Error   string `json:"last_error_message"` // stays after later successes, so Pending is checked too
+			Error   string `json:"last_error_message"` // stays after later successes
+			ErrorAt int64  `json:"last_error_date"`
 		}
 		if err := t.call(ctx, "getWebhookInfo", map[string]any{}, &info); err != nil {
 			return err
@@ -143,7 +145,7 @@ func (t *transport) watchHook(ctx context.Context, in channels.Inbox) error {
 		case info.URL == "":
 			return fmt.Errorf("%w: the bot has no webhook; set one for /channels/%s with setWebhook and the secret_token",
 				channels.ErrMisconfigured, t.config.Channel.Name)
-		case info.Pending > 0 && info.Error != "":
+		case info.Pending > 0 && time.Since(time.Unix(info.ErrorAt, 0)) < recentError:
 			return fmt.Errorf("%d updates wait at Telegram, which says: %s", info.Pending, info.Error)
 		}
 		in.Connected(ctx)

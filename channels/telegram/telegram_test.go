@@ -119,6 +119,29 @@ func TestTextGoesWithoutItsMarkupIfThatLeavesNoneOrTooMuch(t *testing.T) {
 	}
 }
 
+// A busy bot often has an update in flight. That and an old error do not make its webhook fail.
+func TestAnOldErrorOfTheWebhookIsPast(t *testing.T) {
+	t.Parallel()
+	for age, want := range map[time.Duration]string{
+		24 * time.Hour: "<nil>", time.Minute: "1 updates wait at Telegram, which says: 503",
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			ctx, stop := context.WithTimeout(t.Context(), time.Second)
+			defer stop()
+			transport, err := telegram.Open(channels.Config{
+				Channel: channels.Channel{Settings: map[string]string{"mode": "webhook"}},
+				Secrets: map[string]string{"token": "4711:secret"},
+				Client: &http.Client{Transport: api(func(string, map[string]any) string {
+					return fmt.Sprintf(`{"ok": true, "result": {"url": "https://x.example", "pending_update_count": 1,
+						"last_error_message": "503", "last_error_date": %d}}`, time.Now().Add(-age).Unix())
+				})},
+			})
+			require.NoError(t, err)
+			assert.Equal(t, want, fmt.Sprint(transport.Run(ctx, cursors{})))
+		})
+	}
+}
+
 // An answer certainly did not leave if the TLS handshake failed.
 func TestAFailedHandshakeSendsNothing(t *testing.T) {
 	t.Parallel()
