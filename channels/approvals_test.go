@@ -347,6 +347,27 @@ func TestPairingCodeThatWasNotSentIsIssuedAgain(t *testing.T) {
 	s.until("a code", func() bool { return len(s.bot.Sent(1)) == 1 })
 }
 
+// Anybody may send a request, and a provider expects a fast response. So a request reads no messages.
+func TestARequestReadsNoMessages(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	_, err := channels.Put(t.Context(), pool, channels.Definition{
+		Name: "support", Type: channels.Telegram, Secrets: map[string]string{"token": "${TOKEN}"},
+	})
+	require.NoError(t, err)
+	pgtest.Exec(t, pgtest.Begin(t, pool), `lock table agent_channel_messages, agent_channel_sends`)
+	runner := &channels.Runner{
+		Pool: pool, Logger: slog.New(slog.DiscardHandler), Getenv: func(string) string { return telegramtest.Token },
+		Open: map[string]channels.Open{channels.Telegram: telegram.Open},
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), pgtest.Timeout)
+	defer cancel()
+	r, w := httptest.NewRequestWithContext(ctx, "POST", "/channels/support", nil), httptest.NewRecorder()
+	r.SetPathValue("name", "support")
+	runner.ServeHTTP(w, r)
+	assert.Equal(t, 401, w.Code, w.Body)
+}
+
 func code(text string) string {
 	_, rest, _ := strings.Cut(text, "<code>")
 	found, _, _ := strings.Cut(rest, "</code>")

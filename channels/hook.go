@@ -1,7 +1,6 @@
 package channels
 
 import (
-	"errors"
 	"maps"
 	"net/http"
 	"reflect"
@@ -12,19 +11,19 @@ import (
 // ServeHTTP serves POST /channels/{name}, for providers that send messages by HTTP. Any process may serve it.
 func (r *Runner) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	name := req.PathValue("name")
-	var c Channel
-	err := ErrNotFound
-	if postgres.IsText(name) {
-		c, err = Get(req.Context(), r.Pool, name)
+	var found []Channel
+	var err error
+	if name != "" && postgres.IsText(name) {
+		found, err = declared(req.Context(), r.Pool, name)
 	}
-	if errors.Is(err, ErrNotFound) || err == nil && !c.Enabled {
+	if err == nil && (len(found) == 0 || !found[0].Enabled) {
 		http.Error(w, "there is no such channel", http.StatusNotFound)
 		return
 	}
 	var transport Transport
 	var state *stateWriter
 	if err == nil {
-		transport, state, err = r.hookOf(c)
+		transport, state, err = r.hookOf(found[0])
 	}
 	if err != nil { // a provider drops a message after a 4xx
 		r.Logger.WarnContext(req.Context(), "request for a channel not taken, its sender should try again", "channel", name,
@@ -38,7 +37,7 @@ func (r *Runner) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		return
 	}
 	response := &statusRecorder{ResponseWriter: w}
-	hook.Hook(response, req, &inbox{db: r.Pool, pool: r.Pool, name: c.Name, state: state})
+	hook.Hook(response, req, &inbox{db: r.Pool, pool: r.Pool, name: name, state: state})
 	if response.status == http.StatusUnauthorized {
 		state.refused(req.Context())
 	}
@@ -56,9 +55,8 @@ type openHook struct {
 func (r *Runner) hookOf(c Channel) (Transport, *stateWriter, error) {
 	r.hooks.Lock()
 	defer r.hooks.Unlock()
-	d := c.declared()
 	secrets, err := r.secrets(c)
-	if h := r.hooks.open[c.Name]; h != nil && reflect.DeepEqual(h.declared, d) &&
+	if h := r.hooks.open[c.Name]; h != nil && reflect.DeepEqual(h.declared, c) &&
 		(err != nil || maps.Equal(h.secrets, secrets)) {
 		return h.transport, h.state, nil
 	}
@@ -73,7 +71,7 @@ func (r *Runner) hookOf(c Channel) (Transport, *stateWriter, error) {
 		r.hooks.open = map[string]*openHook{}
 	}
 	state := &stateWriter{pool: r.Pool, name: c.Name, log: r.Logger}
-	r.hooks.open[c.Name] = &openHook{d, secrets, transport, state}
+	r.hooks.open[c.Name] = &openHook{c, secrets, transport, state}
 	return transport, state, nil
 }
 

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/logging"
@@ -71,7 +72,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	tick := time.NewTicker(rescanPeriod)
 	defer tick.Stop()
 	for {
-		list, err := List(ctx, r.Pool)
+		list, err := declared(ctx, r.Pool, "")
 		failures.Log(ctx, r.Logger, "channels not read, trying again", err)
 		if err == nil {
 			r.reconcile(ctx, list, workers, &running)
@@ -103,16 +104,15 @@ func (r *Runner) reconcile(
 			continue
 		}
 		seen[c.Name] = true
-		d := c.declared()
 		secrets, err := r.secrets(c)
 		if s := workers[c.Name]; s != nil {
-			if reflect.DeepEqual(s.declared, d) && (err != nil || maps.Equal(s.secrets, secrets)) {
+			if reflect.DeepEqual(s.declared, c) && (err != nil || maps.Equal(s.secrets, secrets)) {
 				continue
 			}
 			s.stop()
 		}
 		inner, stop := context.WithCancel(ctx)
-		workers[c.Name] = &startedWorker{declared: d, secrets: secrets, stop: stop}
+		workers[c.Name] = &startedWorker{declared: c, secrets: secrets, stop: stop}
 		running.Go(func() { r.runChannel(inner, c) })
 	}
 	for name, s := range workers {
@@ -123,12 +123,14 @@ func (r *Runner) reconcile(
 	}
 }
 
-// declared returns the part of a channel that a document declares.
-func (c Channel) declared() Channel {
-	return Channel{
-		ID: c.ID, Name: c.Name, Type: c.Type, Agent: c.Agent, Secrets: c.Secrets, Settings: c.Settings, Pairing: c.Pairing,
-		ReportTo: c.ReportTo,
-	}
+// declared reads the declaration of one channel, or of all channels if name is "". The other fields stay empty: the
+// counts take long while many messages wait.
+func declared(ctx context.Context, db postgres.DB, name string) ([]Channel, error) {
+	rows, err := db.Query(ctx, `
+		select id::text, name, type, agent, secrets, settings, pairing, report_to, enabled from agent_channels
+		 where @name = '' or name = @name
+		 order by name`, postgres.Strict{"name": name})
+	return postgres.Collect(rows, err, "read channels", pgx.RowToStructByNameLax[Channel])
 }
 
 // runChannel acquires the lane of a channel and works, repeatedly, until ctx ends.
