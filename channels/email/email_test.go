@@ -99,22 +99,25 @@ func TestASenderIsProvenOnlyByThePinnedServer(t *testing.T) {
 		headers []string
 		proven  bool
 	}{
-		"dmarc":            {[]string{id + "dmarc=pass header.from=home.example"}, true},
-		"dkim":             {[]string{id + "dkim=pass header.d=home.example"}, true},
-		"dkim identity":    {[]string{id + "spf=fail; dkim=pass header.i=@Home.Example"}, true},
-		"comment":          {[]string{id + "dmarc=pass (p=NONE sp=NONE dis=NONE) header.from=home.example"}, true},
-		"none":             {nil, false},
-		"failed":           {[]string{id + "dmarc=fail header.from=home.example"}, false},
-		"failed with dkim": {[]string{id + "dmarc=fail header.from=home.example; dkim=pass header.d=home.example"}, false},
-		"spf alone":        {[]string{id + "spf=pass smtp.mailfrom=home.example"}, false},
-		"other domain":     {[]string{id + "dmarc=pass header.from=evil.example; dkim=pass header.d=evil.example"}, false},
-		"parent domain":    {[]string{id + "dkim=pass header.d=example"}, false},
-		"other server":     {[]string{"mx.evil.example; dmarc=pass header.from=home.example"}, false},
-		"forged below":     {[]string{id + "dmarc=fail", id + "dmarc=pass header.from=home.example"}, false},
-		"in a comment":     {[]string{id + "spf=pass (; dmarc=pass header.from=home.example ;) smtp.mailfrom=x"}, false},
-		"in a string":      {[]string{id + `spf=pass smtp.mailfrom="; dmarc=pass header.from=home.example ;"@e`}, false},
-		"open comment":     {[]string{id + "dmarc=pass header.from=home.example (; "}, false},
-		"two words":        {[]string{"mx.shop.example 2; dmarc=pass header.from=home.example"}, false},
+		"dmarc":              {[]string{id + "dmarc=pass header.from=home.example"}, true},
+		"dkim":               {[]string{id + "dkim=pass header.d=home.example"}, true},
+		"dkim identity":      {[]string{id + "spf=fail; dkim=pass header.i=@Home.Example"}, true},
+		"comment":            {[]string{id + "dmarc=pass (p=NONE sp=NONE dis=NONE) header.from=home.example"}, true},
+		"none":               {nil, false},
+		"failed":             {[]string{id + "dmarc=fail header.from=home.example"}, false},
+		"failed with dkim":   {[]string{id + "dmarc=fail header.from=home.example; dkim=pass header.d=home.example"}, false},
+		"spf alone":          {[]string{id + "spf=pass smtp.mailfrom=home.example"}, false},
+		"other domain":       {[]string{id + "dmarc=pass header.from=evil.example; dkim=pass header.d=evil.example"}, false},
+		"parent domain":      {[]string{id + "dkim=pass header.d=example"}, false},
+		"other server":       {[]string{"mx.evil.example; dmarc=pass header.from=home.example"}, false},
+		"foreign above":      {[]string{"mx.home.example; dmarc=fail", id + "dmarc=pass header.from=home.example"}, true},
+		"dkim without dmarc": {[]string{id + "dmarc=none; dkim=pass header.d=home.example"}, true},
+		"escaped quote":      {[]string{id + `spf=pass smtp.mailfrom="\"; dmarc=pass header.from=home.example; x=\""@e`}, false},
+		"forged below":       {[]string{id + "dmarc=fail", id + "dmarc=pass header.from=home.example"}, false},
+		"in a comment":       {[]string{id + "spf=pass (; dmarc=pass header.from=home.example ;) smtp.mailfrom=x"}, false},
+		"in a string":        {[]string{id + `spf=pass smtp.mailfrom="; dmarc=pass header.from=home.example ;"@e`}, false},
+		"open comment":       {[]string{id + "dmarc=pass header.from=home.example (; "}, false},
+		"two words":          {[]string{"mx.shop.example 2; dmarc=pass header.from=home.example"}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -304,7 +307,8 @@ func TestTheHookTakesOnlyWhatItsSecretSigned(t *testing.T) {
 		"no secret":    {"", "message/rfc822", string(mailOf("1@home", pass, "Hi")), nil, 401},
 		"wrong secret": {"x", "message/rfc822", string(mailOf("1@home", pass, "Hi")), nil, 401},
 		"no mail":      {"hook secret", "application/json", `{}`, nil, 400},
-		"too large":    {"hook secret", "message/rfc822", strings.Repeat("x", 21_000), nil, 413},
+		"large mail":   {"hook secret", "message/rfc822", strings.Repeat("x", 15_000), nil, 413}, // above max_bytes
+		"large body":   {"hook secret", "message/rfc822", strings.Repeat("x", 21_000), nil, 413}, // above twice max_bytes
 		"no database":  {"hook secret", "message/rfc822", string(mailOf("1@home", pass, "Hi")), errAway, 503},
 	} {
 		t.Run(name, func(t *testing.T) {
