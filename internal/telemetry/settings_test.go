@@ -167,6 +167,14 @@ func recordAll(m *telemetry.Metrics) {
 func TestMetricsFormat(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `
+		with a as (
+		  insert into agent_automations (name, skill_name, trigger, event, enabled, disabled_by)
+		  select 'a' || n, 'look', 'event', 'e', n > 1, case n when 1 then 'admin' else '' end
+		    from generate_series(1, 3) n returning id)
+		insert into agent_automation_runs (automation_id, cause, scheduled_for, status, created_at)
+		select a.id, 'signal', now() - n * interval '1 hour', s, now() - n * interval '1 hour'
+		  from a, generate_series(1, 3) n, unnest(array['due', 'dead']) s`)
 	m := telemetry.NewMetrics("1.2.3", telemetry.NewState(db, slog.New(slog.DiscardHandler)))
 	recordAll(m)
 	text := scrape(t, m)
@@ -183,12 +191,13 @@ func TestMetricsFormat(t *testing.T) {
 		`agent_lane_lock_wait_seconds_count{got="yes",lane="objective"} 1`, `agent_lock_lost_total{lane="other"} 1`,
 		`agent_lock_lost_total{lane="thread"} 0`,
 		`agent_webhook_deliveries_total{result="accepted",source="github"} 1`, `agent_database_up 1`,
-		`agent_executions{status="waiting"} 0`,
+		`agent_executions{status="waiting"} 0`, `agent_automation_runs_due 6`,
 		`agent_approvals_pending 0`, `agent_paused 0`, `agent_lane_lock_held{lane="thread"} 0`,
 		`agent_heartbeat_last_success_timestamp_seconds 0`,
 	} {
 		assert.Truef(t, strings.Contains(text, line+"\n"), "there is no line %s", line)
 	}
+	assert.Contains(t, text, "agent_automation_runs_oldest_due_seconds 10") // from 3 hours on
 	assert.True(t, !strings.Contains(text, "reflect") && !strings.Contains(text, "invented") &&
 		strings.Contains(text, `version="1.2.3"`), "a phase or an invented name is counted, or the version is missing")
 }

@@ -18,6 +18,7 @@ const (
 	queryInterval = 3 * time.Second // shortest time between two queries, for any number of scrapes
 	queryTimeout  = time.Second
 	maxCount      = 100_000 // executions of a status that are counted
+	maxDue        = 10_000  // due runs of automations that are counted
 )
 
 var (
@@ -27,6 +28,10 @@ var (
 		"Executions that have not ended, by status, counted up to 100000.", []string{"status"}, nil)
 	oldestDesc = prometheus.NewDesc("agent_queue_oldest_seconds",
 		"Age of the oldest execution that has not begun; 0 when there is none.", nil, nil)
+	runsDueDesc = prometheus.NewDesc("agent_automation_runs_due",
+		"Due runs of enabled automations, counted up to 10000.", nil, nil)
+	oldestDueDesc = prometheus.NewDesc("agent_automation_runs_oldest_due_seconds",
+		"Age of the oldest due run of an enabled automation; 0 when there is none.", nil, nil)
 	approvalsDesc = prometheus.NewDesc("agent_approvals_pending", "Calls that wait for an admin's approval.", nil, nil)
 	heartbeatDesc = prometheus.NewDesc("agent_heartbeat_last_success_timestamp_seconds",
 		"When the last heartbeat completed that was not skipped; 0 when none did.", nil, nil)
@@ -40,10 +45,10 @@ var stateSQL string
 
 // state is a row of state.sql.
 type state struct {
-	Pending, Running, Waiting, Approvals int64
-	Oldest, Beat                         float64
-	Paused                               bool
-	Lanes                                []string
+	Pending, Running, Waiting, Approvals, RunsDue int64
+	Oldest, Beat, OldestDue                       float64
+	Paused                                        bool
+	Lanes                                         []string
 }
 
 // State is a collector of gauges of the database.
@@ -63,7 +68,8 @@ func NewState(db postgres.DB, log *slog.Logger) *State { return &State{db: db, l
 // Describe implements prometheus.Collector.
 func (s *State) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		upDesc, executionsDesc, oldestDesc, approvalsDesc, heartbeatDesc, pausedDesc, heldDesc,
+		upDesc, executionsDesc, oldestDesc, runsDueDesc, oldestDueDesc, approvalsDesc, heartbeatDesc,
+		pausedDesc, heldDesc,
 	} {
 		ch <- d
 	}
@@ -84,6 +90,8 @@ func (s *State) Collect(ch chan<- prometheus.Metric) {
 	gauge(executionsDesc, float64(latest.Running), "running")
 	gauge(executionsDesc, float64(latest.Waiting), "waiting")
 	gauge(oldestDesc, max(0, latest.Oldest))
+	gauge(runsDueDesc, float64(latest.RunsDue))
+	gauge(oldestDueDesc, max(0, latest.OldestDue))
 	gauge(approvalsDesc, float64(latest.Approvals))
 	gauge(heartbeatDesc, latest.Beat)
 	paused := 0.0
@@ -113,7 +121,7 @@ func (s *State) read() *state {
 	ctx, cancel := context.WithTimeout(context.Background(), queryTimeout)
 	defer cancel()
 	s.last = nil
-	rows, err := s.db.Query(ctx, stateSQL, postgres.Strict{"most": maxCount})
+	rows, err := s.db.Query(ctx, stateSQL, postgres.Strict{"most": maxCount, "most_due": maxDue})
 	if err == nil {
 		s.last, err = pgx.CollectExactlyOneRow(rows, pgx.RowToAddrOfStructByName[state])
 	}

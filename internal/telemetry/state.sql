@@ -4,6 +4,18 @@ select (select count(*) from (select from agent_executions x where x.status = 'p
        (select count(*) from (select from agent_executions x where x.status = 'waiting' limit @most) n) as waiting,
        coalesce((select extract(epoch from clock_timestamp() - x.created_at) from agent_executions x
                   where x.status = 'pending' order by x.id limit 1), 0)::float8 as oldest,
+       (select count(*) from (select from agent_automations a
+                              cross join lateral (select from agent_automation_runs r
+                                                   where r.automation_id = a.id and r.status in ('due', 'error')
+                                                   and coalesce(r.retry_at, r.created_at) <= statement_timestamp()
+                                                   order by coalesce(r.retry_at, r.created_at), r.id limit @most_due) r
+                               where a.enabled limit @most_due) n) as runs_due,
+       coalesce((select max(extract(epoch from clock_timestamp() - r.at)) from agent_automations a
+                  cross join lateral (select coalesce(r.retry_at, r.created_at) as at from agent_automation_runs r
+                                       where r.automation_id = a.id and r.status in ('due', 'error')
+                                         and coalesce(r.retry_at, r.created_at) <= statement_timestamp()
+                                       order by coalesce(r.retry_at, r.created_at), r.id limit 1) r
+                  where a.enabled), 0)::float8 as oldest_due,
        (select count(*) from (select from agent_approvals a
                                where a.status = 'pending' and a.expires_at > clock_timestamp() limit @most) n) as approvals,
        coalesce((select extract(epoch from x.completed_at) from agent_executions x
