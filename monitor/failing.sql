@@ -1,7 +1,7 @@
 -- Failures since @since (the last day): executions that failed or timed out, at most @max_executions of each, then calls of skills,
 -- other actions and models, at most @max_calls of a name. An execution whose call a person rejected did not fail. Evals do not count:
 -- of the broken executions the newest @max_scanned are searched for others.
--- inner_message is the last error inside an execution. It is also the deepest error, because an action begins after the
+-- inner_message is the last error inside an execution, except the note of a late write. It is also the deepest error, because an action begins after the
 -- action that contains it.
 with rejected as materialized (select lanekeeper.agent_rejected_executions(@rejections) as id),
 broken as materialized (
@@ -34,7 +34,7 @@ select 'flow' as kind, left(b.flow, 300) as name, left(b.agent, 300) as agent, b
            left(r.error_class, 100) as class from (
       select a.id, a.status, a.skill_name, a.step, a.error_message, a.error_class from agent_activity a
        where a.execution_id = b.id and a.id >= b.id order by a.id desc limit 50) r
-     where r.status = 'error' and r.error_message <> '' order by r.id desc limit 1) c on true
+     where r.status = 'error' and r.error_message <> '' and r.error_class <> 'stale' order by r.id desc limit 1) c on true
 union all
 select case when exists (select from agent_skills s where s.name = n.name) then 'skill' else 'action' end, left(n.name, 300), left(a.agent, 300),
        f.id::text, '', left(f.trace_id, 100), f.created_at, coalesce(left(f.error_message, 1000), ''), '', '', '', '', left(f.error_class, 100), false

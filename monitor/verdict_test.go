@@ -485,3 +485,19 @@ func TestAcknowledgedReasonCountsAgain(t *testing.T) {
 		t.Errorf("%d acknowledgements in the audit", n)
 	}
 }
+
+func TestLateWriteDoesNotHideTheCause(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
+	for i := range 3 {
+		id := insertExecution(t, pool, "agent", "pay", "failed", "the call was interrupted", i+1, "")
+		rows.Quiet(t, pool, `update agent_executions set failed_step = 's' where id = $1::text::uuid`, id)
+		pgtest.Exec(t, pool, `
+			insert into agent_activity (trace_id, execution_id, kind, skill_name, step, status, error_class, error_message)
+			values ('fl_1', $1::text::uuid, 'note', 'stale_write', 's', 'error', 'stale', 'stale claim')`, id)
+	}
+	s, err := Monitor{Agents: &agents.Directory{}}.Status(t.Context(), pool)
+	require.NoError(t, err)
+	assert.True(t, len(s.Failing) == 1 && s.Failing[0].Message == "the call was interrupted", s.Failing)
+}
