@@ -19,6 +19,7 @@ type Condition struct {
 	pause        executions.Pause
 	workers      int64 // processes with a live lease
 	lease        *time.Time
+	queued       bool // an execution is pending for longer than overdueAfter
 	beats        []Beat
 	disabled     []disabledSkill
 	stuck        []stuckWork
@@ -39,7 +40,10 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 		select (select count(*) from (select from agent_workers w
 		         where w.kind = 'process' and w.expires_at > clock_timestamp() limit 1000) x),
 		       (select max(w.expires_at) from agent_workers w where w.kind = 'process'),
-		       clock_timestamp()`).Scan(&c.workers, &c.lease, &c.now)
+		       coalesce((select e.created_at < clock_timestamp() - @delay::interval from agent_executions e
+		                  where e.status = 'pending' order by e.id limit 1), false),
+		       clock_timestamp()`, postgres.Strict{"delay": overdueAfter}).
+		Scan(&c.workers, &c.lease, &c.queued, &c.now)
 	if err != nil {
 		return c, fmt.Errorf("count processes: %w", err)
 	}

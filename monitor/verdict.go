@@ -14,8 +14,8 @@ import (
 
 // Verdict is the judgement whether the agent works.
 //
-// Stopped: autonomous work is paused, or no process has a live lease (agent_workers) and no heartbeat finished within
-// its period.
+// Stopped: autonomous work is paused, or no process has a live lease (agent_workers). The latter does not count if a
+// heartbeat finished within its period and no execution is pending for more than 2 minutes.
 //
 // Degraded, otherwise: at least one of
 //
@@ -106,7 +106,7 @@ func (c Condition) Judge(of *agents.Agent, all []agents.Agent) Verdict {
 		})
 		return v
 	}
-	if c.workers == 0 && !slices.ContainsFunc(c.beats, func(b Beat) bool { return b.recent(c.now) }) {
+	if c.workers == 0 && (c.queued || !slices.ContainsFunc(c.beats, func(b Beat) bool { return b.recent(c.now) })) {
 		v.State = Stopped
 		v.Why = append(v.Why, Reason{Text: "no process is running", Link: "/lanes", Since: c.lease})
 		return v

@@ -501,3 +501,17 @@ func TestLateWriteDoesNotHideTheCause(t *testing.T) {
 	require.NoError(t, err)
 	assert.True(t, len(s.Failing) == 1 && s.Failing[0].Message == "the call was interrupted", s.Failing)
 }
+
+func TestQueuedWorkNeedsAProcess(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `insert into agent_schedules (name, flow, surface, agent, cron, timezone, next_run_at)
+		values ('heartbeat', 'heartbeat', 'heartbeat', 'agent', '@daily', 'UTC', now() + interval '1 hour')`)
+	insertExecution(t, pool, "agent", "heartbeat", "completed", "", 60, "")
+	rows.Execution(t, pool, "pending", "flow", "onboarding")
+	assert.Equal(t, "working", currentVerdict(t, pool))
+	rows.Quiet(t, pool, `update agent_executions set created_at = now() - interval '3 minutes' where status = 'pending'`)
+	assert.Equal(t, "stopped: no process is running </lanes>", currentVerdict(t, pool))
+	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
+	assert.Equal(t, "working", currentVerdict(t, pool))
+}
