@@ -22,6 +22,7 @@ type Holder struct {
 	HeldFor   float64    `json:"held_for,omitempty"`   // seconds
 	ExpiresIn *float64   `json:"expires_in,omitempty"` // seconds, unless it is renewed
 	ended     *time.Time // of the session's last turn; nil while it runs
+	principal string     // that asked for the session's last turn; empty if unknown
 }
 
 // Holder returns the current holder of the lane.
@@ -40,9 +41,16 @@ func (o *Operate) Holder(ctx context.Context) (Holder, error) {
 		TraceIDs: []trace.ID{trace.ID(h.TraceID)},
 		Flow:     Flow, Limit: 1,
 	})
-	if err == nil && len(turns) > 0 {
-		h.SessionID, h.ended = postgres.Deref(turns[0].ThreadID), turns[0].CompletedAt
+	if err != nil || len(turns) == 0 {
+		return h, err
 	}
+	h.SessionID, h.ended = postgres.Deref(turns[0].ThreadID), turns[0].CompletedAt
+	err = o.Pool.QueryRow(ctx, `
+		select coalesce(min(substr(cause, length('principal ') + 1)), '')
+		  from agent_links
+		 where effect = 'execution ' || @id
+		   and kind = 'asked'
+		   and cause like 'principal %'`, postgres.Strict{"id": turns[0].ID}).Scan(&h.principal)
 	return h, err
 }
 
@@ -53,8 +61,11 @@ func (o *Operate) Explain(ctx context.Context, busy *lanes.BusyError) string {
 	if err != nil || !h.Held {
 		return text
 	}
-	if h.SessionID != "" {
-		text += " (session " + h.SessionID + ")"
+	switch {
+	case h.principal != "":
+		text = "lane busy: held by " + h.principal + ", session " + h.SessionID
+	case h.SessionID != "":
+		text = "lane busy: held by session " + h.SessionID
 	}
 	if h.ended != nil {
 		return text + fmt.Sprintf("; its last turn ended %s ago, and it keeps the lane for %s after a turn",

@@ -10,6 +10,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
@@ -175,6 +176,22 @@ func TestJSONResponseWithDelegatedApproval(t *testing.T) {
 	assert.Equal(t, "Later.", enginetest.Await(t, w.pool, got.ExecutionID, executions.Completed).ResultSummary)
 }
 
+func TestBusyLaneNamesPrincipal(t *testing.T) {
+	t.Parallel()
+	w := newTestDatabase(t, modeltest.Text("One."))
+	p := w.process(t, false)
+	first := p.open(t, "ses_one")
+	require.NoError(t, first.Hold(t.Context(), false))
+	bob := activity.WithActor(t.Context(), activity.Actor{Name: "bob", Via: "http"})
+	_, err := first.Turn(bob, "Hello.", false, func(operate.Event) {})
+	require.NoError(t, err)
+	resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two"}`)
+	got := decode[problem.Problem](t, resp.Body)
+	assert.Equal(t, w.laneHolder(t), got.Holder)
+	assert.Truef(t, strings.HasPrefix(got.Detail, "lane busy: held by bob, session ses_one; its last turn ended "),
+		"the detail is %q", got.Detail)
+}
+
 func TestBusyLaneProblem(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.Text("Now you."))
@@ -198,7 +215,7 @@ func TestBusyLaneProblem(t *testing.T) {
 	}
 	resp = p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_three"}`)
 	got := decode[problem.Problem](t, resp.Body)
-	assert.Contains(t, got.Detail, "(session ses_two); its last turn ended", "keeps the lane for 5m0s after a turn")
+	assert.Contains(t, got.Detail, "held by session ses_two; its last turn ended", "keeps the lane for 5m0s after a turn")
 }
 
 func TestFailedTurnEvent(t *testing.T) {
