@@ -41,7 +41,13 @@ func (c *Chat) accept(
 	if isNew {
 		token = "" // the visitor has no proof yet
 	}
-	if err := c.allow(r, c.Visitor(r), in.user, token); err != nil {
+	visitor := c.visitorName(r, c.Visitor(r), in.user, token)
+	defer func() {
+		if refusal, ok := errors.AsType[*Refusal](err); ok && refusal.isTemporary() && attemptOf(r) == 0 {
+			c.limits.noteRefusal(visitor)
+		}
+	}()
+	if err = c.allow(r, c.Visitor(r), in.user, token); err != nil {
 		return a, started, err
 	}
 	if isNew {
@@ -57,7 +63,7 @@ func (c *Chat) accept(
 	if a.Key != "" {
 		a.Hash = in.hash
 	}
-	if a.retry, err = c.newRetry(r, a, in.hash, isNew, in.stream); err == nil {
+	if a.retry, err = c.newRetry(r, a, visitor, in.hash, isNew, in.stream); err == nil {
 		started, err = c.startTurn(r.Context(), a)
 	}
 	if err != nil {
@@ -253,7 +259,7 @@ func threadError(err error) error {
 		return conflict("thread_name_taken", "You have another thread of that name. Send X-Thread-Join with another "+
 			"X-Thread-Id, or without one.")
 	case postgres.Locked(err):
-		r := serverError(http.StatusServiceUnavailable, "thread_locked", "This thread is busy: another transaction has it "+
+		r := serverError(http.StatusServiceUnavailable, codeThreadLocked, "This thread is busy: another transaction has it "+
 			"locked. Please send the message again.")
 		r.RetryAfter = retryDelay
 		return r

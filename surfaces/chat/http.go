@@ -55,6 +55,14 @@ type Refusal struct {
 	stored bool
 }
 
+// Codes of refusals before anything is stored. The same request may succeed later.
+const (
+	codeRateLimit    = "rate_limit_exceeded"
+	codeThreadLocked = "thread_locked"
+)
+
+func (r *Refusal) isTemporary() bool { return r.Code == codeRateLimit || r.Code == codeThreadLocked }
+
 // Error returns the message for the client.
 func (r *Refusal) Error() string { return r.Message }
 

@@ -26,27 +26,35 @@ func (c *Chat) allowUpload(r *http.Request, owner, token string) error {
 
 // allowRate applies the rate limits to messages or files. A visitor has factor times the rate of messages.
 func (c *Chat) allowRate(r *http.Request, kind string, factor int, owner, user, token string) error {
-	address := c.Address(r)
-	name := "\x00user " + user // no user is named like an address or a token
-	if token != "" {
-		name = "\x00token " + token
-	}
+	address, name := c.Address(r), c.visitorName(r, owner, user, token)
 	var wait time.Duration
-	if user == "" && token == "" {
-		wait = c.limits.reserve(owner+"\x00@"+address, factor)
-	} else if wait = c.limits.reserve(owner+"\x00@@"+address, visitorsPerAddress); wait == 0 {
-		wait = c.limits.reserve(owner+name, factor)
+	if user != "" || token != "" {
+		wait = c.limits.reserve(owner+"\x00@@"+address, visitorsPerAddress)
+	}
+	if wait == 0 {
+		wait = c.limits.reserve(name, factor)
 	}
 	if wait == 0 {
 		return nil
 	}
 	return &Refusal{
-		Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
+		Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: codeRateLimit,
 		Message: "Too many " + kind + ". Please wait a moment.", RetryAfter: max(wait, time.Second),
 	}
 }
 
-// limits limits the rate of messages per visitor. Safe for concurrent use.
+// visitorName names a visitor for the limits. No user is named like an address or a token.
+func (c *Chat) visitorName(r *http.Request, owner, user, token string) string {
+	switch {
+	case token != "":
+		return owner + "\x00token " + token
+	case user != "":
+		return owner + "\x00user " + user
+	}
+	return owner + "\x00@" + c.Address(r)
+}
+
+// limits limits the rate of messages per visitor, and notes refusals. Safe for concurrent use.
 type limits struct {
 	perMinute int
 	mu        sync.Mutex
@@ -67,11 +75,22 @@ func (l *limits) reserve(name string, share int) time.Duration {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	now := time.Now()
+	reservation := l.visitor(name, share).quota.ReserveN(now, 1)
+	wait := reservation.DelayFrom(now)
+	if wait > 0 { // a refused message does not use the quota
+		reservation.CancelAt(now)
+	}
+	return wait
+}
+
+// visitor returns the entry of a name, which becomes the latest. The caller holds mu.
+func (l *limits) visitor(name string, share int) *visitor {
 	key := visitorKey(sha256.Sum256([]byte(name)))
 	e := l.visitors[key]
 	if e == nil {
 		n := l.perMinute * share
-		e = l.recent.PushFront(&visitor{key, rate.NewLimiter(rate.Limit(float64(n)/60), max(1, n/3))})
+		e = l.recent.PushFront(&visitor{key: key, quota: rate.NewLimiter(rate.Limit(float64(n)/60), max(1, n/3))})
 		l.visitors[key] = e
 		if l.recent.Len() > maxVisitors {
 			oldest := l.recent.Back()
@@ -79,13 +98,21 @@ func (l *limits) reserve(name string, share int) time.Duration {
 		}
 	}
 	l.recent.MoveToFront(e)
-	now := time.Now()
-	reservation := e.Value.(*visitor).quota.ReserveN(now, 1)
-	wait := reservation.DelayFrom(now)
-	if wait > 0 { // a refused message does not use the quota
-		reservation.CancelAt(now)
-	}
-	return wait
+	return e.Value.(*visitor)
+}
+
+// noteRefusal notes that the first attempt of a visitor's message was refused.
+func (l *limits) noteRefusal(name string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.visitor(name, 1).refused = time.Now()
+}
+
+// sinceRefusal returns the time since the last noteRefusal of a name, at most a day.
+func (l *limits) sinceRefusal(name string) time.Duration {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return min(time.Since(l.visitor(name, 1).refused), 24*time.Hour)
 }
 
 // maxVisitors bounds the visitors with a rate limiter. The least recently active one is evicted.
@@ -98,8 +125,9 @@ const visitorsPerAddress = 20
 type visitorKey [sha256.Size]byte
 
 type visitor struct {
-	key   visitorKey
-	quota *rate.Limiter
+	key     visitorKey
+	quota   *rate.Limiter
+	refused time.Time // the last first attempt that was refused
 }
 
 // admit admits a turn to the active ones of this process. Its shares are those of the key, of the address, and of the
@@ -123,7 +151,7 @@ func (c *Chat) admit(r *http.Request, a *UserMessage) (*admission.Hold, error) {
 	hold, err := c.turnBudget.Acquire(1, shares...)
 	if err != nil {
 		return nil, &Refusal{
-			Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: "rate_limit_exceeded",
+			Status: http.StatusTooManyRequests, Type: "rate_limit_error", Code: codeRateLimit,
 			Message: "Too many messages are being answered. Please wait a moment.", RetryAfter: retryDelay,
 		}
 	}

@@ -19,6 +19,10 @@ import (
 // attemptHeader counts the retries of the clients that OpenAI generates: 0 is the first attempt.
 const attemptHeader = "X-Stainless-Retry-Count"
 
+// deliveredRetryWindow is how long a counted retry gets an answer that was sent already: the client may have lost its
+// end. A person who repeats a message needs longer.
+const deliveredRetryWindow = 30 * time.Second
+
 // deliveryNoteTimeout bounds recordDelivery.
 const deliveryNoteTimeout = 5 * time.Second
 
@@ -27,11 +31,12 @@ const deliveryNoteTimeout = 5 * time.Second
 // Equal requests have the same route, caller, thread, Idempotency-Key and body. Within 15 minutes, the second one gets
 // the turn of the first in two cases:
 //
-//   - Its retry count (attemptHeader) is above 0, and the first request is unanswered.
+//   - Its retry count (attemptHeader) is above 0. The first request is unanswered, or was answered less than
+//     deliveredRetryWindow ago.
 //   - Its count is 0, the turn is active, and the first connection or its process is gone.
 //
-// Any other request is a new message: a visitor may send "yes" twice. A count above 0 does not tell whether it repeats
-// an answered request: a 429 or a 503 may have refused the first attempt of a new message.
+// Any other request is a new message: a visitor may send "yes" twice. A client counts its retry of a refused attempt,
+// too. So after this process refused the visitor's first attempt, a counted retry gets no turn of before.
 //
 // Two users of one backend may send equal requests. If these name neither thread nor visitor, the address is compared
 // too. Such a turn is shared only if its first connection ended unanswered or belongs to another process. With count 0
@@ -42,26 +47,35 @@ type retry struct {
 	workerID    string // this process
 	trace       string // of this request
 	attempt     int
-	hasThread   bool // the request names a thread or a visitor
-	isUnary     bool // not a stream: the client learns its thread with the answer
-	attached    bool // an earlier turn was found
+	refused     time.Duration // since this process refused a first attempt of the visitor
+	hasThread   bool          // the request names a thread or a visitor
+	isUnary     bool          // not a stream: the client learns its thread with the answer
+	attached    bool          // an earlier turn was found
+}
+
+// attemptOf returns a request's retry count.
+func attemptOf(r *http.Request) int {
+	n, err := strconv.Atoi(r.Header.Get(attemptHeader))
+	if err != nil || n < 0 || n > 100 { // absent, or no count of a real client
+		return 0
+	}
+	return n
 }
 
 // newRetry describes a request for recognition. It returns nil when the visitor is new, so there is no earlier request.
-func (c *Chat) newRetry(r *http.Request, a *UserMessage, digest string, newVisitor, stream bool) (*retry, error) {
+func (c *Chat) newRetry(
+	r *http.Request, a *UserMessage, visitor, digest string, newVisitor, stream bool,
+) (*retry, error) {
 	if newVisitor {
 		return nil, nil
-	}
-	attempt, err := strconv.Atoi(r.Header.Get(attemptHeader))
-	if err != nil || attempt < 0 || attempt > 100 { // absent, or no count of a real client
-		attempt = 0
 	}
 	worker, err := c.Engine.WorkerID(r.Context())
 	if err != nil {
 		return nil, fmt.Errorf("recognise retry: %w", err)
 	}
 	t := &retry{
-		workerID: worker, trace: string(a.TraceID), attempt: attempt, isUnary: !stream,
+		workerID: worker, trace: string(a.TraceID), attempt: attemptOf(r), isUnary: !stream,
+		refused:   c.limits.sinceRefusal(visitor),
 		hasThread: a.Name != "" || a.Join != "" || a.Secret != "",
 	}
 	parts := []string{a.Owner, a.principal().Proof, a.Name, a.Join, a.Key, r.URL.Path, digest, ""}
@@ -86,10 +100,14 @@ func (t *retry) queueFind(b *pgx.Batch, id *string) {
 		    join agent_executions x on x.id = r.execution_id
 		   where r.fingerprint = @fingerprint
 		     and r.created_at > statement_timestamp() - interval '15 minutes'
-		     and r.state <> 'delivered'
 		     and case
 		           -- An earlier try of this request attached it by a commit that was not confirmed.
 		           when r.connection = @trace then x.trace_id <> @trace
+		           when @attempt > 0 and r.changed_at < clock_timestamp() - make_interval(secs => @refused) then false
+		           when @attempt > 0 and r.state = 'delivered'
+		             then r.attempt <= @attempt
+		                  and @named::boolean
+		                  and r.changed_at > clock_timestamp() - make_interval(secs => @delivered)
 		           when @attempt > 0 and @named::boolean then r.attempt <= @attempt
 		           when @attempt > 0 then r.attempt < @attempt and (r.state = 'left' or r.worker <> @worker::uuid)
 		           else (@named::boolean or @quiet::boolean)
@@ -109,7 +127,7 @@ func (t *retry) queueFind(b *pgx.Batch, id *string) {
 		  returning r.execution_id)
 		select coalesce((select k.execution_id::text from taken k), '')`, postgres.Strict{
 		"fingerprint": t.fingerprint, "attempt": t.attempt, "named": t.hasThread, "quiet": t.isUnary, "worker": t.workerID,
-		"trace": t.trace,
+		"trace": t.trace, "delivered": deliveredRetryWindow.Seconds(), "refused": t.refused.Seconds(),
 	}).QueryRow(func(row pgx.Row) error { return row.Scan(id) })
 }
 

@@ -139,10 +139,27 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 	}
 	want := []string{"user: yes", "assistant: One.", "user: yes", "assistant: Two."}
 	assert.NoDiff(t, want, w.transcript(t, "t"))
-	// The first attempt of a third yes was refused, for example with 429. Its retry is no retry of the second yes.
+	// The first attempt of a third yes never arrived. The second answer is too old for the retry to repeat.
+	pgtest.Exec(t, w.pool, `update agent_chat_requests set changed_at = changed_at - interval '31 seconds'`)
 	w.model.Add(modeltest.Text("Three."))
 	got, err := p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "1")...)
 	assert.Truef(t, err == nil && strings.Contains(got, "Three."), "the third yes got %s, %v", got, err)
+	// The response was lost. An immediate retry gets the same answer.
+	got, err = p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "2")...)
+	assert.Truef(t, err == nil && strings.Contains(got, "Three."), "the retry got %s, %v", got, err)
+	// The first attempt of another yes is refused. Its retry does not get the earlier answer.
+	tx, err := w.pool.Begin(t.Context())
+	require.NoError(t, err)
+	_, err = tx.Exec(t.Context(), `select from agent_threads for update`)
+	require.NoError(t, err)
+	refusal, _ := p.post(t, yes, append(inThread("t"), countHeader, "0")...)
+	assert.Equal(t, http.StatusServiceUnavailable, refusal.StatusCode)
+	require.NoError(t, tx.Rollback(t.Context()))
+	w.model.Add(modeltest.Text("After the refusal."))
+	for range 2 { // the answer is lost, too
+		got, err = p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "1")...)
+		assert.Truef(t, err == nil && strings.Contains(got, "After the refusal."), "the retry got %s, %v", got, err)
+	}
 	g, reply := gated()
 	w.model.Add(reply, modeltest.Text("Five."))
 	var group errgroup.Group
@@ -152,7 +169,7 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 			return err
 		})
 	}
-	pgtest.Eventually(t, func() bool { return w.turns(t) == 5 }, "both are taken")
+	pgtest.Eventually(t, func() bool { return w.turns(t) == 6 }, "both are taken")
 	send(t, g.pieces, "Four.")
 	close(g.pieces)
 	assert.NoError(t, group.Wait())
