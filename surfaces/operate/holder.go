@@ -2,11 +2,13 @@ package operate
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -21,6 +23,7 @@ type Holder struct {
 	SessionID string     `json:"session_id,omitempty"`
 	HeldFor   float64    `json:"held_for,omitempty"`   // seconds
 	ExpiresIn *float64   `json:"expires_in,omitempty"` // seconds, unless it is renewed
+	began     time.Time  // of the session's last turn; zero if unknown
 	ended     *time.Time // of the session's last turn; nil while it runs
 	principal string     // that asked for the session's last turn; empty if unknown
 }
@@ -37,20 +40,19 @@ func (o *Operate) Holder(ctx context.Context) (Holder, error) {
 	if h.TraceID == "" {
 		return h, nil
 	}
-	turns, err := executions.List(ctx, o.Pool, executions.Filter{
-		TraceIDs: []trace.ID{trace.ID(h.TraceID)},
-		Flow:     Flow, Limit: 1,
-	})
-	if err != nil || len(turns) == 0 {
-		return h, err
-	}
-	h.SessionID, h.ended = postgres.Deref(turns[0].ThreadID), turns[0].CompletedAt
 	err = o.Pool.QueryRow(ctx, `
-		select coalesce(min(substr(cause, length('principal ') + 1)), '')
-		  from agent_links
-		 where effect = 'execution ' || @id
-		   and kind = 'asked'
-		   and cause like 'principal %'`, postgres.Strict{"id": turns[0].ID}).Scan(&h.principal)
+		select s.thread_id, x.created_at, x.completed_at, coalesce(
+		           (select min(substr(l.cause, length('principal ') + 1)) from agent_links l
+		             where l.effect = 'execution ' || x.id and l.kind = 'asked' and l.cause like 'principal %'), '')
+		  from (select thread_id from agent_executions where trace_id = @trace and flow = @flow limit 1) s
+		 cross join lateral (select m.execution_id from agent_messages m
+		                      where m.thread_id = s.thread_id and m.role = 'user' and m.seq is not null
+		                      order by m.turn desc, m.seq desc limit 1) n
+		  join agent_executions x on x.id = n.execution_id`, postgres.Strict{"trace": h.TraceID, "flow": Flow},
+	).Scan(&h.SessionID, &h.began, &h.ended, &h.principal)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return h, nil
+	}
 	return h, err
 }
 
@@ -71,7 +73,11 @@ func (o *Operate) Explain(ctx context.Context, busy *lanes.BusyError) string {
 		return text + fmt.Sprintf("; its last turn ended %s ago, and it keeps the lane for %s after a turn",
 			max(0, time.Since(*h.ended)).Round(time.Second), o.Idle)
 	}
-	return text + fmt.Sprintf("; at work for %s", time.Duration(h.HeldFor*float64(time.Second)).Round(time.Second))
+	atWork := time.Duration(h.HeldFor * float64(time.Second))
+	if !h.began.IsZero() {
+		atWork = max(0, time.Since(h.began))
+	}
+	return text + fmt.Sprintf("; at work for %s", atWork.Round(time.Second))
 }
 
 // RecordSkipped records a turn skipped because another admin holds the lane, under a separate trace. It returns the

@@ -192,6 +192,32 @@ func TestBusyLaneNamesPrincipal(t *testing.T) {
 		"the detail is %q", got.Detail)
 }
 
+func TestBusyLaneDescribesNewestTurn(t *testing.T) {
+	t.Parallel()
+	w := newTestDatabase(t, modeltest.Text("One."), modeltest.ToolCall("slow", `{}`), modeltest.Text("Two."))
+	runs, release := make(chan struct{}), make(chan struct{})
+	w.builtin(t, "slow", "", func(context.Context, skills.Call) (any, error) {
+		close(runs)
+		<-release
+		return "ok", nil
+	})
+	p := w.process(t, false)
+	first := p.open(t, "ses_one")
+	require.NoError(t, first.Hold(t.Context(), false))
+	_, err := first.Turn(t.Context(), "Hello.", false, func(operate.Event) {})
+	require.NoError(t, err)
+	second := make(chan error, 1)
+	go func() {
+		_, err := first.Turn(t.Context(), "Be slow.", false, func(operate.Event) {})
+		second <- err
+	}()
+	<-runs
+	got := decode[problem.Problem](t, p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two"}`).Body)
+	close(release)
+	require.NoError(t, <-second)
+	assert.Contains(t, got.Detail, "held by session ses_one; at work for ")
+}
+
 func TestBusyLaneProblem(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.Text("Now you."))
