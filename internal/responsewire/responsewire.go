@@ -15,6 +15,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"strings"
 
 	"github.com/lanekeeper/lanekeeper/internal/sse"
 )
@@ -53,8 +54,8 @@ type Error struct {
 	Message string `json:"message"`
 }
 
-// Usage counts tokens.
-type Usage struct{ Input, Cached, Output, Reasoning int }
+// Usage counts tokens. Input includes Cached.
+type Usage struct{ Input, Cached, Output int }
 
 // document is the response as JSON.
 func (r Response) document() map[string]any {
@@ -92,7 +93,7 @@ func (r Response) document() map[string]any {
 	if u := r.Usage; u != nil {
 		d["usage"] = map[string]any{
 			"input_tokens": u.Input, "input_tokens_details": map[string]int{"cached_tokens": u.Cached},
-			"output_tokens": u.Output, "output_tokens_details": map[string]int{"reasoning_tokens": u.Reasoning},
+			"output_tokens": u.Output, "output_tokens_details": map[string]int{"reasoning_tokens": 0},
 			"total_tokens": u.Input + u.Output,
 		}
 	}
@@ -160,8 +161,11 @@ func (s *Stream) Text(piece string) {
 // Idle sends a sign of life.
 func (s *Stream) Idle() { s.write(sse.Comment(nil, "keep-alive")) }
 
-// Finish ends the stream with the final response.
+// Finish sends what [Stream.Text] has not sent of the final response's text, and ends the stream.
 func (s *Stream) Finish(r Response) {
+	if rest, ok := strings.CutPrefix(r.Text, s.text); ok && rest != "" {
+		s.Text(rest)
+	}
 	if r.Text != "" || r.Status == Completed || s.begun {
 		s.begin()
 		s.send("response.output_text.done", s.place(map[string]any{"text": s.text, "logprobs": []any{}}))
