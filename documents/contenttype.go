@@ -10,14 +10,14 @@ import (
 	"unicode/utf8"
 )
 
-// textTypes and binaryTypes are content types by file extension. They refine the detected type.
+// textTypes and officeTypes are content types by file extension. textTypes refine text/plain, officeTypes a ZIP file.
 var (
 	textTypes = map[string]string{
 		".csv": "text/csv", ".tsv": "text/tab-separated-values", ".json": "application/json", ".yaml": "application/yaml",
 		".yml": "application/yaml", ".xml": "application/xml", ".md": "text/markdown", ".eml": "message/rfc822",
 		".html": "text/html", ".htm": "text/html",
 	}
-	binaryTypes = map[string]string{
+	officeTypes = map[string]string{
 		".docx": "application/vnd.openxmlformats-officedocument.wordprocessingml.document",
 		".xlsx": "application/vnd.openxmlformats-officedocument.spreadsheetml.sheet",
 		".pptx": "application/vnd.openxmlformats-officedocument.presentationml.presentation",
@@ -26,8 +26,9 @@ var (
 	}
 )
 
-// contentType detects the media type of content. The extension, then the client's type, refine a text type. The
-// extension refines a ZIP file to an office document.
+// contentType detects the media type of content. The extension, then the client's type, refine text/plain to a text
+// type; a JSON type needs valid JSON. The extension refines a ZIP file to an office document. Other detected types,
+// such as text/html, stay.
 func contentType(name, claimed string, content []byte) string {
 	sniffed, _, err := mime.ParseMediaType(http.DetectContentType(content))
 	if err != nil {
@@ -40,19 +41,20 @@ func contentType(name, claimed string, content []byte) string {
 	switch sniffed {
 	case "text/plain":
 		for _, mediaType := range []string{textTypes[ext], claimed} {
-			if isTextType(mediaType) && (mediaType != "application/json" || json.Valid(content)) {
+			isJSON := mediaType == "application/json" || strings.HasSuffix(mediaType, "+json")
+			if isTextType(mediaType) && (!isJSON || json.Valid(content)) {
 				return mediaType
 			}
 		}
 	case "application/zip":
-		if mediaType := binaryTypes[ext]; mediaType != "" {
+		if mediaType := officeTypes[ext]; mediaType != "" {
 			return mediaType
 		}
 	}
 	return sniffed
 }
 
-// isTextType reports whether a media type is text.
+// isTextType reports whether a media type is text/*, JSON, YAML, XML, or a mail.
 func isTextType(mediaType string) bool {
 	switch mediaType {
 	case "application/json", "application/yaml", "application/x-yaml", "application/xml", "message/rfc822":

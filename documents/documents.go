@@ -2,7 +2,7 @@
 //
 // The database stores the whole content with its SHA-256. [Upload.MaxBytes] bounds a document, [MaxPerThread] and
 // [MaxThreadBytes] bound a thread. [Add] strips directories and control characters from names. It detects the type from
-// the content; the extension and the client's type refine text types. Models and flows read text, which is valid UTF-8
+// the content; the extension and the client's type refine text/plain. Models and flows read text, which is valid UTF-8
 // of a text type, in chunks. Binary documents expose only name, type and size.
 //
 // A document belongs to one thread or one execution and is deleted with it (package retention). An admin's document may

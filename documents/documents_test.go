@@ -141,6 +141,12 @@ func TestNameAndTypeAreCleaned(t *testing.T) {
 		"claimed type":  {"a", "text/csv; charset=x", "a,b", "a", "text/csv"},
 		"claimed image": {"a", "image/png", "a,b", "a", "text/plain"},
 		"no JSON":       {"a.json", "", "{", "a.json", "text/plain"},
+		"claimed JSON":  {"a", "application/problem+json", "{}", "a", "application/problem+json"},
+		"broken claim":  {"a", "application/problem+json", "{", "a", "text/plain"},
+		"HTML inside":   {"a.md", "", "<!-- x -->", "a.md", "text/html"},
+		"XML inside":    {"a.xml", "", "<?xml version='1.0'?><a/>", "a.xml", "text/xml"},
+		"XML without":   {"a.xml", "", "<a/>", "a.xml", "application/xml"},
+		"other ZIP":     {"a.txt", "", "PK\x03\x04", "a.txt", "application/zip"},
 		"word": {
 			"a.docx", "", "PK\x03\x04", "a.docx",
 			"application/vnd.openxmlformats-officedocument.wordprocessingml.document",
