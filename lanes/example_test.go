@@ -4,23 +4,22 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync/atomic"
+	"slices"
 	"testing"
-	"time"
 
-	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
-// ExampleKeeper_Acquire runs a job at most once at a time. Lanes are off here, so the example needs no database. A
-// program gives the keeper its pool without that option, and one goroutine calls Run.
+// ExampleKeeper_Acquire runs a job at most once at a time, in all processes of the database.
 func ExampleKeeper_Acquire() {
-	var db postgres.DB
-	keeper := lanes.NewKeeper(db, lanes.Options{Disabled: true})
+	db, closeDB := exampleDB()
+	defer closeDB()
+	keeper := lanes.NewKeeper(db, lanes.Options{}) // a program also calls its Run, which renews the leases
 
-	job := func(ctx context.Context) error {
+	job := func(ctx context.Context, consolidate func(context.Context) error) error {
 		lease, err := keeper.Acquire(ctx, "pipeline:prices")
 		if errors.Is(err, lanes.ErrBusy) { // a *lanes.BusyError names the holder
 			fmt.Println("already running, skipped") // not an error: the holder does the job
@@ -32,18 +31,23 @@ func ExampleKeeper_Acquire() {
 		defer lease.Release(ctx)
 		return consolidate(lease.Context()) // cancelled with cause lanes.ErrLost if the lane is lost
 	}
-	if err := job(context.Background()); err != nil {
-		fmt.Println(err)
-	}
-	// Output: prices consolidated
-}
 
-func consolidate(ctx context.Context) error {
-	if err := context.Cause(ctx); err != nil {
-		return err
+	ctx := context.Background()
+	consolidate := func(context.Context) error {
+		fmt.Println("prices consolidated")
+		return nil
 	}
-	fmt.Println("prices consolidated")
-	return nil
+	err := job(ctx, func(leased context.Context) error {
+		return errors.Join(job(ctx, consolidate), consolidate(leased)) // the lane is held here
+	})
+	fmt.Println("error:", err)
+	fmt.Println("error:", job(ctx, consolidate)) // the lane is free again
+	// Output:
+	// already running, skipped
+	// prices consolidated
+	// error: <nil>
+	// prices consolidated
+	// error: <nil>
 }
 
 func ExampleBusyError() {
@@ -55,52 +59,25 @@ func ExampleBusyError() {
 	// true
 }
 
-// BenchmarkAcquireRelease acquires and releases uncontended lanes. "floor" is two bare updates of one row, the
-// minimum cost of a lease; "floor-ratio" is the achieved share of its speed.
-func BenchmarkAcquireRelease(b *testing.B) {
-	var floor time.Duration
-	b.Run("floor", func(b *testing.B) {
-		db := pgtest.DB(b)
-		pgtest.Exec(b, db, `create table floor (name text primary key, n bigint not null default 0) with (fillfactor = 50)`)
-		var worker atomic.Int64
-		b.RunParallel(func(pb *testing.PB) {
-			name := fmt.Sprint("x", worker.Add(1))
-			pgtest.Exec(b, db, `insert into floor (name) values ($1)`, name)
-			for pb.Next() {
-				pgtest.Exec(b, db, `update floor set n = n + 1 where name = $1`, name)
-				pgtest.Exec(b, db, `update floor set n = n + 1 where name = $1`, name)
-			}
-		})
-		floor = b.Elapsed() / time.Duration(b.N)
-	})
-	b.Run("lane", func(b *testing.B) {
-		db := pgtest.DB(b)
-		k := lanes.NewKeeper(db, lanes.Options{})
-		var worker atomic.Int64
-		b.RunParallel(func(pb *testing.PB) {
-			lane := fmt.Sprint("x", worker.Add(1))
-			for pb.Next() {
-				l, err := k.Acquire(b.Context(), lane)
-				if err != nil {
-					b.Error(err)
-					return
-				}
-				assert.NoError(b, l.Release(b.Context()))
-			}
-		})
-		b.ReportMetric(float64(floor)/float64(b.Elapsed()/time.Duration(b.N)), "floor-ratio")
-	})
+// exampleTB gives an example, which has no testing.TB, what pgtest needs of one.
+type exampleTB struct {
+	testing.TB
+
+	cleanups []func()
 }
 
-// BenchmarkBusyTry is a try on a held lane: a read.
-func BenchmarkBusyTry(b *testing.B) {
-	db := pgtest.DB(b)
-	mustAcquire(b, db, "x", "holder", 3600)
-	k := lanes.NewKeeper(db, lanes.Options{})
-	b.RunParallel(func(pb *testing.PB) {
-		for pb.Next() {
-			l, err := k.Acquire(b.Context(), "x")
-			assert.Error(b, err, "granted twice", l)
+func (*exampleTB) Helper()                           {}
+func (*exampleTB) Context() context.Context          { return context.Background() }
+func (e *exampleTB) Cleanup(f func())                { e.cleanups = append(e.cleanups, f) }
+func (*exampleTB) Error(args ...any)                 { panic(fmt.Sprint(args...)) }
+func (*exampleTB) Errorf(format string, args ...any) { panic(fmt.Sprintf(format, args...)) }
+
+// exampleDB returns a pool on a database of its own, and a function that closes both.
+func exampleDB() (db *pgxpool.Pool, closeDB func()) {
+	tb := &exampleTB{}
+	return pgtest.DB(tb), func() {
+		for _, f := range slices.Backward(tb.cleanups) {
+			f()
 		}
-	})
+	}
 }
