@@ -364,12 +364,12 @@ func TestScheduleStartsFlow(t *testing.T) {
 	require.NoError(t, report.SetSchedules(t.Context(), daily))
 
 	limited := lanekeeper.Remote[string, string](rt, "report", lanekeeper.ProgressTimeout(time.Minute))
-	assert.ErrorContains(t, limited.SetSchedules(t.Context(), daily), "no MaxLostWorkers and ProgressTimeout")
+	assert.ErrorContains(t, limited.SetSchedules(t.Context(), daily), "the default MaxLostWorkers and ProgressTimeout")
 
 	heartbeat := lanekeeper.Remote[string, string](rt, "heartbeat")
 	assert.ErrorContains(t, heartbeat.SetSchedules(t.Context(), daily), "Lanekeeper's own")
 	pgtest.Equal(t, pool, 1, `select count(*) from agent_schedules where flow = 'report'`)
-	require.NoError(t, report.SetSchedules(t.Context()))
+	require.NoError(t, limited.SetSchedules(t.Context()))
 	pgtest.Equal(t, pool, 0, `select count(*) from agent_schedules where flow = 'report'`)
 }
 

@@ -27,15 +27,16 @@ type Schedule[In any] struct {
 // is effective within five seconds. At a change to daylight saving, a time that the clocks skip does not happen that
 // day, and a time that they repeat happens twice.
 //
-// Scheduled executions have the defaults of all [FlowOption] values. SetSchedules returns an error for a flow with
-// [MaxLostWorkers] or [ProgressTimeout]; a [Remote] of the same name without options has no such limits.
+// Scheduled executions have the defaults of all [FlowOption] values, so [Interactive] has no effect on them. For a flow
+// with [MaxLostWorkers] or [ProgressTimeout], SetSchedules sets no schedules and returns an error; without arguments it
+// still removes them. A [Remote] of the same name without these options can set schedules.
 func (f Flow[In, Out]) SetSchedules(ctx context.Context, schedules ...Schedule[In]) error {
 	if executions.IsReserved(f.name) {
-		return fmt.Errorf("set the schedules of flow %s: it is Lanekeeper's own, which schedules it itself", f.name)
+		return fmt.Errorf("set the schedules of flow %s: the name is Lanekeeper's own", f.name)
 	}
 	if len(schedules) > 0 && (f.spec.MaxAttempts != 0 || f.spec.ProgressSeconds != 0) {
-		return fmt.Errorf("set the schedules of flow %s: scheduled executions have no MaxLostWorkers and ProgressTimeout; "+
-			"set the schedules with a Remote without these options", f.name)
+		return fmt.Errorf("set the schedules of flow %s: scheduled executions have the default MaxLostWorkers "+
+			"and ProgressTimeout; set the schedules with a Remote without these options", f.name)
 	}
 	err := postgres.InTx(ctx, f.r.pool, func(tx pgx.Tx) error {
 		// Concurrent calls with other schedules would deadlock, or each would miss the other's new rows.
