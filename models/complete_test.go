@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	openai "github.com/sashabaranov/go-openai"
@@ -331,6 +332,21 @@ func TestDensityOfHiddenPrompt(t *testing.T) {
 	observe(100_000, 1_000_000)
 	assert.Equal(t, 1_000_000, reserved(100_000), "more than text can be")
 	assert.Equal(t, 800_400, reserved(200), "a short prompt after that")
+}
+
+// One wrong count of a server would otherwise forbid all later calls, and so its own correction.
+func TestDensityForgetsOverhead(t *testing.T) {
+	t.Parallel()
+	c := client(t, modeltest.New(t))
+	synctest.Test(t, func(t *testing.T) {
+		quote := models.Quote{Model: "m", PromptTokens: 1000}
+		c.ObserveUsage(quote, models.Usage{PromptTokens: 250_000})
+		time.Sleep(9 * time.Minute)
+		c.ObserveUsage(quote, models.Usage{PromptTokens: 1500})
+		assert.Equal(t, 250, math.Round(c.Density(quote)))
+		time.Sleep(2 * time.Minute)
+		assert.Equal(t, 1, c.Density(quote))
+	})
 }
 
 func TestQuoteExceedsUsage(t *testing.T) {

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"encoding/json"
 	"strings"
+	"time"
 )
 
 // Quote is the approximate worst case of one attempt, for a budget reservation.
@@ -155,20 +156,35 @@ func measure(m Message) (e extent) {
 func ceilDiv(a, b int) int { return (a + b - 1) / b }
 
 // density relates the token counts of a model's server to quotes. ratio is the counted tokens per quoted token of a
-// long prompt. overhead is the additional tokens of each prompt, such as those of a hidden system prompt.
-type density struct{ ratio, overhead float64 }
+// long prompt. overhead is the additional tokens of each prompt, such as those of a hidden system prompt. seen is when
+// a prompt last had at least half of it.
+type density struct {
+	ratio, overhead float64
+	seen            time.Time
+}
 
 const (
 	longPrompt = 20_000 // tokens of a quote; the overhead of a shorter prompt may exceed its text
 	maxDensity = 2      // a letter is half a token of a quote, and hardly more than one of a server
+	// overheadTTL is how long an overhead counts. One wrong count may forbid all calls, so that no other corrects it.
+	overheadTTL = 10 * time.Minute
 )
+
+// density returns what is learnt of a model. The caller holds mu.
+func (c *Client) density(model string) density {
+	learnt := c.densities[model]
+	if time.Since(learnt.seen) > overheadTTL {
+		learnt.overhead = 0
+	}
+	return learnt
+}
 
 // Density is the factor by which a budget multiplies a quote, at least 1. It covers what the model's server counted
 // for earlier prompts without images. Density is safe for concurrent use.
 func (c *Client) Density(q Quote) float64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	learnt := c.densities[q.Model]
+	learnt := c.density(q.Model)
 	return max(learnt.ratio, 1) + learnt.overhead/float64(max(q.PromptTokens, 1))
 }
 
@@ -188,10 +204,12 @@ func (c *Client) ObserveUsage(q Quote, u Usage) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	learnt, quoted, counted := c.densities[q.Model], float64(q.PromptTokens), float64(u.PromptTokens)
+	learnt, quoted, counted := c.density(q.Model), float64(q.PromptTokens), float64(u.PromptTokens)
 	if q.PromptTokens >= longPrompt {
 		learnt.ratio = max(learnt.ratio, min((counted-learnt.overhead)/quoted, maxDensity))
 	}
-	learnt.overhead = max(learnt.overhead, counted-quoted*max(learnt.ratio, 1))
+	if extra := counted - quoted*max(learnt.ratio, 1); extra > 0 && extra >= learnt.overhead/2 {
+		learnt.overhead, learnt.seen = max(learnt.overhead, extra), time.Now()
+	}
 	c.densities[q.Model] = learnt
 }
