@@ -160,6 +160,7 @@ func (a *App) drain(work context.Context, stages Stages, server *http.Server) {
 		cancel()
 	}
 	if err != nil {
+		err = errors.Join(err, server.Close())
 		a.Log.WarnContext(work, "requests cut off", "error", err)
 	}
 	a.Log.InfoContext(work, "HTTP stopped", "after", time.Since(began))
