@@ -44,7 +44,7 @@ func (c *Chat) accept(
 	visitor := c.visitorName(r, c.Visitor(r), in.user, token)
 	defer func() {
 		if refusal, ok := errors.AsType[*Refusal](err); ok && refusal.isTemporary() && attemptOf(r) == 0 {
-			c.limits.noteRefusal(visitor)
+			c.limits.noteRefusal(visitor, in.hash)
 		}
 	}()
 	if err = c.allow(r, c.Visitor(r), in.user, token); err != nil {

@@ -70,13 +70,13 @@ func newLimits(perMinute int) *limits {
 // reserve counts a message for a name with share times the usual rate. It returns the wait until the message is
 // allowed; 0: now.
 func (l *limits) reserve(name string, share int) time.Duration {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	v, now := l.visitor(name, share), time.Now()
 	if l.perMinute < 0 {
 		return 0
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	now := time.Now()
-	reservation := l.visitor(name, share).quota.ReserveN(now, 1)
+	reservation := v.quota.ReserveN(now, 1)
 	wait := reservation.DelayFrom(now)
 	if wait > 0 { // a refused message does not use the quota
 		reservation.CancelAt(now)
@@ -86,7 +86,7 @@ func (l *limits) reserve(name string, share int) time.Duration {
 
 // visitor returns the entry of a name, which becomes the latest. The caller holds mu.
 func (l *limits) visitor(name string, share int) *visitor {
-	key := visitorKey(sha256.Sum256([]byte(name)))
+	key := keyOf(name)
 	e := l.visitors[key]
 	if e == nil {
 		n := l.perMinute * share
@@ -101,18 +101,26 @@ func (l *limits) visitor(name string, share int) *visitor {
 	return e.Value.(*visitor)
 }
 
-// noteRefusal notes that the first attempt of a visitor's message was refused.
-func (l *limits) noteRefusal(name string) {
+// noteRefusal notes that the first attempt of a visitor's request was refused. It creates no entry: a client that
+// invents visitors would evict the others.
+func (l *limits) noteRefusal(name, digest string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.visitor(name, 1).refused = time.Now()
+	if e := l.visitors[keyOf(name)]; e != nil {
+		v := e.Value.(*visitor)
+		v.refused, v.refusedAt = digest, time.Now()
+	}
 }
 
-// sinceRefusal returns the time since the last noteRefusal of a name, at most a day.
-func (l *limits) sinceRefusal(name string) time.Duration {
+// sinceRefusal returns the time since the visitor's last refusal, if that refused an equal request. Else it is a day.
+func (l *limits) sinceRefusal(name, digest string) time.Duration {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return min(time.Since(l.visitor(name, 1).refused), 24*time.Hour)
+	e := l.visitors[keyOf(name)]
+	if e == nil || e.Value.(*visitor).refused != digest {
+		return 24 * time.Hour
+	}
+	return time.Since(e.Value.(*visitor).refusedAt)
 }
 
 // maxVisitors bounds the visitors with a rate limiter. The least recently active one is evicted.
@@ -124,10 +132,13 @@ const visitorsPerAddress = 20
 // visitorKey is the digest of a visitor's name, so each entry has a fixed size.
 type visitorKey [sha256.Size]byte
 
+func keyOf(name string) visitorKey { return sha256.Sum256([]byte(name)) }
+
 type visitor struct {
-	key     visitorKey
-	quota   *rate.Limiter
-	refused time.Time // the last first attempt that was refused
+	key       visitorKey
+	quota     *rate.Limiter
+	refused   string // the digest of the last request whose first attempt was refused
+	refusedAt time.Time
 }
 
 // admit admits a turn to the active ones of this process. Its shares are those of the key, of the address, and of the

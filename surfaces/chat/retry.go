@@ -36,7 +36,7 @@ const deliveryNoteTimeout = 5 * time.Second
 //   - Its count is 0, the turn is active, and the first connection or its process is gone.
 //
 // Any other request is a new message: a visitor may send "yes" twice. A client counts its retry of a refused attempt,
-// too. So after this process refused the visitor's first attempt, a counted retry gets no turn of before.
+// too. So after this process refused the first attempt of an equal request, a counted retry gets no turn of before.
 //
 // Two users of one backend may send equal requests. If these name neither thread nor visitor, the address is compared
 // too. Such a turn is shared only if its first connection ended unanswered or belongs to another process. With count 0
@@ -47,7 +47,7 @@ type retry struct {
 	workerID    string // this process
 	trace       string // of this request
 	attempt     int
-	refused     time.Duration // since this process refused a first attempt of the visitor
+	refused     time.Duration // since this process refused a first attempt of an equal request
 	hasThread   bool          // the request names a thread or a visitor
 	isUnary     bool          // not a stream: the client learns its thread with the answer
 	attached    bool          // an earlier turn was found
@@ -75,7 +75,7 @@ func (c *Chat) newRetry(
 	}
 	t := &retry{
 		workerID: worker, trace: string(a.TraceID), attempt: attemptOf(r), isUnary: !stream,
-		refused:   c.limits.sinceRefusal(visitor),
+		refused:   c.limits.sinceRefusal(visitor, digest),
 		hasThread: a.Name != "" || a.Join != "" || a.Secret != "",
 	}
 	parts := []string{a.Owner, a.principal().Proof, a.Name, a.Join, a.Key, r.URL.Path, digest, ""}
@@ -103,7 +103,7 @@ func (t *retry) queueFind(b *pgx.Batch, id *string) {
 		     and case
 		           -- An earlier try of this request attached it by a commit that was not confirmed.
 		           when r.connection = @trace then x.trace_id <> @trace
-		           when @attempt > 0 and r.changed_at < clock_timestamp() - make_interval(secs => @refused) then false
+		           when @attempt > 0 and r.created_at < clock_timestamp() - make_interval(secs => @refused) then false
 		           when @attempt > 0 and r.state = 'delivered'
 		             then r.attempt <= @attempt
 		                  and @named::boolean

@@ -147,19 +147,39 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 	// The response was lost. An immediate retry gets the same answer.
 	got, err = p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "2")...)
 	assert.Truef(t, err == nil && strings.Contains(got, "Three."), "the retry got %s, %v", got, err)
-	// The first attempt of another yes is refused. Its retry does not get the earlier answer.
-	tx, err := w.pool.Begin(t.Context())
-	require.NoError(t, err)
-	_, err = tx.Exec(t.Context(), `select from agent_threads for update`)
-	require.NoError(t, err)
-	refusal, _ := p.post(t, yes, append(inThread("t"), countHeader, "0")...)
-	assert.Equal(t, http.StatusServiceUnavailable, refusal.StatusCode)
-	require.NoError(t, tx.Rollback(t.Context()))
-	w.model.Add(modeltest.Text("After the refusal."))
-	for range 2 { // the answer is lost, too
-		got, err = p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "1")...)
-		assert.Truef(t, err == nil && strings.Contains(got, "After the refusal."), "the retry got %s, %v", got, err)
+	// The first attempt of another yes is refused, while one is answered or later. Its retry does not get that answer.
+	refuse := func(body string) {
+		tx, err := w.pool.Begin(t.Context())
+		require.NoError(t, err)
+		_, err = tx.Exec(t.Context(), `select from agent_threads for update`)
+		require.NoError(t, err)
+		refusal, _ := p.post(t, body, append(inThread("t"), countHeader, "0")...)
+		assert.Equal(t, http.StatusServiceUnavailable, refusal.StatusCode)
+		require.NoError(t, tx.Rollback(t.Context()))
 	}
+	retry := func(want string) {
+		got, err := p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "1")...)
+		assert.Truef(t, err == nil && strings.Contains(got, want), "the retry got %s, %v", got, err)
+	}
+	slow, slowReply := gated()
+	w.model.Add(slowReply, modeltest.Text("After the refusal."))
+	var first errgroup.Group
+	first.Go(func() error {
+		_, err := p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "0")...)
+		return err
+	})
+	testkit.Receive(t, slow.asked)
+	refuse(yes)
+	send(t, slow.pieces, "Slow.")
+	close(slow.pieces)
+	require.NoError(t, first.Wait())
+	pgtest.Until(t, w.pool, 0, `select count(*) from agent_chat_requests where state = 'open'`)
+	retry("After the refusal.")
+	refuse(strings.Replace(yes, "yes", "no", 1))
+	retry("After the refusal.") // the answer was lost, and the refused message was another
+	w.model.Add(modeltest.Text("Again."))
+	refuse(yes)
+	retry("Again.")
 	g, reply := gated()
 	w.model.Add(reply, modeltest.Text("Five."))
 	var group errgroup.Group
@@ -169,7 +189,7 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 			return err
 		})
 	}
-	pgtest.Eventually(t, func() bool { return w.turns(t) == 6 }, "both are taken")
+	pgtest.Eventually(t, func() bool { return w.turns(t) == 8 }, "both are taken")
 	send(t, g.pieces, "Four.")
 	close(g.pieces)
 	assert.NoError(t, group.Wait())
