@@ -131,7 +131,7 @@ func (b *batch) run(ctx context.Context, name string, restart bool) (removed int
 // deletes activity with a policy of 60 days or more by whole months, so it can drop their partitions. It keeps prompts
 // no longer than the rows that they belong to.
 func readState(ctx context.Context, db postgres.DB, name string, restart bool) (state, error) {
-	return postgres.Row[state](ctx, db, "read pass", `
+	s, err := postgres.Row[state](ctx, db, "read pass", `
 		with old as (
 		  select r.kind, case when r.kind = 'hour_counts' then date_trunc('hour', now() - r.keep)
 		                      when r.kind = 'activity' and r.keep >= interval '60 days'
@@ -150,6 +150,10 @@ func readState(ctx context.Context, db postgres.DB, name string, restart bool) (
 		       case when p.restart then clock_timestamp() else p.began_at end as began,
 		       p.restart or p.ended_at is null or p.began_at > p.ended_at as open
 		  from pass p join old o on o.kind = p.kind`, postgres.Strict{"kind": name, "restart": restart})
+	if epoch := time.Unix(0, 0); s.Before != nil && s.Before.Before(epoch) {
+		s.Before = &epoch // agent_uuid7_floor would make the largest id of an earlier time
+	}
+	return s, err
 }
 
 // find reads the next rows of a kind after a cursor.

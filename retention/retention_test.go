@@ -151,6 +151,21 @@ func TestForeverKeepsAllRows(t *testing.T) {
 	assert.NoDiff(t, before, readOracle(t, pool).remaining())
 }
 
+// TestLongestPolicyKeepsAllRows sets policies that reach back before 1970, the smallest time of an id.
+func TestLongestPolicyKeepsAllRows(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	seedRandomState(t, pool, rand.New(rand.NewPCG(1, 2)))
+	pgtest.Exec(t, pool, `update agent_retention set keep = '100 years'`)
+	before := readOracle(t, pool).remaining()
+	done, err := retention.Run(t.Context(), pool, retention.Options{Restart: true})
+	require.NoError(t, err)
+	for _, d := range done {
+		assert.Truef(t, d.Removed == 0 && len(d.Partitions) == 0, "%+v", d)
+	}
+	assert.NoDiff(t, before, readOracle(t, pool).remaining())
+}
+
 func TestSetRejectsInvalidPolicies(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
