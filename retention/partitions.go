@@ -39,14 +39,12 @@ type month struct {
 	Lower, Upper string // bounds of its ids
 	Marked       bool   // agent_activity_retired has the partition
 	Attached     bool
+	Expired      bool // the present policy allows its retirement
 }
 
 // retireMonths retires the old months. It reports whether the pass may prune single rows now. For maxRetirementDays it
 // returns false while a month waits for its retirement, because to prune its rows would cost much more.
 func (o Options) retireMonths(ctx context.Context, pool *pgxpool.Pool, d *Result) (done bool, err error) {
-	if d.Keep == Forever {
-		return false, nil
-	}
 	list, err := retirable(ctx, pool, "")
 	if err != nil {
 		return false, err
@@ -56,9 +54,11 @@ func (o Options) retireMonths(ctx context.Context, pool *pgxpool.Pool, d *Result
 		if err != nil {
 			return false, fmt.Errorf("partition %s: %w", m.Partition, err)
 		}
-		if result == "dropped" {
+		switch result {
+		case "dropped":
 			d.Partitions = append(d.Partitions, m.Partition)
-		} else {
+		case keptByPolicy:
+		default:
 			d.Later = m.Partition + ": " + result
 		}
 	}
@@ -87,8 +87,8 @@ func (o Options) retireMonth(ctx context.Context, pool *pgxpool.Pool, m month) (
 	return drop(ctx, pool, m.Partition)
 }
 
-// retirable lists the months to retire, the oldest first. It lists marked months, and months that the policy allows and
-// no work needs. Last month stays, because housekeeping would create its partition again. A name in only limits the
+// retirable lists the months to retire, the oldest first. It lists marked months, and months that have expired and no
+// work needs. Last month stays, because housekeeping would create its partition again. A name in only limits the
 // list to that partition.
 func retirable(ctx context.Context, db postgres.Beginner, only string) (list []month, err error) {
 	err = inIndexTx(ctx, db, "0", func(tx pgx.Tx) error {
@@ -98,11 +98,12 @@ func retirable(ctx context.Context, db postgres.Beginner, only string) (list []m
 		}
 		rows, err := tx.Query(ctx, `
 			select r.partition, r.lower_id::text as lower, r.upper_id::text as upper, true as marked,
-			       exists (select from agent_activity_partitions p where p.partition = r.partition and not p.leaving) as attached
+			       exists (select from agent_activity_partitions p where p.partition = r.partition and not p.leaving) as attached,
+			       `+expired+` as expired
 			  from agent_activity_retired r
 			 where r.partition = @only or @only = ''
 			union all
-			select p.partition, p.lower_id::text, p.upper_id::text, false, true from agent_activity_partitions p
+			select p.partition, p.lower_id::text, p.upper_id::text, false, true, true from agent_activity_partitions p
 			 where p.upper_id <= case when @before::timestamptz is not null then lanekeeper.agent_uuid7_floor(
 			         least(@before, (date_trunc('month', now() at time zone 'UTC') - interval '1 month') at time zone 'UTC')) end
 			   and not p.leaving and not exists (select from agent_activity_retired r where r.partition = p.partition)
@@ -127,6 +128,9 @@ func retirable(ctx context.Context, db postgres.Beginner, only string) (list []m
 	})
 	return list, err
 }
+
+// expired is the condition that the policy no longer keeps a marked month r; false for a policy of forever.
+const expired = `coalesce(r.upper_id <= lanekeeper.agent_uuid7_floor(@before), false)`
 
 // keepReason returns the reason why a partition must stay; empty if a pass may drop it.
 func keepReason(ctx context.Context, tx pgx.Tx, m month) (reason string, err error) {
@@ -170,6 +174,9 @@ func mark(ctx context.Context, db postgres.Beginner, partition string) (bool, er
 // notDetached is the reason of drop for an attached partition.
 const notDetached = "it is not detached yet"
 
+// keptByPolicy is the reason of drop for a month that a longer policy keeps again.
+const keptByPolicy = "the policy keeps it"
+
 // drop runs dropOrAttach, and retries it while locks block it.
 func drop(ctx context.Context, db postgres.Beginner, partition string) (result string, err error) {
 	for try := 1; ; try++ {
@@ -192,14 +199,19 @@ func drop(ctx context.Context, db postgres.Beginner, partition string) (result s
 	}
 }
 
-// dropOrAttach drops a detached partition, or reattaches a partition that work needs after all. It returns "dropped",
-// or the reason why it did not drop the partition.
+// dropOrAttach drops a detached partition, or reattaches a partition that the policy keeps or work needs after all. It
+// returns "dropped", or the reason why it did not drop the partition.
 func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, error) {
+	s, err := readState(ctx, tx, "activity", false)
+	if err != nil {
+		return "", err
+	}
 	rows, err := tx.Query(ctx, `
 		select r.partition, r.lower_id::text as lower, r.upper_id::text as upper,
-		       exists (select from agent_activity_partitions p where p.partition = r.partition and not p.leaving) as attached
+		       exists (select from agent_activity_partitions p where p.partition = r.partition and not p.leaving) as attached,
+		       `+expired+` as expired
 		  from agent_activity_retired r where r.partition = @partition for update of r skip locked`,
-		postgres.Strict{"partition": partition})
+		postgres.Strict{"partition": partition, "before": s.Before})
 	if err != nil {
 		return "", err
 	}
@@ -215,8 +227,11 @@ func dropOrAttach(ctx context.Context, tx pgx.Tx, partition string) (string, err
 			return result, err
 		}
 	}
-	// No transaction can write to a detached partition. Check again, for rows written before the detachment.
-	reason, err := keepReason(ctx, tx, m)
+	reason := keptByPolicy
+	if m.Expired {
+		// No transaction can write to a detached partition. Check again, for rows written before the detachment.
+		reason, err = keepReason(ctx, tx, m)
+	}
 	switch {
 	case err != nil:
 		return "", err

@@ -157,6 +157,35 @@ func TestPassResumesRetirement(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_activity_retired`))
 }
 
+// TestLongerPolicyKeepsMarkedMonths changes the policy after the first and the second step of a retirement. The present
+// policy decides, and both months return to the log.
+func TestLongerPolicyKeepsMarkedMonths(t *testing.T) {
+	t.Parallel()
+	for _, keep := range []string{"100 years", retention.Forever} {
+		t.Run(keep, func(t *testing.T) {
+			t.Parallel()
+			pool, _ := seedMonths(t)
+			old := attachedPartitions(t, pool, 123)
+			rows := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`)
+			markRetired(t, pool, old[0])
+			markRetired(t, pool, old[1])
+			pgtest.Exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`},
+				" "))
+			pgtest.Exec(t, pool, `select set_agent_retention(jsonb_build_object('activity', $1::text))`, keep)
+			dry, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"activity"}, DryRun: true})
+			assert.Truef(t, err == nil && len(dry) == 1 && len(dry[0].Partitions) == 0, "dry run: %+v, %v", dry, err)
+			done, err := retention.Run(t.Context(), pool, retention.Options{})
+			require.NoError(t, err)
+			for _, d := range done {
+				assert.Truef(t, len(d.Partitions) == 0 && d.Later == "", "%+v", d)
+			}
+			assert.NoDiff(t, old, attachedPartitions(t, pool, 123))
+			assert.Equal(t, rows, pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`))
+			assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_activity_retired`))
+		})
+	}
+}
+
 // TestNeededMonthIsReattached starts an execution that needs a month whose retirement has begun.
 func TestNeededMonthIsReattached(t *testing.T) {
 	t.Parallel()

@@ -84,7 +84,8 @@ func Run(ctx context.Context, pool *pgxpool.Pool, o Options) ([]Result, error) {
 }
 
 // selectPolicies returns the policies of a pass. With the policy forever, it includes executions, for checkpoints that
-// an earlier pass left, and prompts, which are kept no longer than their activity.
+// an earlier pass left, activity, for months whose retirement an earlier pass began, and prompts, which are kept no
+// longer than their activity.
 func (o Options) selectPolicies(ctx context.Context, db postgres.DB) ([]Policy, error) {
 	all, err := Show(ctx, db)
 	if err != nil {
@@ -94,7 +95,7 @@ func (o Options) selectPolicies(ctx context.Context, db postgres.DB) ([]Policy, 
 	var selected []Policy
 	for _, p := range all {
 		byKind[p.Kind] = p
-		if o.Kinds == nil && (p.Keep != Forever || p.Kind == "executions" && !o.DryRun ||
+		if o.Kinds == nil && (p.Keep != Forever || (p.Kind == "executions" || p.Kind == "activity") && !o.DryRun ||
 			p.Kind == "prompts" && byKind["activity"].Keep != Forever) { // Show is sorted by kind
 			selected = append(selected, p)
 		}
@@ -193,7 +194,7 @@ func (o Options) count(ctx context.Context, pool *pgxpool.Pool, d *Result) error
 			return err
 		}
 		for _, m := range months {
-			if m.Attached {
+			if m.Attached && m.Expired {
 				d.Partitions = append(d.Partitions, m.Partition)
 			}
 		}
