@@ -40,8 +40,9 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 		select (select count(*) from (select from agent_workers w
 		         where w.kind = 'process' and w.expires_at > clock_timestamp() limit 1000) x),
 		       (select max(w.expires_at) from agent_workers w where w.kind = 'process'),
-		       coalesce((select e.created_at < clock_timestamp() - @delay::interval from agent_executions e
-		                  where e.status = 'pending' order by e.id limit 1), false),
+		       exists (select from (select e.is_external, e.created_at from agent_executions e
+		                             where e.status = 'pending' order by e.id limit 1000) e
+		                where not e.is_external and e.created_at < clock_timestamp() - @delay::interval),
 		       clock_timestamp()`, postgres.Strict{"delay": overdueAfter}).
 		Scan(&c.workers, &c.lease, &c.queued, &c.now)
 	if err != nil {

@@ -81,8 +81,10 @@ func (c Condition) brokenChannels(concerns func(string) bool) (found []finding) 
 
 // spentBudgets returns the finding of a spent budget.
 func (c Condition) spentBudgets(of *agents.Agent) []finding {
-	text := ""
-	if c.overBudget[""] || of != nil && c.overBudget[of.Name] {
+	text, unknown := "", ""
+	if c.overBudget[""] {
+		text, unknown = "today's budget is spent", c.unknownSpend()
+	} else if of != nil && c.overBudget[of.Name] {
 		text = "today's budget is spent"
 	} else if of == nil && len(c.overBudget) > 0 {
 		text = "today's budget is spent by " + agentsText(c.overBudget)
@@ -92,7 +94,7 @@ func (c Condition) spentBudgets(of *agents.Agent) []finding {
 	}
 	day := c.now.UTC().Format(time.DateOnly)
 	return []finding{{Reason: Reason{
-		Text: text + c.unknownSpend(), Link: "/spend?days=1", keys: []string{text + " " + day},
+		Text: text + unknown, Link: "/spend?days=1", keys: []string{text + " " + day},
 	}}}
 }
 
@@ -156,7 +158,10 @@ func (c Condition) failingReason(f failure, since *time.Time, key string) Reason
 	text, link := f.Kind+" "+human.Cut(60, f.Name)+" failing", SubjectURL(f.Kind, f.Name)
 	switch {
 	case f.Kind == "model" && strings.HasPrefix(f.Class, "budget_"):
-		text, link = "model calls refused by a limit"+c.unknownSpend(), "/spend?days=1"
+		text, link = "model calls refused by a limit", "/spend?days=1"
+		if f.Class == "budget_day" {
+			text += c.unknownSpend()
+		}
 	case f.Kind == "model":
 		text = "model calls failing"
 	}

@@ -508,9 +508,14 @@ func TestQueuedWorkNeedsAProcess(t *testing.T) {
 	pgtest.Exec(t, pool, `insert into agent_schedules (name, flow, surface, agent, cron, timezone, next_run_at)
 		values ('heartbeat', 'heartbeat', 'heartbeat', 'agent', '@daily', 'UTC', now() + interval '1 hour')`)
 	insertExecution(t, pool, "agent", "heartbeat", "completed", "", 60, "")
+	late := `update agent_executions set created_at = now() - interval '3 minutes' where status = 'pending'`
+	rows.Execution(t, pool, "pending", "flow", "external:sum") // no process runs it
+	rows.Quiet(t, pool, `update agent_executions set is_external = true where flow = 'external:sum'`)
+	rows.Quiet(t, pool, late)
+	assert.Equal(t, "working", currentVerdict(t, pool))
 	rows.Execution(t, pool, "pending", "flow", "onboarding")
 	assert.Equal(t, "working", currentVerdict(t, pool))
-	rows.Quiet(t, pool, `update agent_executions set created_at = now() - interval '3 minutes' where status = 'pending'`)
+	rows.Quiet(t, pool, late)
 	assert.Equal(t, "stopped: no process is running </lanes>", currentVerdict(t, pool))
 	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
 	assert.Equal(t, "working", currentVerdict(t, pool))
