@@ -206,14 +206,17 @@ func (w *worker) finish(ctx context.Context, e entry, status, why string) {
 
 const (
 	maxFetches   = 3                // attempts to read the files of a message
-	fetchTimeout = 40 * time.Second // of all files in an attempt; the rest of its time is for the turn
+	fetchTimeout = 40 * time.Second // of all files in the last of them; the rest of its time is for the turn
 )
 
 // fetchFiles reads the files of a message. A file that is empty, or unreadable in maxFetches attempts, becomes a line
 // of the text.
 func (w *worker) fetchFiles(ctx context.Context, e entry) (text string, files []VisitFile, err error) {
-	ctx, cancel := context.WithTimeout(ctx, fetchTimeout)
-	defer cancel()
+	if e.Attempts >= maxFetches {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, fetchTimeout)
+		defer cancel()
+	}
 	text = e.Content
 	fetch := w.fetch(e)
 	for _, f := range e.Files {
