@@ -505,12 +505,12 @@ func TestLateWriteDoesNotHideTheCause(t *testing.T) {
 func TestQueuedWorkNeedsAProcess(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	pgtest.Exec(t, pool, `insert into agent_schedules (name, flow, surface, agent, cron, timezone, next_run_at)
-		values ('heartbeat', 'heartbeat', 'heartbeat', 'agent', '@daily', 'UTC', now() + interval '1 hour')`)
+	pgtest.Exec(t, pool, `
+		insert into agent_schedules (name, flow, surface, agent, cron, timezone, last_run_at, next_run_at)
+		values ('heartbeat', 'heartbeat', 'heartbeat', 'agent', '@daily', 'UTC', now() - interval '1 day', now())`)
 	insertExecution(t, pool, "agent", "heartbeat", "completed", "", 60, "")
 	late := `update agent_executions set created_at = now() - interval '3 minutes' where status = 'pending'`
 	rows.Execution(t, pool, "pending", "flow", "external:sum") // no process runs it
-	rows.Quiet(t, pool, `update agent_executions set is_external = true where flow = 'external:sum'`)
 	rows.Quiet(t, pool, late)
 	assert.Equal(t, "working", currentVerdict(t, pool))
 	rows.Execution(t, pool, "pending", "flow", "onboarding")
