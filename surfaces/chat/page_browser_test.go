@@ -223,6 +223,21 @@ func TestThePageUploadsTheFilesOfAMessageOnce(t *testing.T) {
 	noProblems(t, page)
 }
 
+// The error of a refused file names the file. Long names do not widen the page.
+func TestThePageNamesARefusedFile(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	page := openPage(t, w.process(t), browser.Look{})
+	page.Expect("400")
+	page.Eval(`(setFiles([new File([], "a".repeat(200) + ".csv", { type: "text/csv" })]), 1)`, new(int))
+	fits := `(e => e.scrollWidth <= e.clientWidth)(document.querySelector("%s"))`
+	page.Until("the name is in the composer", fmt.Sprintf(fits, "#attachments li"))
+	submit(page, "How many?")
+	page.Shows(strings.Repeat("a", 200) + ".csv: the document is empty.")
+	page.Until("the name is in the status", fmt.Sprintf(fits, "#status"))
+	noProblems(t, page)
+}
+
 // An edited message keeps its uploads. When they have expired, the page uploads the files again, in the same
 // conversation.
 func TestThePageUploadsAFileAgainWhenItHasExpired(t *testing.T) {
@@ -608,6 +623,7 @@ func TestThePageLeavesNoEmptyAnswerWhenItTriesAgain(t *testing.T) {
 	submit(page, "First")
 	page.Shows("The server cannot be reached.")
 	page.Offline(false)
+	page.Until("the error is gone", `document.querySelector("#status").textContent === ""`)
 	page.Click(".interrupted button")
 	page.Until("the answer is complete", shown+` === "You First | nora One." && document.querySelector("#stop").hidden`)
 	noProblems(t, page)

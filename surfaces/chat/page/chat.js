@@ -113,11 +113,13 @@ function headers() {
   return h;
 }
 
+const unreachable = "The server cannot be reached.";
+
 // call is fetch with an error for people: that of a browser is "Failed to fetch". A request without a signal ends after
 // maxSilence.
 function call(path, init) {
   const timed = { signal: AbortSignal.timeout(maxSilence), ...init };
-  return fetch(path, timed).catch(() => { throw new Error("The server cannot be reached."); });
+  return fetch(path, timed).catch(() => { throw new Error(unreachable); });
 }
 
 async function refusalOf(response) {
@@ -444,7 +446,11 @@ async function upload(text, chosen, signal) {
       form.append("file", file);
       const { "Content-Type": _, ...as } = headers(); // the browser sets it
       const response = await call("/v1/files", { method: "POST", headers: as, body: form, signal });
-      if (!response.ok) throw await refusalOf(response);
+      if (!response.ok) {
+        const refusal = await refusalOf(response);
+        if ([400, 413, 415].includes(refusal.status)) refusal.message = file.name + ": " + refusal.message;
+        throw refusal;
+      }
       uploaded.set(file, (await response.json()).id);
     }
     parts.push({ type: "file", file: { file_id: uploaded.get(file) } });
@@ -683,6 +689,7 @@ byId("close").addEventListener("click", () => window.parent.postMessage({ chat: 
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !composes(event) && options.get("embed") === "button" && (stop.hidden || running?.waiting)) byId("close").click();
 });
+window.addEventListener("online", () => { if (statusLine.textContent === unreachable) setStatus(""); });
 window.addEventListener("hashchange", () => {
   const given = new URLSearchParams(location.hash.slice(1)); // the link to the message box changes the hash, too
   if (given.has("key") || given.has("join")) open();
