@@ -119,8 +119,9 @@ func (r *Registry) Available(ctx context.Context, db postgres.DB, scopes ...stri
 	return r.runnable(ctx, all), nil
 }
 
-// Split divides the skills of [QueueCallable] into enabled skills and skills on trial, and keeps their order. It omits
-// skills that this registry cannot run, and logs them if they are enabled.
+// Split divides the skills of [QueueCallable] into enabled skills and skills on trial, and keeps their order. A skill
+// on trial is disabled, but its next call decides whether it returns to service. Split omits skills that this registry
+// cannot run, and logs them if they are enabled.
 func (r *Registry) Split(ctx context.Context, callable []Skill) (enabled, onTrial []Skill) {
 	for _, s := range callable {
 		switch {
@@ -188,7 +189,7 @@ func (r *Registry) prepare(s Skill) (*prepared, error) {
 	r.mu.Lock()
 	p := r.prepared[s.ID]
 	r.mu.Unlock()
-	if p != nil && s.ID != "" && p.revision == s.Revision {
+	if p != nil && p.revision == s.Revision {
 		return p, nil
 	}
 	compiled, err := compile(s.Parameters())
@@ -226,15 +227,15 @@ func (r *Registry) Invoke(ctx context.Context, c Call) (json.RawMessage, error) 
 	}
 	limited, cancel := context.WithTimeout(ctx, c.Skill.Timeout())
 	defer cancel()
-	result, err := r.recoverPanic(limited, p.handler, c, args)
+	result, err := r.call(limited, p.handler, c, args)
 	if err != nil {
 		return nil, classify(ctx, limited, c, err)
 	}
 	return result, nil
 }
 
-// recoverPanic turns a panic into an error.
-func (r *Registry) recoverPanic(
+// call makes the call and encodes its result. A panic becomes an error.
+func (r *Registry) call(
 	ctx context.Context, h handler, c Call, args map[string]any,
 ) (result json.RawMessage, err error) {
 	defer func() {
@@ -280,7 +281,7 @@ func parseHandler(text string, config json.RawMessage, parameters []string) (han
 	return nil, []error{fmt.Errorf("handler: %q is not a kind of handler; use builtin:, sql:, http:, mcp: or flow:", kind)}
 }
 
-// decodeConfig decodes config into to and rejects unknown fields.
+// decodeConfig decodes config into target and rejects unknown fields.
 func decodeConfig(config json.RawMessage, target any) error {
 	if len(config) == 0 {
 		return nil
