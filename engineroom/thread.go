@@ -43,7 +43,7 @@ type threadSubject struct {
 	turn, seq int64
 }
 
-// openThread finds the thread.
+// openThread finds the thread, sets the subject with the cursor of the conversation, and returns the page's title.
 func (room *Room) openThread(ctx context.Context, req *pageRequest) (string, error) {
 	id := req.path("id")
 	if err := threads.CheckID(id); err != nil {
@@ -101,7 +101,7 @@ func (t threadRecord) Lane() string { return threads.Lane(t.ID) }
 // SummaryShown is the summary, cut.
 func (t threadRecord) SummaryShown() string { return clip(t.Summary, t.SummaryBytes, maxShownText) }
 
-// threadTurn is a running execution that speaks in a thread.
+// threadTurn is an open execution of a thread.
 type threadTurn struct {
 	ID, Flow, Status string
 	Draft            string // the end of the text so far
@@ -113,8 +113,9 @@ type threadTurn struct {
 // maxNearTurns bounds the open executions that the search for those of a thread reads.
 const maxNearTurns = 200
 
-// threadFacts reads the thread with its lane and its open executions. It finds those among the nearest 200 open
-// executions in the order of the index on the thread: for another order, the planner may scan the table.
+// threadFacts reads the thread with its lane and its open executions. The search for these walks the index of open
+// executions from the thread's id downward, so the thread's own come first, and maxNearTurns bounds the walk if it has
+// few. In another order, the planner may scan the table.
 func (room *Room) threadFacts(ctx context.Context, req *pageRequest) (any, error) {
 	id := req.Subject.(threadSubject).ID
 	t, err := postgres.Row[threadRecord](ctx, room.Read, "read thread", `
@@ -163,7 +164,8 @@ type threadMessage struct {
 	Place                                   int64 // in the queue
 }
 
-// messageRowColumns are the columns of threadMessage, of agent_messages m.
+// messageRowColumns are the columns of threadMessage, of agent_messages m. The text has one character more than
+// maxShownText, so that clip sees that it is cut.
 const messageRowColumns = ` m.id::text, m.role, left(m.content, 4001) as text, left(m.channel, 100) as channel,
 	left(m.target, 200) as target, m.status, octet_length(m.content) as bytes, m.turn, m.seq,
 	m.execution_id::text, left(m.trace_id, 200) as trace_id, m.interrupted, m.attempts,
