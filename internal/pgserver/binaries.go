@@ -31,9 +31,10 @@ type Binaries struct {
 
 func (b Binaries) path(name string) string { return filepath.Join(b.Dir, name) }
 
-// FindBinaries returns the newest supported server binaries of the machine. It searches only $AGENT_PG_BIN if that is
-// set. Otherwise it searches the usual folders of Debian, Red Hat, Alpine, Homebrew and Postgres.app, the PATH, and the
-// bundle of an earlier start. getenv is os.Getenv in a process. Without binaries, FindBinaries returns ErrNoBinaries.
+// FindBinaries returns server binaries of the newest supported major version on the machine. It searches only
+// $AGENT_PG_BIN if that is set. Otherwise it searches the usual folders of Debian, Red Hat, Alpine, Homebrew and
+// Postgres.app, the PATH, and the bundle of an earlier start. getenv is os.Getenv in a process. Without binaries,
+// FindBinaries returns ErrNoBinaries.
 func FindBinaries(getenv func(string) string) (Binaries, error) {
 	all, err := findAll(getenv, getenv("AGENT_PG_BIN"))
 	if err != nil {
@@ -42,7 +43,7 @@ func FindBinaries(getenv func(string) string) (Binaries, error) {
 	return all[0], nil
 }
 
-// findAll returns one folder per version, newest first.
+// findAll returns one folder per supported major version, newest first. binDir, if set, excludes all others.
 func findAll(getenv func(string) string, binDir string) ([]Binaries, error) {
 	if binDir != "" {
 		b, err := givenBinaries(binDir)
@@ -149,8 +150,9 @@ func serverEnv() []string {
 	return env
 }
 
-// resolve chooses the newest binaries whose version already has data, or the newest without such data. So another
-// PostgreSQL on the machine does not hide the data. Without binaries on the machine, resolve installs them.
+// resolve chooses the newest binaries whose version already has data, or the newest without such data. So a newer
+// PostgreSQL on the machine does not start without the data of an older one. Without binaries on the machine, resolve
+// installs them.
 func resolve(ctx context.Context, config Config) (Binaries, error) {
 	binDir := config.BinDir
 	if binDir == "" {
@@ -170,7 +172,7 @@ func resolve(ctx context.Context, config Config) (Binaries, error) {
 		return Binaries{}, err
 	}
 	for _, bin := range all {
-		if !config.Ephemeral && hasData(config.Dir, bin.Major) {
+		if !config.Ephemeral && hasDataOf(config.Dir, bin.Major) {
 			return bin, nil
 		}
 	}
@@ -190,7 +192,8 @@ func HasData(dir string) bool {
 	return false
 }
 
-func hasData(dir string, major int) bool {
+// hasDataOf reports whether dir has data of one major version. In contrast to [HasData], a closed folder has none.
+func hasDataOf(dir string, major int) bool {
 	for _, base := range []string{dir, followPointer(dir)} {
 		if base != "" && exists(filepath.Join(base, strconv.Itoa(major), dataDir)) {
 			return true
