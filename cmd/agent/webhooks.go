@@ -145,7 +145,8 @@ in progress stays untouched. A process that runs agent serve or agent dev does t
 	return cmd
 }
 
-// shownEndpoint reports whether this process can read the secrets; the serving process may differ.
+// shownEndpoint is an endpoint with the fault of its secrets as this process reads them: for example missing or too
+// weak. The serving process may read others.
 type shownEndpoint struct {
 	webhooks.Endpoint
 	Path         string `json:"path"`
@@ -177,7 +178,7 @@ func (c *cli) webhookEndpointsCommand() *cobra.Command {
 			}
 			return c.print(pageOf(shown, ""), func(w io.Writer) {
 				writeTable(w, "no endpoints; declare one with kind: webhook and agent apply",
-					[]string{"ENDPOINT", "SCHEME", "STATE", "ACTIONS", "PATH", "SECRETS MISSING HERE"}, rows)
+					[]string{"ENDPOINT", "SCHEME", "STATE", "ACTIONS", "PATH", "SECRETS ERROR"}, rows)
 			})
 		}),
 	}
