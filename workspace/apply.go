@@ -109,9 +109,23 @@ func wrap(what string, err error) error {
 	return fmt.Errorf("%s: %w", what, err)
 }
 
-// Lock serialises applies until the end of tx. If tx is READ COMMITTED, later statements see the previous apply.
+// Lock serialises applies until the end of tx. If tx is READ COMMITTED, later statements see the previous apply. Under
+// a lock_timeout, Lock waits for 30 seconds: an apply takes longer than the rows of a change are locked.
 func Lock(ctx context.Context, tx pgx.Tx) error {
-	_, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('lanekeeper workspace', 0))`)
+	var timeout string
+	err := tx.QueryRow(ctx, `select current_setting('lock_timeout')`).Scan(&timeout)
+	if err == nil && timeout != "0" {
+		_, err = tx.Exec(ctx, `set local lock_timeout = '30s'`)
+	}
+	if err == nil {
+		_, err = tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('lanekeeper workspace', 0))`)
+	}
+	if postgres.Locked(err) {
+		return errors.New("another apply is under way; try again")
+	}
+	if err == nil {
+		_, err = tx.Exec(ctx, `select set_config('lock_timeout', @timeout, true)`, postgres.Strict{"timeout": timeout})
+	}
 	if err != nil {
 		return fmt.Errorf("lock workspace: %w", err)
 	}

@@ -430,3 +430,27 @@ skill: missing
 		assert.Contains(t, problems[i].Error(), want)
 	}
 }
+
+func TestApplyWaitsForAnother(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	first, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = first.Rollback(context.WithoutCancel(t.Context())) }()
+	require.NoError(t, workspace.Lock(t.Context(), first))
+	var group errgroup.Group
+	group.Go(func() error {
+		return postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
+			pgtest.Exec(t, tx, `set local lock_timeout = '1ms'`)
+			err := workspace.Lock(t.Context(), tx)
+			if err == nil {
+				assert.Equal(t, "1ms", pgtest.Value[string](t, tx, `select current_setting('lock_timeout')`))
+			}
+			return err
+		})
+	})
+	pgtest.Until(t, pool, true, `select exists (select from pg_locks where locktype = 'advisory' and not granted
+		and database = (select oid from pg_database where datname = current_database()))`)
+	require.NoError(t, first.Rollback(t.Context()))
+	require.NoError(t, group.Wait())
+}
