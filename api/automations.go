@@ -14,8 +14,8 @@ import (
 func (s *server) automationRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/automations", response: page[automations.Automation]{}, handle: s.listAutomations,
-			about: "Automations, newest first.",
+			method: "GET", path: "/v1/automations", response: page[automations.Listed]{}, handle: s.listAutomations,
+			about: "Automations, newest first, with their due runs.",
 			params: listParams(enumParam("enabled", "Whether it is enabled", "true", "false"),
 				textParam("skill", "Name of the skill"),
 				textParam("source", "Source of the declaration")),
@@ -57,8 +57,8 @@ type automationDetail struct {
 const maxShown = 64 << 10
 
 func (s *server) listAutomations(r request) (response, error) {
-	listing, err := readPage("automations", r.query, func(a automations.Automation) string { return a.ID },
-		func(before string, limit int) ([]automations.Automation, error) {
+	listing, err := readPage("automations", r.query, func(a automations.Listed) string { return a.ID },
+		func(before string, limit int) ([]automations.Listed, error) {
 			return automations.List(r.Context(), s.pool, automations.Filter{
 				Enabled: r.query.flag("enabled"), Skill: r.query["skill"], Source: r.query["source"], Before: before, Limit: limit,
 			})

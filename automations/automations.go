@@ -193,18 +193,50 @@ const automationColumns = `id, name, description, agent, trigger, cron, timezone
 	skill_name, arguments, prompt, flow, max_attempts, enabled, disabled_reason, disabled_by, disabled_at, paused_for,
 	proposed_by, decided_by, revision, next_run_at, last_run_at, last_trace_id, source, created_at, updated_at`
 
+// Listed is an automation with its due runs.
+type Listed struct {
+	Automation
+	RunsDue     int64      `json:"runs_due"`      // counted up to MaxDue
+	OldestDueAt *time.Time `json:"oldest_due_at"` // since when the oldest due run waits; nil without one
+}
+
+// MaxDue bounds the count of an automation's due runs.
+const MaxDue = 10_000
+
+// dueRuns counts the due runs of automation a, up to @max_due: those that wait, and failed ones whose retry is due.
+const dueRuns = `
+	select count(*) as runs_due, min(coalesce(q.retry_at, q.created_at)) as oldest_due_at
+	  from (select r.retry_at, r.created_at
+	          from agent_automation_runs r
+	         where r.automation_id = a.id and r.status in ('due', 'error')
+	           and coalesce(r.retry_at, r.created_at) <= statement_timestamp()
+	         order by coalesce(r.retry_at, r.created_at), r.id limit @max_due) q`
+
 // List returns automations, newest first.
-func List(ctx context.Context, db postgres.DB, f Filter) ([]Automation, error) {
-	return postgres.Rows[Automation](ctx, db, "list automations", `
-		select `+automationColumns+`
-		  from agent_automations
-		 where (@enabled::boolean is null or enabled = @enabled) and (@skill = '' or skill_name = @skill)
-		   and (@source = '' or source = @source) and (@before = '' or id < nullif(@before, '')::uuid)
-		 order by id desc limit @limit`,
+func List(ctx context.Context, db postgres.DB, f Filter) ([]Listed, error) {
+	return postgres.Rows[Listed](ctx, db, "list automations", `
+		select `+automationColumns+`, runs_due, oldest_due_at
+		  from (select *
+		          from agent_automations
+		         where (@enabled::boolean is null or enabled = @enabled) and (@skill = '' or skill_name = @skill)
+		           and (@source = '' or source = @source) and (@before = '' or id < nullif(@before, '')::uuid)
+		         order by id desc limit @limit) a
+		 cross join lateral (`+dueRuns+`) d
+		 order by id desc`,
 		pgx.StrictNamedArgs{
 			"enabled": f.Enabled, "skill": f.Skill, "source": f.Source, "before": f.Before,
-			"limit": postgres.PageSize(f.Limit, defaultPage, maxPage),
+			"limit": postgres.PageSize(f.Limit, defaultPage, maxPage), "max_due": MaxDue,
 		})
+}
+
+// LongestDue returns the enabled automation whose oldest due run waits the longest, or [ErrNotFound] if none is due.
+func LongestDue(ctx context.Context, db postgres.DB) (Listed, error) {
+	return postgres.RowOr[Listed](ctx, db, ErrNotFound, "read the oldest due run", `
+		select `+automationColumns+`, runs_due, oldest_due_at
+		  from agent_automations a
+		 cross join lateral (`+dueRuns+`) d
+		 where enabled and runs_due > 0
+		 order by oldest_due_at, id limit 1`, pgx.StrictNamedArgs{"max_due": MaxDue})
 }
 
 // Get returns one automation by name or id, or [ErrNotFound].

@@ -1,7 +1,9 @@
 package automations_test
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 	"sync"
@@ -17,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -189,6 +192,64 @@ func TestDueAndRemove(t *testing.T) {
 	assert.Truef(t, err == nil && slices.Equal(removed, []string{"later", "not yet"}), "removed %v, %v", removed, err)
 	list, err := automations.List(t.Context(), pool, automations.Filter{Limit: 2})
 	assert.Truef(t, err == nil && len(list) == 2 && list[0].Name == "on event", "got %+v, %v", list, err)
+}
+
+// explainer has the server explain each passing query with its arguments.
+type explainer struct {
+	postgres.DB
+	t     *testing.T
+	plans []string
+}
+
+func (e *explainer) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	e.plans = append(e.plans, strings.Join(pgtest.Column[string](e.t, e.DB, "explain "+sql, args...), "\n"))
+	return e.DB.Query(ctx, sql, args...)
+}
+
+func TestDueRunsAreCountedByIndex(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for _, name := range []string{"slow", "slower", "off", "idle"} {
+		put(t, pool, automations.Definition{Name: name, Event: "e"})
+	}
+	pgtest.Exec(t, pool, `update agent_automations set enabled = false, disabled_by = 'admin' where name = 'off'`)
+	pgtest.Exec(t, pool, `
+		insert into agent_automation_runs (automation_id, cause, scheduled_for, status, retry_at, created_at)
+		select a.id, 'signal', x.at, x.status,
+		       case x.status when 'error'
+		         then '2026-01-30T00:00:00Z'::timestamptz + (x.n - 1) * interval '100 years' end,
+		       x.at + s * interval '1 second'
+		  from agent_automations a
+		  join (values ('slow', 'success', 20000, '2026-01-01T00:00:00Z'::timestamptz),
+		               ('slow', 'due', 30, '2026-02-02T00:00:00Z'), ('slow', 'claimed', 1, '2026-02-01T00:00:00Z'),
+		               ('slower', 'due', 2, '2026-02-01T00:00:00Z'),
+		               ('slower', 'error', 1, '2026-01-01T00:00:00Z'), ('slow', 'error', 2, '2026-01-01T00:00:00Z'),
+		               ('off', 'due', 7, '2026-01-02T00:00:00Z'),
+		               ('idle', 'success', 9, '2026-01-02T00:00:00Z')) as x (name, status, n, at) using (name)
+		 cross join lateral generate_series(1, x.n) s`)
+	pgtest.Exec(t, pool, `analyze agent_automation_runs`)
+	e := &explainer{DB: pool, t: t}
+	list, err := automations.List(t.Context(), e, automations.Filter{})
+	require.NoError(t, err)
+	got := map[string]string{}
+	for _, a := range list {
+		got[a.Name] = fmt.Sprint(a.RunsDue)
+		if a.OldestDueAt != nil {
+			got[a.Name] += " since " + a.OldestDueAt.UTC().Format(time.RFC3339)
+		}
+	}
+	assert.NoDiff(t, map[string]string{
+		"slow": "30 since 2026-02-02T00:00:01Z", "slower": "3 since 2026-01-30T00:00:00Z",
+		"off": "7 since 2026-01-02T00:00:01Z", "idle": "0",
+	}, got)
+	longest, err := automations.LongestDue(t.Context(), e)
+	assert.Truef(t, err == nil && longest.Name == "slower", "got %+v, %v", longest, err)
+	for _, plan := range e.plans {
+		assert.Contains(t, plan, "agent_automation_runs_ready")
+	}
+	pgtest.Exec(t, pool, `update agent_automation_runs set status = 'success'`)
+	_, err = automations.LongestDue(t.Context(), pool)
+	assert.ErrorIs(t, err, automations.ErrNotFound)
 }
 
 func TestOneOfManyClaimersGetsARun(t *testing.T) {

@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -57,12 +58,26 @@ type shownAutomation struct {
 	NextRuns []time.Time `json:"next_runs"`
 }
 
-func shownAutomations(all []automations.Automation) []shownAutomation {
-	shown := make([]shownAutomation, len(all))
+type listedAutomation struct {
+	shownAutomation
+	RunsDue     int64      `json:"runs_due"`
+	OldestDueAt *time.Time `json:"oldest_due_at"`
+}
+
+func listedAutomations(all []automations.Listed) []listedAutomation {
+	listed := make([]listedAutomation, len(all))
 	for i, a := range all {
-		shown[i] = shownAutomation{a, a.Upcoming(3)}
+		listed[i] = listedAutomation{shownAutomation{a.Automation, a.Upcoming(3)}, a.RunsDue, a.OldestDueAt}
 	}
-	return shown
+	return listed
+}
+
+// dueCount formats the count of due runs.
+func dueCount(n int64) string {
+	if n >= automations.MaxDue {
+		return human.Count(n) + "+"
+	}
+	return human.Count(n)
 }
 
 func (a shownAutomation) trigger() string {
@@ -90,19 +105,21 @@ func (a shownAutomation) state() string {
 func (c *cli) automationsListCommand() *cobra.Command {
 	var f automations.Filter
 	cmd := &cobra.Command{
-		Use: "ls", Short: "List automations with their next run, newest first", Args: positionalArgs(0, 0, "no arguments"),
+		Use: "ls", Short: "List automations with their next run and due runs, newest first",
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			page, next, err := readPage(cmd.Context(), s, automations.List, &f, &f.Limit,
-				func(a automations.Automation) string { return a.ID })
+				func(a automations.Listed) string { return a.ID })
 			if err != nil {
 				return err
 			}
-			listed := shownAutomations(page)
+			listed := listedAutomations(page)
 			return printRows(c, listed, next, "no automations; `agent apply DIR` creates some",
-				[]string{"AUTOMATION", "STATE", "TRIGGER", "NEXT", "LAST", "DOES"}, func(a shownAutomation) []string {
+				[]string{"AUTOMATION", "STATE", "TRIGGER", "NEXT", "LAST", "DUE", "OLDEST DUE", "DOES"},
+				func(a listedAutomation) []string {
 					return []string{
 						a.Name, a.state(), truncate(a.trigger(), 50), a.next(), timeOrDash(a.LastRunAt),
-						actionText(a.Automation),
+						dueCount(a.RunsDue), timeOrDash(a.OldestDueAt), actionText(a.Automation),
 					}
 				})
 		}),

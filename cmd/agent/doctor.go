@@ -13,11 +13,13 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/memory"
@@ -31,8 +33,15 @@ import (
 type finding struct {
 	Check  string `json:"check"`
 	OK     bool   `json:"ok"`
+	Warn   bool   `json:"warn"` // the setup is right, but somebody should look at the detail
 	Detail string `json:"detail"`
 }
+
+// warning is the result of a check that is OK with a warning.
+type warning struct{ error }
+
+// maxDueAge is the age of an automation's due run from which a warning names it.
+const maxDueAge = 10 * time.Minute
 
 // verdictCheck is the check of the agent's work. A failing skill is no fault of the installation.
 const verdictCheck = "verdict"
@@ -42,7 +51,7 @@ func (f finding) sign() string {
 	switch {
 	case !f.OK:
 		return "BAD "
-	case f.Check == verdictCheck && !strings.HasPrefix(f.Detail, monitor.Working):
+	case f.Warn, f.Check == verdictCheck && !strings.HasPrefix(f.Detail, monitor.Working):
 		return "WARN"
 	}
 	return "ok  "
@@ -82,8 +91,9 @@ func (c *cli) diagnose(ctx context.Context) []finding {
 		if err != nil {
 			detail = err.Error()
 		}
-		found = append(found, finding{check, err == nil, detail})
-		return err == nil
+		_, warn := errors.AsType[warning](err)
+		found = append(found, finding{check, err == nil || warn, warn, detail})
+		return err == nil || warn
 	}
 	if err := c.loadDevDotEnv(); err != nil {
 		add("configuration", err, "")
@@ -159,6 +169,16 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 		}
 	}
 	add("autonomy", err, autonomy)
+	due, err := automations.LongestDue(ctx, s.Pool)
+	switch {
+	case errors.Is(err, automations.ErrNotFound):
+		err = nil
+	case err == nil && time.Since(*due.OldestDueAt) > maxDueAge:
+		err = warning{fmt.Errorf("%s: %s %s due, the oldest since %s; the runs of an automation are serial; "+
+			"see `agent automations ls`", printable(due.Name), dueCount(due.RunsDue), plural("run", int(due.RunsDue)),
+			formatTime(*due.OldestDueAt))}
+	}
+	add("automations", err, fmt.Sprintf("no run is due for more than %s", human.Duration(maxDueAge)))
 	judge := monitor.Monitor{Agents: app.NewDirectory(s.config), Limits: app.Limits(s.config.Limits)}
 	status, err := judge.Status(ctx, s.Pool)
 	add(verdictCheck, err, verdictText(status))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -48,6 +49,30 @@ func TestDoctor(t *testing.T) {
 			!strings.Contains(got.out+got.err, "hunter2") && strings.Contains(got.out, "BAD  "+name),
 			"bad %s: exit %d, stderr %q, stdout:\n%s", name, got.code, got.err, got.out)
 	}
+}
+
+func TestDoctorWarnsOfOldDueRuns(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p, db := newProgram(t, url), connect(t, url)
+	pgtest.Exec(t, db, `
+		insert into agent_automations (name, skill_name, trigger, event) values ('mail', 'sizes', 'event', 'e')`)
+	due := `insert into agent_automation_runs (automation_id, cause, scheduled_for, status, created_at)
+		select id, 'signal', now() - $1::interval, 'due', now() - $1::interval from agent_automations`
+	pgtest.Exec(t, db, due, "1 second")
+	assert.Contains(t, p.must("doctor"), "ok   automations    no run is due for more than 10 min")
+	pgtest.Exec(t, db, due, "1 day")
+	assert.Contains(t, p.must("doctor"), "WARN automations    mail: 2 runs due, the oldest since ",
+		"see `agent automations ls`")
+	assert.Contains(t, p.must("automations", "ls"), "OLDEST DUE", "  2  ")
+	var all struct {
+		Items []struct {
+			RunsDue     int        `json:"runs_due"`
+			OldestDueAt *time.Time `json:"oldest_due_at"`
+		}
+	}
+	p.mustJSON(&all, "automations", "ls")
+	assert.True(t, len(all.Items) == 1 && all.Items[0].RunsDue == 2 && all.Items[0].OldestDueAt != nil, all)
 }
 
 // doctor must not wait for the lock that blocks everyone. It names the blocking session.
