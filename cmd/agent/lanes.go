@@ -117,9 +117,9 @@ func (s *session) recordSkipped(ctx context.Context, what string, input map[stri
 func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Duration, command []string) error {
 	listener := postgres.NewListener(postgres.Dialer(s.Sessions()), s.log) // reports a lost lane
 	keeper := lanes.NewKeeper(s.Pool, lanes.Options{Listener: listener, Logger: s.log, Disabled: !s.config.LanesEnabled})
-	signal.Reset(os.Interrupt, syscall.SIGTERM)
+	signal.Reset(os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	signals := make(chan os.Signal, 1) // a signal before RunCommand listens must not end the process with the lane held
-	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
+	signal.Notify(signals, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	defer signal.Stop(signals)
 	background, stop := context.WithCancel(context.WithoutCancel(cmd.Context()))
 	var renewing errgroup.Group

@@ -3,8 +3,8 @@
 //
 // main starts the process; run is the program and the entry point of tests. A command prints its result to stdout and
 // everything else to stderr. With --json each result is a JSON document. Exit codes: 0 done, 1 failed, 2 wrong usage or
-// configuration, 3 an eval is undecided, 75 a lane is busy, 130 interrupted. `agent lanes run` returns the code of its
-// command.
+// configuration, 3 an eval is undecided, 75 a lane is busy, 130 interrupted, 141 the output of agent operate was
+// closed. `agent lanes run` returns the code of its command.
 package main
 
 import (
@@ -82,11 +82,14 @@ func (c *cli) execute(ctx context.Context) (err error) {
 	return root.ExecuteContext(ctx)
 }
 
-// signalContext cancels the context at the first SIGINT or SIGTERM and exits at the second.
+// signalContext cancels the context at the first SIGINT, SIGTERM or SIGHUP, and exits at the second.
 func signalContext(ctx context.Context) (context.Context, func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	caught := make(chan os.Signal, 2)
 	signal.Notify(caught, os.Interrupt, syscall.SIGTERM)
+	if !signal.Ignored(syscall.SIGHUP) { // nohup ignores it
+		signal.Notify(caught, syscall.SIGHUP)
+	}
 	done := make(chan struct{})
 	go func() {
 		select {

@@ -4,7 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
+	"os/signal"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -44,12 +48,19 @@ without an answer: the model stalled, or a limit of tokens, money, time or model
 				return usageError("--session: %w", threads.ErrInvalid)
 			}
 			c.talks = true
-			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
+			if c.host == nil && !watch { // a closed pipe must not end the process with the lane held
+				signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
+			}
+			err := c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
 				if watch {
 					return c.watchOperate(ctx, a)
 				}
 				return c.operate(ctx, s, a, operateOptions{id, agent, wait}, args)
 			})
+			if file, ok := errors.AsType[*fs.PathError](err); ok && errors.Is(file, syscall.EPIPE) {
+				return &exitError{exitPipe, nil}
+			}
+			return err
 		},
 	}
 	cmd.Flags().StringVar(&id, "session", "", "continue this session")

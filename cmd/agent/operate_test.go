@@ -6,7 +6,9 @@ import (
 	"encoding/json"
 	"io"
 	"os"
+	"os/exec"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -188,6 +190,54 @@ func TestInterruptEndsSilentPipe(t *testing.T) {
 		t.Error("the interrupted command still waits for its input")
 		inputWriter.Close() // ends the command
 		<-ended
+	}
+}
+
+// A closed pipe or terminal ends the session like ^C, and releases the lane.
+func TestOperateReleasesLaneWhenOutputCloses(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		args  []string
+		close func(cmd *exec.Cmd, out *os.File) error
+		code  int
+	}{
+		"closed pipe": {
+			[]string{"operate", "--json"}, func(_ *exec.Cmd, out *os.File) error { return out.Close() }, exitPipe,
+		},
+		"closed terminal": {
+			[]string{"operate"}, func(cmd *exec.Cmd, _ *os.File) error { return cmd.Process.Signal(syscall.SIGHUP) },
+			exitInterrupted,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			d := newOperateTest(t, modeltest.Text("One."), modeltest.Text("Two."))
+			var errs testkit.Log
+			cmd := exec.Command(os.Args[0], test.args...)
+			cmd.Env = append(append(os.Environ(), asAgent+"=1"), d.environ...)
+			cmd.Stderr = &errs
+			in, err := cmd.StdinPipe()
+			require.NoError(t, err)
+			out, writer, err := os.Pipe()
+			require.NoError(t, err)
+			defer out.Close()
+			cmd.Stdout = writer
+			require.NoError(t, cmd.Start())
+			defer func() { _ = cmd.Process.Kill() }()
+			require.NoError(t, writer.Close())
+			_, err = io.WriteString(in, "Say one.\n")
+			require.NoError(t, err)
+			_, err = out.Read(make([]byte, 1))
+			require.NoError(t, err)
+			require.NoError(t, test.close(cmd, out))
+			if test.code == exitPipe { // the next answer notices it
+				_, err = io.WriteString(in, "Say two.\n")
+				require.NoError(t, err)
+			}
+			_ = cmd.Wait()
+			assert.Equal(t, test.code, cmd.ProcessState.ExitCode(), errs.String())
+			assert.True(t, !d.laneHeld(t), "the lane is held")
+		})
 	}
 }
 

@@ -250,7 +250,7 @@ func (o *operator) runLines(ctx context.Context) error {
 			o.reportError(exitFailed, err)
 			first, err = &exitError{exitFailed, nil}, nil
 		}
-		return true, err
+		return show.err == nil, err
 	})
 	return errors.Join(cmp.Or(err, first), show.err)
 }
