@@ -201,9 +201,13 @@ func (s *server) replay(w http.ResponseWriter, r *http.Request, rt route, prior 
 		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the first request with this %s is still running", keyHeader).
 			Kind("idempotency-key-running", "Still running"), "")
 	case prior.State == "unkept":
+		h, where := prior.header(), ""
+		if thread := h["X-Thread-Id"]; thread != "" {
+			where = "; see thread " + thread
+		}
 		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the request with this %s is done; its streamed response "+
-			"was not stored", keyHeader).
-			Kind("idempotency-key-used", "Already handled"), prior.header()["X-Trace-Id"])
+			"was not stored%s", keyHeader, where).
+			Kind("idempotency-key-used", "Already handled"), h["X-Trace-Id"])
 	default:
 		for name, value := range prior.header() {
 			w.Header().Set(name, value)

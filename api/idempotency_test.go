@@ -184,10 +184,11 @@ func TestStreamIsNotRepeated(t *testing.T) {
 	t.Parallel()
 	var calls atomic.Int64
 	a := withEndpoints(t, countingEndpoint(&calls, func(w http.ResponseWriter, _ *http.Request, _ int64) {
-		w.Header().Set("X-Trace-Id", "ch_7")
 		w.Header().Set("Content-Type", "text/event-stream")
 		fmt.Fprint(w, "data: 1\n\n")
 		w.(http.Flusher).Flush()
+		w.Header().Set("X-Trace-Id", "ch_7") // the stream waited before its turn began
+		w.Header().Set("X-Thread-Id", "th_1")
 		fmt.Fprint(w, "data: 2\n\n")
 	}), api.Endpoint{
 		Method: "POST", Path: "/v1/large", About: "A large answer.", Access: api.Admin, Scope: principals.Operate,
@@ -201,7 +202,7 @@ func TestStreamIsNotRepeated(t *testing.T) {
 	if w := a.postWithKey("/v1/things", "{}", chatKey, "k"); w.Body.String() != "data: 1\n\ndata: 2\n\n" || !w.Flushed {
 		t.Errorf("%d %q, flushed %v", w.Code, w.Body, w.Flushed)
 	}
-	p := a.checkProblem(a.postWithKey("/v1/things", "{}", chatKey, "k"), 409, "stream")
+	p := a.checkProblem(a.postWithKey("/v1/things", "{}", chatKey, "k"), 409, "not stored; see thread th_1")
 	assert.Truef(t, p.TraceID == "ch_7" && calls.Load() == 1, "%+v after %d calls", p, calls.Load())
 	assert.Equal(t, 1800<<10, a.postWithKey("/v1/large", "{}", token, "k").Body.Len(), "bytes arrived")
 	a.checkProblem(a.postWithKey("/v1/large", "{}", token, "k"), 409, "not stored")

@@ -88,7 +88,9 @@ func (a *App) operateEndpoints() []api.Endpoint {
 			Stream:      true, Finite: true,
 			Idempotent: true, Handler: a.Operate.Handler(),
 			About: "Talk to the agent: events start, delta, tool, approval, done, error. With Accept: " +
-				"application/json the response is one document. 409 while another admin holds the lane.",
+				"application/json the response is one document. 409 while another admin holds the lane. Under an " +
+				"Idempotency-Key a turn runs once: a repeated request gets the document again, or for a stream a 409 that " +
+				"names the thread with the answer.",
 		}, {
 			Method: "GET", Path: "/v1/operate/watch", Access: api.Admin, Scope: principals.Operate, ContentType: eventStream,
 			Stream:  true,

@@ -55,8 +55,9 @@ func (s *eventStream) sendEvent(e Event) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if start, first := data.(Start); first && !s.headersSent {
+	if start, ok := data.(Start); ok { // package api stores these headers even if the stream has sent its own
 		s.w.Header().Set("X-Trace-Id", start.TraceID)
+		s.w.Header().Set("X-Thread-Id", start.SessionID)
 	}
 	s.events++
 	s.write(sse.Event{Name: e.Name, Data: strings.TrimSuffix(text.String(), "\n")}.Append(nil))
