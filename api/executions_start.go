@@ -224,6 +224,11 @@ func (s *server) startable(ctx context.Context, flow string, input json.RawMessa
 	if known {
 		return startError(flows.CheckStart(ctx, s.pool, flow, input))
 	}
+	if executions.IsExternal(flow) {
+		return problem.New(http.StatusUnprocessableEntity, "flow %.100q is not for workers outside: name it external, or "+
+			"external:NAME, with a NAME of 1 to 100 letters, digits and ._- that begins with a letter or digit", flow).
+			Kind("unknown-flow", "Unknown flow")
+	}
 	names, err := s.flowNames(ctx)
 	if err != nil {
 		return err
