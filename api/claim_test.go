@@ -151,7 +151,7 @@ func TestInvalidClaimProblems(t *testing.T) {
 		`{"flows":["external"],"owner":"w","wait_seconds":31}`:              "wait_seconds is 31",
 		`{"flows":["external"],"owner":"w","wait_seconds":-1}`:              "wait_seconds is -1",
 		`{"flows":["external"],"owner":"w","ttl_seconds":86401}`:            "ttl_seconds is 86401",
-		`{"flows":["external"],"owner":"w","lock_ids":[""]}`:                "lock_ids[0]",
+		`{"flows":["external"],"owner":"w","lock_ids":["a\u0000"]}`:         "lock_ids[0]",
 		`{"flows":["external"],"owner":"w","until":1}`:                      "until",
 	} {
 		a.checkProblem(a.raw("POST", "/v1/locks", body, asAdmin()), http.StatusBadRequest, words)

@@ -242,7 +242,7 @@ func (b heartbeatsRequest) check() error {
 
 func (b heartbeatsRequest) checkIDs() error {
 	for i, id := range b.LockIDs {
-		if !isLockID(id) {
+		if id != "" && !isLockID(id) { // an empty id is an unknown lock
 			return problem.BadBody("lock_ids[%d] is not the id of a lock", i)
 		}
 	}

@@ -224,7 +224,7 @@ func TestInvalidExternalRequests(t *testing.T) {
 		{"PUT", held, "60", 400, "not a JSON object"},
 		{"PUT", path + "/lock/a%00b", "", 400, "malformed lock id"},
 		{"PUT", "/v1/locks", `{"lock_ids":[]}`, 400, "lock_ids"},
-		{"PUT", "/v1/locks", `{"lock_ids":[""]}`, 400, "lock_ids[0]"},
+		{"PUT", "/v1/locks", `{"lock_ids":["a\u0000b"]}`, 400, "lock_ids[0]"},
 		{"POST", "/v1/executions/x/checkpoints", step(`"step":"a","output":1`), 400, "uuid"},
 		{"POST", nobody + "/checkpoints", step(`"step":"a","output":1`), 404, "no such execution"},
 		{"POST", path + "/checkpoints", step(`"step":"a"`), 400, "output"},
@@ -352,12 +352,12 @@ func TestBatchRenewalReportsCancel(t *testing.T) {
 			CancelRequested bool `json:"cancel_requested"`
 		}
 	}
-	body := fmt.Sprintf(`{"lock_ids":[%q,%q,"gone"]}`, one.LockID, two.LockID)
+	body := fmt.Sprintf(`{"lock_ids":[%q,%q,"gone",""]}`, one.LockID, two.LockID)
 	a.request("PUT", "/v1/locks", body, 200, &got)
 	l := got.Locks
-	assert.Truef(t, len(l) == 3 && l[0].Live && *l[0].ExecutionID == x.ID && *l[0].Status == "running" &&
+	assert.Truef(t, len(l) == 4 && l[0].Live && *l[0].ExecutionID == x.ID && *l[0].Status == "running" &&
 		!l[0].CancelRequested && l[1].Live && l[1].CancelRequested && *l[1].Status == "cancelled" && !l[2].Live &&
-		l[2].ExecutionID == nil && l[2].ExpiresAt == nil, "beats are %+v", l)
+		l[2].ExecutionID == nil && l[2].ExpiresAt == nil && !l[3].Live && l[3].ExecutionID == nil, "beats are %+v", l)
 	a.checkRefusals(y.ID, two.LockID, "cancelled, enough")
 }
 
