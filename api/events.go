@@ -32,11 +32,8 @@ func (s *server) eventRoutes() []route {
 	}
 }
 
-// Limits of an event in bytes.
-const (
-	maxEventKey = 500
-	maxEventID  = 255
-)
+// maxEventID bounds the id of an event in bytes. The database bounds its key, like the key of a wait.
+const maxEventID = 255
 
 // eventRequest is an external event.
 type eventRequest struct {
@@ -62,8 +59,8 @@ func (e eventRequest) check() error {
 	switch {
 	case !slices.Contains(externalEvents(), e.Event):
 		return problem.BadBody("event is %.60q; use %s", e.Event, strings.Join(externalEvents(), ", "))
-	case e.Key == "" || len(e.Key) > maxEventKey || !isPrintableText(e.Key):
-		return problem.BadBody("key must be 1 to %d bytes of text", maxEventKey)
+	case e.Key == "" || !isPrintableText(e.Key):
+		return problem.BadBody("key must be text, and not empty")
 	case len(e.ID) > maxEventID || !isPrintableText(e.ID):
 		return problem.BadBody("id must be at most %d bytes of text", maxEventID)
 	}

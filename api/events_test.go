@@ -89,6 +89,26 @@ func TestRaisedMessageIsInThread(t *testing.T) {
 	pgtest.Equal(t, a.pool, 4, `select count(*) from agent_events where event = 'MESSAGE_RECEIVED'`)
 }
 
+// The longest key of a wait is a key of an event.
+func TestEventEndsWaitWithLongKey(t *testing.T) {
+	t.Parallel()
+	a := runningAgent(t)
+	var x executions.Execution
+	a.request("POST", "/v1/executions", `{"flow":"external"}`, 201, &x)
+	var lock struct {
+		LockID string `json:"lock_id"`
+	}
+	a.request("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"w"}`, 200, &lock)
+	path, key := "/v1/executions/"+x.ID+"/lock/"+lock.LockID, strings.Repeat("k", 2400)
+	wait := `{"status":"waiting","waiting_for":"signature","waiting_key":"` + key
+	a.checkProblem(a.raw("DELETE", path, wait+`k"}`, asAdmin()), 400, "2400 bytes")
+	a.request("DELETE", path, wait+`"}`, 200, &struct{}{})
+	event := `{"event":"SIGNATURE_COMPLETED","key":"` + key
+	a.checkProblem(a.raw("POST", "/v1/events", event+key+`"}`, asAdmin()), 400, "2500 bytes")
+	_, resumed := a.raiseEvent(event+`","data":{"url":"x"}}`, asAdmin())
+	assert.NoDiff(t, []string{x.ID}, resumed)
+}
+
 func TestOnlyExternalEventsCanBeRaised(t *testing.T) {
 	t.Parallel()
 	a := start(t)

@@ -268,7 +268,7 @@ func (room *Room) executionWait(ctx context.Context, req *pageRequest) (any, err
 	w := openWait{ID: req.Subject.(executionSubject).ID}
 	var data string
 	err := room.Read.QueryRow(ctx, `
-		select left(coalesce(e.waiting_for, ''), 200), left(coalesce(e.waiting_key, ''), 1000),
+		select left(coalesce(e.waiting_for, ''), 200), left(coalesce(e.waiting_key, ''), 2500),
 		       left(coalesce(e.waiting_step, ''), 1000), e.waiting_until, e.updated_at, e.wait_number,
 		       left(coalesce(e.waiting_data::text, ''), 8192), octet_length(coalesce(e.waiting_data::text, '')),
 		       coalesce((select k.event from lanekeeper.agent_wait_events k where k.kind = e.waiting_for), '')
@@ -289,8 +289,7 @@ func (room *Room) executionWait(ctx context.Context, req *pageRequest) (any, err
 	switch w.For {
 	case "response", "document", "signature", "test", "event":
 		// A form must send the key unchanged, so a key that the page does not show unchanged has no form.
-		w.Emit = len(w.Key) <= maxEventKey && redact.Text(w.Key, maxValue) == w.Key &&
-			!strings.ContainsFunc(w.Key, isInvisible)
+		w.Emit = redact.Text(w.Key, maxValue) == w.Key && !strings.ContainsFunc(w.Key, isInvisible)
 	}
 	w.Key, w.Step = redact.Text(w.Key, maxValue), redact.Text(w.Step, maxValue)
 	w.Requests, err = postgres.Rows[openRequest](ctx, room.Read, "read open requests", `
@@ -303,9 +302,6 @@ func (room *Room) executionWait(ctx context.Context, req *pageRequest) (any, err
 	}
 	return w, nil
 }
-
-// maxEventKey is the API's bound of an event's key, in bytes.
-const maxEventKey = 500
 
 // executionLane is a lane that an execution holds or has lent.
 type executionLane struct {
