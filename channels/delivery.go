@@ -261,13 +261,13 @@ func (w *worker) recordSend(ctx context.Context, s send, status string, cause er
 	return postgres.InTx(ctx, w.Pool, func(tx pgx.Tx) error {
 		tag, err := tx.Exec(ctx, `
 			update agent_channel_sends
-			   set status = @status, error_message = @error, attempting = @attempting, claim = null,
+			   set status = @status, error_message = @error, parts = @parts, attempting = @attempting, claim = null,
 			       next_attempt_at = clock_timestamp() + make_interval(secs => @pause),
 			       finished_at = case when @status <> 'sending' then clock_timestamp() end
 			 where message_id = @id and attempts = @attempts and status = 'sending'`,
 			postgres.Strict{
 				"id": s.MessageID, "attempts": s.Attempts, "status": status, "error": message(cause), "pause": pause.Seconds(),
-				"attempting": s.Attempting && status == "sending",
+				"parts": append([]string{}, s.Parts...), "attempting": s.Attempting && status == "sending",
 			})
 		if err != nil || tag.RowsAffected() == 0 || status == "sending" {
 			return err

@@ -131,6 +131,20 @@ func TestALostPartWaitsForTheProvider(t *testing.T) {
 	}
 }
 
+// A sent part is not sent again if its first record was lost.
+func TestALostRecordOfAPartDoesNotRepeatIt(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `
+		create function refuse() returns trigger language plpgsql as $$ begin raise 'connection broken'; end $$`)
+	pgtest.Exec(t, pool, `
+		create trigger refuse before update on agent_channel_sends for each row
+		  when (old.attempting and new.claim is not null and not new.attempting) execute function refuse()`)
+	p := &provider{}
+	assert.NoDiff(t, []string{"sending {sent}", "sent {sent}"}, deliverReport(t, pool, p, 0))
+	assert.Equal(t, 1, p.sent, "sends")
+}
+
 // bouncing is a transport whose message bounces before Send returns.
 type bouncing struct {
 	provider
