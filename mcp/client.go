@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
-	"net"
 	"os"
 	"slices"
 	"sync"
@@ -143,10 +142,6 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 	class := skills.ClassNoAnswer
 	if refused, ok := errors.AsType[*skills.CallError](err); ok {
 		class = refused.Class
-	} else if dial, ok := errors.AsType[*net.OpError](err); ok && dial.Op == "dial" {
-		class = skills.ClassUnavailable
-	} else if _, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
-		class = skills.ClassUnavailable
 	}
 	return &skills.CallError{Class: class, Message: message}
 }

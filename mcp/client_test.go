@@ -2,9 +2,11 @@ package mcp_test
 
 import (
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"io"
+	"log"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -193,6 +195,30 @@ func TestStatusOfAGateway(t *testing.T) {
 		status.Store(code)
 		f.wantFailure("echo", `{"text":"a"}`, want, http.StatusText(int(code)))
 	}
+}
+
+// No byte of a call leaves before the TLS handshake, so the call is safe to repeat.
+func TestCallWithoutHandshakeWasNotSent(t *testing.T) {
+	t.Parallel()
+	f := newClientFixture(t, nil)
+	var refuse atomic.Bool
+	s := httptest.NewUnstartedServer(serve(t, tools("")...).Config.Handler)
+	s.Config.ErrorLog = log.New(io.Discard, "", 0)
+	s.TLS = &tls.Config{GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) {
+		if refuse.Load() {
+			return nil, errors.New("no handshake")
+		}
+		return nil, nil
+	}}
+	s.StartTLS()
+	t.Cleanup(s.Close)
+	f.tls = s.Client().Transport.(*http.Transport).TLSClientConfig.Clone()
+	f.restart(nil)
+	f.put(httpServer(s.URL))
+	f.sync()
+	f.mustCall("echo", `{"text":"a"}`)
+	refuse.Store(true)
+	f.wantFailure("echo", `{"text":"a"}`, skills.ClassUnavailable, "tls")
 }
 
 func TestSyncErrorNamesConnectTimeout(t *testing.T) {

@@ -2,6 +2,7 @@ package mcp_test
 
 import (
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -311,6 +312,7 @@ type clientFixture struct {
 	client   *mcp.Client
 	registry *skills.Registry
 	log      testkit.Log
+	tls      *tls.Config
 }
 
 func newClientFixture(t *testing.T, getenv func(string) string) *clientFixture {
@@ -324,7 +326,7 @@ func newClientFixture(t *testing.T, getenv func(string) string) *clientFixture {
 func (f *clientFixture) restart(getenv func(string) string) {
 	f.t.Helper()
 	client := mcp.NewClient(mcp.Options{
-		Pool: f.pool, AllowPrivate: []string{"127.0.0.1"},
+		Pool: f.pool, AllowPrivate: []string{"127.0.0.1"}, TLS: f.tls,
 		Getenv: getenv, Agent: "tester", Logger: slog.New(slog.NewTextHandler(&f.log, nil)),
 	})
 	f.t.Cleanup(client.Close)

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/http/httptrace"
 	"slices"
 	"sync/atomic"
 
@@ -111,7 +112,10 @@ type boundedTransport struct {
 }
 
 func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, error) {
-	request = request.Clone(request.Context())
+	var connected atomic.Bool
+	request = request.Clone(httptrace.WithClientTrace(request.Context(), &httptrace.ClientTrace{
+		GotConn: func(httptrace.GotConnInfo) { connected.Store(true) },
+	}))
 	for name, value := range b.headers {
 		request.Header.Set(name, value)
 	}
@@ -124,6 +128,9 @@ func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, err
 	response, err := b.next.RoundTrip(request)
 	if err != nil {
 		cancel()
+		if _, classified := errors.AsType[*skills.CallError](err); !classified && !connected.Load() {
+			err = &skills.CallError{Class: skills.ClassUnavailable, Message: err.Error()} // no byte of it left
+		}
 		return nil, err
 	}
 	if request.Method == http.MethodPost && slices.Contains(unprocessed, response.StatusCode) {
