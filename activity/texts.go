@@ -50,10 +50,11 @@ func HiddenJSON(value json.RawMessage) json.RawMessage {
 }
 
 // textSkills are the names of calls and notes with texts: a task in words, memory entries, documents, titles of
-// threads, the last messages of a stalled turn, and the output of a rejected write, which may be a model's answer.
+// threads, senders of channels, the last messages of a stalled turn, and the output of a rejected write, which may be a
+// model's answer.
 var textSkills = []string{
 	"add_document", "delegate", "delete_document", "document_read", "memory_forget", "memory_search", "memory_write",
-	"name_thread", "reasoning", "recall", "save_memory", "set_memory", "stale_write",
+	"name_thread", "pair_sender", "reasoning", "recall", "save_memory", "set_memory", "stale_write", "unpair_sender",
 }
 
 // HasTexts reports whether reading input and output of an activity needs the scope threads:read: those of a model call,

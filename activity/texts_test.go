@@ -15,6 +15,8 @@ func TestRowsWithTextsNeedThreadsRead(t *testing.T) {
 		"set_memory":        activity.KindNote,  // an admin's: the replaced value
 		"delete_document":   activity.KindNote,  // an admin's: the document's name
 		"name_thread":       activity.KindNote,  // an admin's: the title
+		"pair_sender":       activity.KindNote,  // an admin's: the sender
+		"unpair_sender":     activity.KindNote,
 	} {
 		assert.Truef(t, activity.HasTexts(kind, skill), "a %s of %s", kind, skill)
 	}
