@@ -34,7 +34,7 @@ const (
 	formCorrection  = "Your answer does not have the form that was asked for: %s. Answer again, with that JSON alone."
 	formCutOff      = "the answer was cut off at its limit of tokens"
 	formFiltered    = "the model's provider withheld the answer"
-	formNotAnswered = "the model declined: %s"
+	formNotAnswered = "the model declined"
 )
 
 var formName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)

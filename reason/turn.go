@@ -196,6 +196,7 @@ func (w *turn) finishForm(ctx context.Context, reply *reply) error {
 		return w.finishText(ctx, "")
 	}
 	answer, problem := w.Form.parse(text)
+	quote := "" // not for the error message, which viewers may read
 	final := true
 	switch {
 	case reply.Cut == string(models.FinishContentFilter):
@@ -205,7 +206,7 @@ func (w *turn) finishForm(ctx context.Context, reply *reply) error {
 	case problem == "":
 		return w.finishText(ctx, answer)
 	case text == "":
-		problem = fmt.Sprintf(formNotAnswered, truncate(reply.Message.Refusal, maxQuote))
+		problem, quote = formNotAnswered, ": "+truncate(reply.Message.Refusal, maxQuote)
 	default:
 		w.emptyAnswers = 0
 		w.malformedAnswers++
@@ -219,7 +220,7 @@ func (w *turn) finishForm(ctx context.Context, reply *reply) error {
 	if err := w.endStalled(ctx, nil, formMismatch+": "+problem, formMismatch+": "+problem); err != nil {
 		return err
 	}
-	w.outcome.Ended, w.outcome.Text = EndedForm, capitalize(formMismatch)+": "+problem+"."
+	w.outcome.Ended, w.outcome.Text = EndedForm, capitalize(formMismatch)+": "+problem+quote+"."
 	return nil
 }
 

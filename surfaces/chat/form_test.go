@@ -86,6 +86,12 @@ func TestServerWithoutStructuredOutputsGetsFormInWords(t *testing.T) {
 
 func quotedIn(s string) string { return strings.Trim(quoted(s), `"`) }
 
+// declined is a refusal of the model in words.
+func declined(words string) modeltest.Reply {
+	return modeltest.Raw(http.StatusOK, "application/json",
+		`{"choices":[{"message":{"role":"assistant","content":null,"refusal":"`+words+`"},"finish_reason":"stop"}]}`)
+}
+
 func TestAnswerWithoutItsFormIsCorrectedOnceAndThenRefused(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -98,6 +104,7 @@ func TestAnswerWithoutItsFormIsCorrectedOnceAndThenRefused(t *testing.T) {
 		"then right":    {[]modeltest.Reply{modeltest.Text("Ulm."), modeltest.Text(city)}, 2, ""},
 		"cut off":       {[]modeltest.Reply{modeltest.Text(`{"population":3,`).WithFinish("length")}, 1, "limit of tokens"},
 		"withheld":      {[]modeltest.Reply{modeltest.Text(city).WithFinish("content_filter")}, 1, "withheld"},
+		"declined":      {[]modeltest.Reply{declined("I will not.")}, 1, "the model declined: I will not"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -117,6 +124,8 @@ func TestAnswerWithoutItsFormIsCorrectedOnceAndThenRefused(t *testing.T) {
 				strings.Contains(f.Message, c.why) && r.Header.Get("X-Should-Retry") == "false", "%d %s", r.StatusCode, body)
 			lines := w.transcript(t, "s")
 			assert.Truef(t, len(lines) == 2 && strings.Contains(lines[1], c.why), "the thread holds %q", lines)
+			assert.Equal(t, 0, pgtest.Value[int](t, w.pool,
+				`select count(*) from agent_activity where error_message like '%I will not%'`), "error messages with the quote")
 		})
 	}
 }
