@@ -31,7 +31,8 @@ type Condition struct {
 	AgentBudgets map[string]Budget
 }
 
-// readCondition reads the condition, without failures and budgets.
+// readCondition reads the condition, without failures and budgets. Pending executions come first in the index of open
+// ones; the order by status makes the planner read that index.
 func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error) {
 	if c.pause, err = executions.CurrentPause(ctx, db); err != nil {
 		return c, err
@@ -40,9 +41,11 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 		select (select count(*) from (select from agent_workers w
 		         where w.kind = 'process' and w.expires_at > clock_timestamp() limit 1000) x),
 		       (select max(w.expires_at) from agent_workers w where w.kind = 'process'),
-		       exists (select from (select e.is_external, e.created_at from agent_executions e
-		                             where e.status = 'pending' order by e.id limit 1000) e
-		                where not e.is_external and e.created_at < clock_timestamp() - @delay::interval),
+		       exists (select from (select e.status, e.is_external, e.created_at from agent_executions e
+		                             where e.status in ('pending', 'running', 'waiting')
+		                             order by e.status, e.id limit 1000) e
+		                where e.status = 'pending' and not e.is_external
+		                  and e.created_at < clock_timestamp() - @delay::interval),
 		       clock_timestamp()`, postgres.Strict{"delay": overdueAfter}).
 		Scan(&c.workers, &c.lease, &c.queued, &c.now)
 	if err != nil {
