@@ -54,7 +54,7 @@ func awaitChild(t *testing.T, pool *pgxpool.Pool, parent string) (id string) {
 	return id
 }
 
-// Cancelling a child by plain SQL does not resume its parent. The sweep resumes it.
+// The sweep resumes the parent of a child that plain SQL cancelled.
 func TestSweepResumesParents(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -255,7 +255,7 @@ func TestChildIsStartedOnce(t *testing.T) {
 	pgtest.Equal(t, pool, 1, `select count(*) from agent_executions where parent_id = @id`, postgres.Strict{"id": x.ID})
 }
 
-// A child that ends without a running process makes its parent ready.
+// If a child ends without a running process, resume_agent_waiters or the sweep makes its parent ready.
 func TestParentBecomesReadyWithoutEngine(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
