@@ -23,7 +23,7 @@ var turnStart = regexp.MustCompile(`hashtextextended\('chat |lanekeeper\.acquire
 type sender struct {
 	text string
 	send func(s *testEnv, a *agent) // returns at the end of the answer or of the connection
-	// again sends the message once more, if necessary, and waits for a chat's answer.
+	// resend sends the message once more, if necessary, and waits for a chat's answer.
 	resend func(s *testEnv, a *agent)
 }
 
