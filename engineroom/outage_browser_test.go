@@ -165,6 +165,9 @@ func TestFormIsNotSentAfterLogin(t *testing.T) {
 	p.Click("button[value=approve]")
 	p.Shows("Not sent. The login has ended.")
 	p.Until("the reason stays", `document.querySelector("form.decide [name=reason]").value === "looks right"`)
+	revoked.Store(false) // a new login in another tab
+	p.Click("button[value=approve]")
+	pgtest.Until(t, pool, "approved looks right", `select status || ' ' || reason from agent_approvals`)
 }
 
 // A page that the viewer may no longer open says so.

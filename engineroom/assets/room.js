@@ -316,11 +316,15 @@
       fields(form).forEach((field, i) => { field[field.type === "checkbox" ? "checked" : "value"] = values[i]; });
     }
   }
-  document.addEventListener("submit", (e) => {
+  document.addEventListener("submit", async (e) => {
     const form = e.target;
     if (form.method !== "post") return;
     if (loggedOut || dead && !reached) { // the browser would leave the page for its error page, or for the login
       e.preventDefault();
+      if (loggedOut && await fetch(page.live, { method: "HEAD" }).then((answer) => answer.ok, () => false)) {
+        loggedOut = false; // in another tab, there is a new login
+        return form.requestSubmit(e.submitter);
+      }
       unsent.textContent = "Not sent. " + (loggedOut ? "The login has ended" : $("disconnected").textContent) + ".";
       return form.append(unsent);
     }
