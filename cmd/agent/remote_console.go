@@ -91,7 +91,7 @@ func (r *remoteCall) turn(
 		return printableText(cmp.Or(r.interrupted, "cancelled"))
 	}
 	var asked commandFrame
-	var answers <-chan string
+	var answers, late <-chan string // lines that answer, and lines that come after somebody else's decision
 	for {
 		select {
 		case err := <-ended:
@@ -110,13 +110,18 @@ func (r *remoteCall) turn(
 			r.infof("%s", message)
 			return nil
 		case asked = <-r.asks:
-			if answers != nil { // somebody else decided
+			if answers != nil {
 				fmt.Fprintln(r.out)
+				r.infof("somebody else decided")
+				late = lines
 			}
 			if answers = nil; asked.Ask != "" {
-				answers = lines
+				answers, late = lines, nil
 				fmt.Fprint(r.out, approvalQuestion)
 			}
+		case <-late: // it was typed for the approval, and is no message
+			r.infof("not sent: the approval is already decided")
+			late = nil
 		case line, more := <-answers:
 			if len(r.asks) > 0 {
 				continue // the question has ended

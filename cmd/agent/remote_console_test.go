@@ -243,6 +243,8 @@ func TestRemoteQuestionEndsWithDecisionElsewhere(t *testing.T) {
 	require.NoError(t, err)
 	call := &remoteCall{cli: c, server: server, token: c.environ["AGENT_TOKEN"]}
 	lines, ended := make(chan string), make(chan error, 1)
+	release := sync.OnceFunc(func() { close(proceed) })
+	t.Cleanup(release)
 	go func() {
 		ended <- call.turn(t.Context(), nil, lines, commandRequest{
 			Args: []string{"operate", "--session", "ses_1", "Wipe."}, ErrTerminal: true, Asks: true,
@@ -252,14 +254,17 @@ func TestRemoteQuestionEndsWithDecisionElsewhere(t *testing.T) {
 	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
 	_, err = approvals.Decide(t.Context(), d.pool, id, true, "admin", "")
 	require.NoError(t, err)
-	pgtest.Eventually(t, func() bool { return strings.Contains(shown.String(), "✓ wipe") }, "the turn continues")
+	pgtest.Eventually(t, func() bool {
+		return strings.Contains(shown.String(), "somebody else decided") && strings.Contains(shown.String(), "✓ wipe")
+	}, "the turn continues")
 	select {
-	case lines <- "":
-	default: // the turn reads no line
+	case lines <- "y":
+	case err := <-ended:
+		t.Fatalf("the turn ended: %v", err)
 	}
-	close(proceed)
+	release()
 	require.NoError(t, <-ended)
-	assert.Contains(t, shown.String(), "It is over.")
+	assert.Contains(t, shown.String(), "not sent: the approval is already decided", "It is over.")
 	pgtest.Equal(t, d.pool, "completed", `select status::text from agent_executions where flow = 'operate'`)
 }
 
