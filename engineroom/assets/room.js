@@ -322,7 +322,7 @@
     if (loggedOut || dead && !reached) { // the browser would leave the page for its error page, or for the login
       e.preventDefault();
       if (loggedOut && await fetch(page.live, { method: "HEAD" }).then((answer) => answer.ok, () => false)) {
-        loggedOut = false; // in another tab, there is a new login
+        [loggedOut, reached] = [false, true]; // in another tab, there is a new login
         return form.requestSubmit(e.submitter);
       }
       unsent.textContent = "Not sent. " + (loggedOut ? "The login has ended" : $("disconnected").textContent) + ".";
