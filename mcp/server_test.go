@@ -387,10 +387,14 @@ func TestStaleAnswerIsNotGiven(t *testing.T) {
 		approve      bool
 		answered     bool
 	}{
-		{"recent answer", `update agent_executions set completed_at = completed_at - interval '23 hours' where id = $1`,
-			true, true},
-		{"old answer", `update agent_executions set completed_at = completed_at - interval '25 hours' where id = $1`,
-			true, false},
+		{
+			"recent answer", `update agent_executions set completed_at = completed_at - interval '23 hours' where id = $1`,
+			true, true,
+		},
+		{
+			"old answer", `update agent_executions set completed_at = completed_at - interval '25 hours' where id = $1`,
+			true, false,
+		},
 		{"no decision", `update agent_executions set waiting_until = clock_timestamp() where id = $1`, false, false},
 	} {
 		args := map[string]int{"a": i, "b": 100}

@@ -169,16 +169,7 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 		}
 	}
 	add("autonomy", err, autonomy)
-	due, err := automations.LongestDue(ctx, s.Pool)
-	switch {
-	case errors.Is(err, automations.ErrNotFound):
-		err = nil
-	case err == nil && time.Since(*due.OldestDueAt) > maxDueAge:
-		err = warning{fmt.Errorf("%s: %s %s due, the oldest since %s; the runs of an automation are serial; "+
-			"see `agent automations ls`", printable(due.Name), dueCount(due.RunsDue), plural("run", int(due.RunsDue)),
-			formatTime(*due.OldestDueAt))}
-	}
-	add("automations", err, fmt.Sprintf("no run is due for more than %s", human.Duration(maxDueAge)))
+	diagnoseAutomations(ctx, s, add)
 	judge := monitor.Monitor{Agents: app.NewDirectory(s.config), Limits: app.Limits(s.config.Limits)}
 	status, err := judge.Status(ctx, s.Pool)
 	add(verdictCheck, err, verdictText(status))
@@ -192,6 +183,20 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	diagnoseChannels(ctx, s, add)
 	c.diagnoseNamed(ctx, s, add)
 	diagnoseEmbedding(ctx, s, add)
+}
+
+// diagnoseAutomations warns of runs that are due for long.
+func diagnoseAutomations(ctx context.Context, s *session, add func(string, error, string) bool) {
+	due, err := automations.LongestDue(ctx, s.Pool)
+	switch {
+	case errors.Is(err, automations.ErrNotFound):
+		err = nil
+	case err == nil && time.Since(*due.OldestDueAt) > maxDueAge:
+		err = warning{fmt.Errorf("%s: %s %s due, the oldest since %s; the runs of an automation are serial; "+
+			"see `agent automations ls`", printable(due.Name), dueCount(due.RunsDue), plural("run", int(due.RunsDue)),
+			formatTime(*due.OldestDueAt))}
+	}
+	add("automations", err, fmt.Sprintf("no run is due for more than %s", human.Duration(maxDueAge)))
 }
 
 // verdictText returns the verdict, with the newest error of each failing subject.

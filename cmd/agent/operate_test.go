@@ -205,7 +205,8 @@ func TestOperateReleasesLaneWhenOutputCloses(t *testing.T) {
 			[]string{"operate", "--json"}, func(_ *exec.Cmd, out *os.File) error { return out.Close() }, exitPipe,
 		},
 		"closed terminal": {
-			[]string{"operate"}, func(cmd *exec.Cmd, _ *os.File) error { return cmd.Process.Signal(syscall.SIGHUP) },
+			[]string{"operate"},
+			func(cmd *exec.Cmd, _ *os.File) error { return cmd.Process.Signal(syscall.SIGHUP) },
 			exitInterrupted,
 		},
 	} {
