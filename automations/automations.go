@@ -203,14 +203,15 @@ type Listed struct {
 // MaxDue bounds the count of an automation's due runs.
 const MaxDue = 10_000
 
-// dueRuns counts the due runs of automation a, up to @max_due: those that wait, and failed ones whose retry is due.
-const dueRuns = `
-	select count(*) as runs_due, min(coalesce(q.retry_at, q.created_at)) as oldest_due_at
-	  from (select r.retry_at, r.created_at
-	          from agent_automation_runs r
-	         where r.automation_id = a.id and r.status in ('due', 'error')
-	           and coalesce(r.retry_at, r.created_at) <= statement_timestamp()
-	         order by coalesce(r.retry_at, r.created_at), r.id limit @max_due) q`
+// joinDueRuns joins automation a with its due runs, counted up to @max_due: those that wait, and failed ones whose
+// retry is due.
+const joinDueRuns = ` cross join lateral (
+	  select count(*) as runs_due, min(coalesce(q.retry_at, q.created_at)) as oldest_due_at
+	    from (select r.retry_at, r.created_at
+	            from agent_automation_runs r
+	           where r.automation_id = a.id and r.status in ('due', 'error')
+	             and coalesce(r.retry_at, r.created_at) <= statement_timestamp()
+	           order by coalesce(r.retry_at, r.created_at), r.id limit @max_due) q) d`
 
 // List returns automations, newest first.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Listed, error) {
@@ -220,8 +221,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Listed, error) {
 		          from agent_automations
 		         where (@enabled::boolean is null or enabled = @enabled) and (@skill = '' or skill_name = @skill)
 		           and (@source = '' or source = @source) and (@before = '' or id < nullif(@before, '')::uuid)
-		         order by id desc limit @limit) a
-		 cross join lateral (`+dueRuns+`) d
+		         order by id desc limit @limit) a `+joinDueRuns+`
 		 order by id desc`,
 		pgx.StrictNamedArgs{
 			"enabled": f.Enabled, "skill": f.Skill, "source": f.Source, "before": f.Before,
@@ -233,8 +233,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Listed, error) {
 func LongestDue(ctx context.Context, db postgres.DB) (Listed, error) {
 	return postgres.RowOr[Listed](ctx, db, ErrNotFound, "read the oldest due run", `
 		select `+automationColumns+`, runs_due, oldest_due_at
-		  from agent_automations a
-		 cross join lateral (`+dueRuns+`) d
+		  from agent_automations a `+joinDueRuns+`
 		 where enabled and runs_due > 0
 		 order by oldest_due_at, id limit 1`, pgx.StrictNamedArgs{"max_due": MaxDue})
 }
