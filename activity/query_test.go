@@ -105,7 +105,7 @@ func TestLongTraceIsTruncated(t *testing.T) {
 	var text strings.Builder
 	require.NoError(t, activity.WriteStory(&text, story, false))
 	assert.True(t, strings.Contains(text.String(),
-		"only the first 20000 activities are shown; see agent activity ls --trace hb_01JD3V7K"), "the end of the story")
+		"only the first 20000 activities are shown; see `agent activity ls --trace hb_01JD3V7K"), "the end of the story")
 }
 
 // Other programs write rows too, with any JSON.

@@ -26,7 +26,8 @@ func WriteStory(w io.Writer, t Trace, colour bool) error {
 		s.write(out, l)
 	}
 	if t.Truncated {
-		fmt.Fprintf(out, "only the first %d activities are shown; see agent activity ls --trace %s\n", len(t.Activities), t.TraceID)
+		fmt.Fprintf(out, "only the first %d activities are shown; see `agent activity ls --trace %s`\n",
+			len(t.Activities), t.TraceID)
 	}
 	if t.RootCause != nil {
 		fmt.Fprintf(out, "root cause: %s\n", s.paint(t.RootCause.String(), red))

@@ -32,7 +32,7 @@ func (s *server) eventRoutes() []route {
 	}
 }
 
-// maxEventID bounds the id of an event in bytes. The database bounds its key, like the key of a wait.
+// maxEventID bounds the id of an event in bytes. The database bounds the key of the event.
 const maxEventID = 255
 
 // eventRequest is an external event.

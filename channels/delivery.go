@@ -189,8 +189,8 @@ func (w *worker) part(s send, parts []string) Message {
 	return m
 }
 
-// settleLost decides whether the part of an interrupted attempt was sent. Without a [Finder], or if that will never
-// tell, it counts as maybe sent. An error leaves the question to the next attempt.
+// settleLost decides whether the part of an interrupted attempt was sent. Without a [Finder], or if the Finder fails
+// for good, the part counts as maybe sent. After a returned error, the next attempt asks again.
 func (w *worker) settleLost(ctx context.Context, s *send, m Message) (err error) {
 	id, found := "", true
 	if finder, ok := w.transport.(Finder); ok {

@@ -206,7 +206,7 @@ func (w *worker) finish(ctx context.Context, e entry, status, why string) {
 
 const (
 	maxFetches   = 3                // attempts to read the files of a message
-	fetchTimeout = 40 * time.Second // of all files in the last of them; the rest of its time is for the turn
+	fetchTimeout = 40 * time.Second // for all files in the last attempt; its remaining time is for the turn
 )
 
 // fetchFiles reads the files of a message. A file that is empty, or unreadable in maxFetches attempts, becomes a line

@@ -85,7 +85,7 @@ func newCode() string {
 
 // checkSender reports whether the sender of a message is paired. An unknown sender gets a code, at most once in
 // codeTTL, and none while maxPending others have one. A code that the provider refused to send does not count. A
-// repeated attempt replaces the code, because the earlier attempt may have ended before it sent that.
+// repeated attempt replaces the code, because the earlier attempt may have ended before it sent its code.
 func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err error) {
 	code := newCode()
 	issued, full := false, false

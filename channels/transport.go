@@ -135,7 +135,7 @@ func (e *SendError) Unwrap() error { return e.Err }
 // NotSent returns the error of a part that certainly was not sent. The worker tries it again.
 func NotSent(err error) error { return &SendError{Err: err} }
 
-// Do sends a request with client. If it got no connection, so that nothing of the request left, the error is [NotSent].
+// Do sends a request with client. If client got no connection, no byte was sent, and the error is that of [NotSent].
 func Do(client *http.Client, r *http.Request) (*http.Response, error) {
 	var connected atomic.Bool
 	trace := &httptrace.ClientTrace{GotConn: func(httptrace.GotConnInfo) { connected.Store(true) }}

@@ -139,7 +139,7 @@ func TestFormIsNotSentWhileDisconnected(t *testing.T) {
 }
 
 // After the end of the login a form is not sent, so what was typed stays.
-func TestFormIsNotSentAfterLogin(t *testing.T) {
+func TestFormIsNotSentAfterLoginEnds(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	insertApproval(t, pool, "pending", `{"amount": 5}`, 5)

@@ -59,7 +59,7 @@ func ExampleBusyError() {
 	// true
 }
 
-// exampleTB gives an example, which has no testing.TB, what pgtest needs of one.
+// exampleTB is a testing.TB for an example, with the methods that pgtest calls.
 type exampleTB struct {
 	testing.TB
 

@@ -129,7 +129,7 @@ func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, err
 	if err != nil {
 		cancel()
 		if _, classified := errors.AsType[*skills.CallError](err); !classified && !connected.Load() {
-			err = &skills.CallError{Class: skills.ClassUnavailable, Message: err.Error()} // no byte of it left
+			err = &skills.CallError{Class: skills.ClassUnavailable, Message: err.Error()} // no byte was sent
 		}
 		return nil, err
 	}

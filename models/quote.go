@@ -157,7 +157,7 @@ func ceilDiv(a, b int) int { return (a + b - 1) / b }
 
 // density relates the token counts of a model's server to quotes. ratio is the counted tokens per quoted token of a
 // long prompt. overhead is the additional tokens of each prompt, such as those of a hidden system prompt. seen is when
-// a prompt last had at least half of it.
+// a prompt last had at least half of the overhead.
 type density struct {
 	ratio, overhead float64
 	seen            time.Time
@@ -166,7 +166,7 @@ type density struct {
 const (
 	longPrompt = 20_000 // tokens of a quote; the overhead of a shorter prompt may exceed its text
 	maxDensity = 2      // a letter is half a token of a quote, and hardly more than one of a server
-	// overheadTTL is how long an overhead counts. One wrong count may forbid all calls, so that no other corrects it.
+	// overheadTTL is how long an overhead counts. Without it, one wrong count could forbid every call that corrects it.
 	overheadTTL = 10 * time.Minute
 )
 

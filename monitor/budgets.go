@@ -29,7 +29,7 @@ func (b Budget) Share() float64 {
 	return b.Spent / b.Limit
 }
 
-// Text writes an amount in the unit of the budget.
+// Text formats an amount in the unit of the budget.
 func (b Budget) Text(amount float64) string {
 	if b.Unit == "usd" {
 		return human.Money(amount)

@@ -19,7 +19,7 @@ type Condition struct {
 	pause        executions.Pause
 	workers      int64 // processes with a live lease
 	lease        *time.Time
-	queued       bool // an execution is pending for longer than overdueAfter
+	queued       bool // an execution, not for outside workers, has been pending for longer than overdueAfter
 	beats        []Beat
 	disabled     []disabledSkill
 	stuck        []stuckWork
@@ -179,6 +179,6 @@ type stuckWork struct {
 const (
 	maxBeats     = 1000             // heartbeats that are read
 	countLimit   = 1001             // the smallest count that is written as "1,000+"
-	overdueAfter = 2 * time.Minute  // maximum delay of a due heartbeat
+	overdueAfter = 2 * time.Minute  // maximum delay of a due heartbeat or a pending execution
 	stuckAfter   = 15 * time.Minute // maximum time of a hold while others wait
 )

@@ -1,8 +1,8 @@
 -- Failures since @since (the last day): executions that failed or timed out, at most @max_executions of each, then calls of skills,
 -- other actions and models, at most @max_calls of a name. An execution whose call a person rejected did not fail. Evals do not count:
 -- of the broken executions the newest @max_scanned are searched for others.
--- inner_message is the last error inside an execution, except the note of a late write. It is also the deepest error, because an action begins after the
--- action that contains it.
+-- inner_message is the last error inside an execution, except of a rejected write (class stale). It is also the deepest
+-- error, because an action begins after the action that contains it.
 with rejected as materialized (select lanekeeper.agent_rejected_executions(@rejections) as id),
 broken as materialized (
   select x.* from (

@@ -98,7 +98,7 @@ func (c Condition) spentBudgets(of *agents.Agent) []finding {
 	}}}
 }
 
-// unknownSpend tells how much of the day's limit no provider reported; empty for nothing.
+// unknownSpend describes the unknown part of the day's spend; empty without one.
 func (c Condition) unknownSpend() string {
 	for _, b := range c.Budgets {
 		if b.Scope == "day" && b.Limit > 0 && b.Unknown > 0 {

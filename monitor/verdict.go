@@ -15,7 +15,8 @@ import (
 // Verdict is the judgement whether the agent works.
 //
 // Stopped: autonomous work is paused, or no process has a live lease (agent_workers). The latter does not count if a
-// heartbeat finished within its period and no execution is pending for more than 2 minutes.
+// heartbeat finished within its period and no execution has been pending for more than 2 minutes. Executions for
+// outside workers do not count.
 //
 // Degraded, otherwise: at least one of
 //

@@ -151,7 +151,7 @@ func readState(ctx context.Context, db postgres.DB, name string, restart bool) (
 		       p.restart or p.ended_at is null or p.began_at > p.ended_at as open
 		  from pass p join old o on o.kind = p.kind`, postgres.Strict{"kind": name, "restart": restart})
 	if epoch := time.Unix(0, 0); s.Before != nil && s.Before.Before(epoch) {
-		s.Before = &epoch // agent_uuid7_floor would make the largest id of an earlier time
+		s.Before = &epoch // for an earlier time, agent_uuid7_floor would overflow to a very large id
 	}
 	return s, err
 }

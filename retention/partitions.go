@@ -87,9 +87,9 @@ func (o Options) retireMonth(ctx context.Context, pool *pgxpool.Pool, m month) (
 	return drop(ctx, pool, m.Partition)
 }
 
-// retirable lists the months to retire, the oldest first. It lists marked months, and months that have expired and no
-// work needs. Last month stays, because housekeeping would create its partition again. A name in only limits the
-// list to that partition.
+// retirable lists the months to retire, the oldest first. It lists marked months, and expired months that no work
+// needs. Last month stays, because housekeeping would create its partition again. If only is set, the list has at most
+// that partition.
 func retirable(ctx context.Context, db postgres.Beginner, only string) (list []month, err error) {
 	err = inIndexTx(ctx, db, "0", func(tx pgx.Tx) error {
 		s, err := readState(ctx, tx, "activity", false)

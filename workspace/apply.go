@@ -109,8 +109,8 @@ func wrap(what string, err error) error {
 	return fmt.Errorf("%s: %w", what, err)
 }
 
-// Lock serialises applies until the end of tx. If tx is READ COMMITTED, later statements see the previous apply. Under
-// a lock_timeout, Lock waits for 30 seconds: an apply takes longer than the rows of a change are locked.
+// Lock serialises applies until the end of tx. If tx is READ COMMITTED, later statements see the previous apply. If tx
+// has a lock_timeout, Lock replaces it by 30 seconds while it waits, because an apply takes longer than a usual lock.
 func Lock(ctx context.Context, tx pgx.Tx) error {
 	var timeout string
 	err := tx.QueryRow(ctx, `select current_setting('lock_timeout')`).Scan(&timeout)

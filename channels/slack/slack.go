@@ -63,7 +63,7 @@ func Open(c channels.Config) (channels.Transport, error) {
 	}
 	client := *cmp.Or(c.Client, http.DefaultClient)
 	client.Timeout = callTimeout
-	options := []slack.Option{slack.OptionHTTPClient(caller{&client}), slack.OptionAppLevelToken(c.Secrets["app_token"])}
+	options := []slack.Option{slack.OptionHTTPClient(doer{&client}), slack.OptionAppLevelToken(c.Secrets["app_token"])}
 	if base := c.Channel.Settings["base_url"]; base != "" {
 		options = append(options, slack.OptionAPIURL(strings.TrimSuffix(base, "/")+"/api/"))
 	}
@@ -141,10 +141,10 @@ func (b *limitedBuffer) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// caller sends requests by [channels.Do].
-type caller struct{ client *http.Client }
+// doer sends requests with [channels.Do].
+type doer struct{ client *http.Client }
 
-func (c caller) Do(r *http.Request) (*http.Response, error) { return channels.Do(c.client, r) }
+func (c doer) Do(r *http.Request) (*http.Response, error) { return channels.Do(c.client, r) }
 
 // isServiceError reports errors of Slack's service: the call may have succeeded.
 func isServiceError(code string) bool {
@@ -162,7 +162,7 @@ func isConfigError(code string) bool {
 // classify converts an error of a call to a [channels.SendError]. Its text has neither the URL nor the method's name:
 // log redaction takes the text after "auth.test:" for a secret.
 func classify(err error) error {
-	_, unsent := errors.AsType[*channels.SendError](err) // of caller
+	_, unsent := errors.AsType[*channels.SendError](err) // from doer
 	if urlErr, ok := errors.AsType[*url.Error](err); ok {
 		err = urlErr.Err
 	}

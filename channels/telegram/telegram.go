@@ -28,7 +28,7 @@ const (
 	textLimit    = 4000    // Telegram accepts 4096; markup may add line breaks
 	cursorTTL    = 6 * 24 * time.Hour
 	hookInterval = time.Minute
-	recentError  = 5 * time.Minute // Telegram repeats a failed request at least once in it
+	errorMaxAge  = 5 * time.Minute // Telegram repeats a failed request within it
 )
 
 // transport is a bot.
@@ -145,7 +145,7 @@ func (t *transport) watchHook(ctx context.Context, in channels.Inbox) error {
 		case info.URL == "":
 			return fmt.Errorf("%w: the bot has no webhook; set one for /channels/%s with setWebhook and the secret_token",
 				channels.ErrMisconfigured, t.config.Channel.Name)
-		case info.Pending > 0 && time.Since(time.Unix(info.ErrorAt, 0)) < recentError:
+		case info.Pending > 0 && time.Since(time.Unix(info.ErrorAt, 0)) < errorMaxAge:
 			return fmt.Errorf("%d updates wait at Telegram, which says: %s", info.Pending, info.Error)
 		}
 		in.Connected(ctx)

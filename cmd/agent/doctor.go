@@ -37,10 +37,10 @@ type finding struct {
 	Detail string `json:"detail"`
 }
 
-// warning is the result of a check that is OK with a warning.
+// warning is the error of a check that is OK but has a warning.
 type warning struct{ error }
 
-// maxDueAge is the age of an automation's due run from which a warning names it.
+// maxDueAge is how long a run of an automation may be due before doctor warns.
 const maxDueAge = 10 * time.Minute
 
 // verdictCheck is the check of the agent's work. A failing skill is no fault of the installation.
@@ -196,7 +196,7 @@ func diagnoseAutomations(ctx context.Context, s *session, add func(string, error
 			"see `agent automations ls`", printable(due.Name), dueCount(due.RunsDue), plural("run", int(due.RunsDue)),
 			formatTime(*due.OldestDueAt))}
 	}
-	add("automations", err, fmt.Sprintf("no run is due for more than %s", human.Duration(maxDueAge)))
+	add("automations", err, fmt.Sprintf("no run has been due for more than %s", human.Duration(maxDueAge)))
 }
 
 // verdictText returns the verdict, with the newest error of each failing subject.

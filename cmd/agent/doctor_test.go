@@ -60,7 +60,7 @@ func TestDoctorWarnsOfOldDueRuns(t *testing.T) {
 	due := `insert into agent_automation_runs (automation_id, cause, scheduled_for, status, created_at)
 		select id, 'signal', now() - $1::interval, 'due', now() - $1::interval from agent_automations`
 	pgtest.Exec(t, db, due, "1 second")
-	assert.Contains(t, p.must("doctor"), "ok   automations    no run is due for more than 10 min")
+	assert.Contains(t, p.must("doctor"), "ok   automations    no run has been due for more than 10 min")
 	pgtest.Exec(t, db, due, "1 day")
 	assert.Contains(t, p.must("doctor"), "WARN automations    mail: 2 runs due, the oldest since ",
 		"see `agent automations ls`")

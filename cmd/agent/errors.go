@@ -27,7 +27,7 @@ const (
 	exitUndecided   = 3
 	exitBusy        = 75
 	exitInterrupted = 130
-	exitPipe        = 141 // as of a process that SIGPIPE ended
+	exitPipe        = 141 // as a shell reports a process that SIGPIPE ended
 )
 
 // exitError ends the program with an exit code. A nil cause prints nothing, because the message was printed before. An

@@ -91,7 +91,7 @@ func (r *remoteCall) turn(
 		return printableText(cmp.Or(r.interrupted, "cancelled"))
 	}
 	var asked commandFrame
-	var answers, late <-chan string // lines that answer, and lines that come after somebody else's decision
+	var answers, late <-chan string // lines that answer, and a line typed after the question ended
 	for {
 		select {
 		case err := <-ended:
@@ -112,7 +112,7 @@ func (r *remoteCall) turn(
 		case asked = <-r.asks:
 			if answers != nil {
 				fmt.Fprintln(r.out)
-				r.infof("somebody else decided")
+				r.infof("the approval was decided elsewhere, or has expired")
 				late = lines
 			}
 			if answers = nil; asked.Ask != "" {
@@ -120,7 +120,7 @@ func (r *remoteCall) turn(
 				fmt.Fprint(r.out, approvalQuestion)
 			}
 		case <-late: // it was typed for the approval, and is no message
-			r.infof("not sent: the approval is already decided")
+			r.infof("not sent: the approval is no longer open")
 			late = nil
 		case line, more := <-answers:
 			if len(r.asks) > 0 {

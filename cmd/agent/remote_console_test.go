@@ -255,7 +255,7 @@ func TestRemoteQuestionEndsWithDecisionElsewhere(t *testing.T) {
 	_, err = approvals.Decide(t.Context(), d.pool, id, true, "admin", "")
 	require.NoError(t, err)
 	pgtest.Eventually(t, func() bool {
-		return strings.Contains(shown.String(), "somebody else decided") && strings.Contains(shown.String(), "✓ wipe")
+		return strings.Contains(shown.String(), "was decided elsewhere") && strings.Contains(shown.String(), "✓ wipe")
 	}, "the turn continues")
 	select {
 	case lines <- "y":
@@ -264,7 +264,7 @@ func TestRemoteQuestionEndsWithDecisionElsewhere(t *testing.T) {
 	}
 	release()
 	require.NoError(t, <-ended)
-	assert.Contains(t, shown.String(), "not sent: the approval is already decided", "It is over.")
+	assert.Contains(t, shown.String(), "not sent: the approval is no longer open", "It is over.")
 	pgtest.Equal(t, d.pool, "completed", `select status::text from agent_executions where flow = 'operate'`)
 }
 

@@ -145,8 +145,8 @@ in progress stays untouched. A process that runs agent serve or agent dev does t
 	return cmd
 }
 
-// shownEndpoint is an endpoint with the fault of its secrets as this process reads them: for example missing or too
-// weak. The serving process may read others.
+// shownEndpoint is an endpoint with the error of its secrets, such as a missing or weak one. The error is that of this
+// process; the serving process may have other secrets.
 type shownEndpoint struct {
 	webhooks.Endpoint
 	Path         string `json:"path"`

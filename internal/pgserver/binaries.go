@@ -150,9 +150,9 @@ func serverEnv() []string {
 	return env
 }
 
-// resolve chooses the newest binaries whose version already has data, or the newest without such data. So a newer
-// PostgreSQL on the machine does not start without the data of an older one. Without binaries on the machine, resolve
-// installs them.
+// resolve chooses the newest binaries whose version already has data, or the newest without such data. So if a newer
+// PostgreSQL is installed, the data of the older one stays in use. Without binaries on the machine, resolve installs
+// them.
 func resolve(ctx context.Context, config Config) (Binaries, error) {
 	binDir := config.BinDir
 	if binDir == "" {
@@ -192,7 +192,8 @@ func HasData(dir string) bool {
 	return false
 }
 
-// hasDataOf reports whether dir has data of one major version. In contrast to [HasData], a closed folder has none.
+// hasDataOf reports whether dir has data of one major version. Unlike in [HasData], a folder closed to this user has
+// none.
 func hasDataOf(dir string, major int) bool {
 	for _, base := range []string{dir, followPointer(dir)} {
 		if base != "" && exists(filepath.Join(base, strconv.Itoa(major), dataDir)) {

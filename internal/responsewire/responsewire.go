@@ -161,7 +161,7 @@ func (s *Stream) Text(piece string) {
 // Idle sends a sign of life.
 func (s *Stream) Idle() { s.write(sse.Comment(nil, "keep-alive")) }
 
-// Finish sends what [Stream.Text] has not sent of the final response's text, and ends the stream.
+// Finish sends the rest of the final response's text, and ends the stream.
 func (s *Stream) Finish(r Response) {
 	if rest, ok := strings.CutPrefix(r.Text, s.text); ok && rest != "" {
 		s.Text(rest)

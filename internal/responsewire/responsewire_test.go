@@ -11,7 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/responsewire"
 )
 
-// event is what the tests read of an event.
+// event has the fields of an event that the tests read.
 type event struct {
 	Type     string
 	Number   int `json:"sequence_number"`

@@ -147,7 +147,7 @@ begin
     raise exception 'wait for % is not known', coalesce(quote_literal(p_kind), 'null') using errcode = '22023';
   elsif p_step is null or p_key is null or (p_key = '' and p_kind <> 'delay') then
     raise exception 'wait for % needs a key', p_kind using errcode = '22023';
-  elsif octet_length(p_key) > 2400 then                     -- an event with this key has its name in the index, too
+  elsif octet_length(p_key) > 2400 then                     -- the index entry of its event also has the event's name
     raise exception 'the key of a wait has at most 2400 bytes' using errcode = '22023';
   elsif p_timeout < interval '0' or p_timeout > longest or p_kind = 'delay' and p_timeout is null then
     raise exception 'timeout % of the wait for % is not valid: give up to %',

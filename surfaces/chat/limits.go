@@ -112,7 +112,7 @@ func (l *limits) noteRefusal(name, digest string) {
 	}
 }
 
-// sinceRefusal returns the time since the visitor's last refusal, if that refused an equal request. Else it is a day.
+// sinceRefusal returns the time since the visitor's last refusal if that request was equal; otherwise 24 hours.
 func (l *limits) sinceRefusal(name, digest string) time.Duration {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -35,8 +35,9 @@ const deliveryNoteTimeout = 5 * time.Second
 //     deliveredRetryWindow ago.
 //   - Its count is 0, the turn is active, and the first connection or its process is gone.
 //
-// Any other request is a new message: a visitor may send "yes" twice. A client counts its retry of a refused attempt,
-// too. So after this process refused the first attempt of an equal request, a counted retry gets no turn of before.
+// Any other request is a new message: a visitor may send "yes" twice. A client also counts its retries of a refused
+// attempt. So if this process refused the first attempt of an equal request, a counted retry gets no turn that began
+// before the refusal.
 //
 // Two users of one backend may send equal requests. If these name neither thread nor visitor, the address is compared
 // too. Such a turn is shared only if its first connection ended unanswered or belongs to another process. With count 0
@@ -47,7 +48,7 @@ type retry struct {
 	workerID    string // this process
 	trace       string // of this request
 	attempt     int
-	refused     time.Duration // since this process refused a first attempt of an equal request
+	refusedFor  time.Duration // since this process refused a first attempt of an equal request
 	hasThread   bool          // the request names a thread or a visitor
 	isUnary     bool          // not a stream: the client learns its thread with the answer
 	attached    bool          // an earlier turn was found
@@ -75,8 +76,8 @@ func (c *Chat) newRetry(
 	}
 	t := &retry{
 		workerID: worker, trace: string(a.TraceID), attempt: attemptOf(r), isUnary: !stream,
-		refused:   c.limits.sinceRefusal(visitor, digest),
-		hasThread: a.Name != "" || a.Join != "" || a.Secret != "",
+		refusedFor: c.limits.sinceRefusal(visitor, digest),
+		hasThread:  a.Name != "" || a.Join != "" || a.Secret != "",
 	}
 	parts := []string{a.Owner, a.principal().Proof, a.Name, a.Join, a.Key, r.URL.Path, digest, ""}
 	if !t.hasThread {
@@ -127,7 +128,7 @@ func (t *retry) queueFind(b *pgx.Batch, id *string) {
 		  returning r.execution_id)
 		select coalesce((select k.execution_id::text from taken k), '')`, postgres.Strict{
 		"fingerprint": t.fingerprint, "attempt": t.attempt, "named": t.hasThread, "quiet": t.isUnary, "worker": t.workerID,
-		"trace": t.trace, "delivered": deliveredRetryWindow.Seconds(), "refused": t.refused.Seconds(),
+		"trace": t.trace, "delivered": deliveredRetryWindow.Seconds(), "refused": t.refusedFor.Seconds(),
 	}).QueryRow(func(row pgx.Row) error { return row.Scan(id) })
 }
 

@@ -147,7 +147,7 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 	// The response was lost. An immediate retry gets the same answer.
 	got, err = p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "2")...)
 	assert.Truef(t, err == nil && strings.Contains(got, "Three."), "the retry got %s, %v", got, err)
-	// The first attempt of another yes is refused, while one is answered or later. Its retry does not get that answer.
+	// Another yes is refused while the first one is answered, or after it. Its retry does not get the first answer.
 	refuse := func(body string) {
 		tx, err := w.pool.Begin(t.Context())
 		require.NoError(t, err)

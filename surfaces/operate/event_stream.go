@@ -55,7 +55,7 @@ func (s *eventStream) sendEvent(e Event) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if start, ok := data.(Start); ok { // package api stores these headers even if the stream has sent its own
+	if start, ok := data.(Start); ok { // package api stores these headers even after the stream began
 		s.w.Header().Set("X-Trace-Id", start.TraceID)
 		s.w.Header().Set("X-Thread-Id", start.SessionID)
 	}

@@ -100,7 +100,7 @@ func (s *Surface) readPlan(ctx context.Context, id string) (plan, error) {
 	return p, nil
 }
 
-const maxKey = 2400 // of a wait
+const maxKey = 2400 // bytes, as in the key of a wait
 
 func fillKey(c webhooks.Content, template string) (string, error) {
 	if template == "" {
