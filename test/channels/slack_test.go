@@ -75,7 +75,7 @@ func TestSlackThreadIsConversation(t *testing.T) {
 // times only when asked again.
 func TestSlackIsAnsweredOnceDespiteFaults(t *testing.T) {
 	t.Parallel()
-	people, each := bySize(4, 15), bySize(6, 20)
+	people, each := bySize(4, 15), bySize(4, 20)
 	fake, w := newSlack(t, echoModel(t), "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
 	fake.Twice = true
 	if isLong() {
