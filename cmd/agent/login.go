@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -33,7 +34,7 @@ needs https.`,
 			if err != nil {
 				return err
 			}
-			token, err := c.readToken()
+			token, err := c.readToken(cmd.Context())
 			if err != nil {
 				return err
 			}
@@ -88,19 +89,39 @@ func (c *cli) logoutCommand() *cobra.Command {
 }
 
 // readToken reads a token from the terminal or from standard input.
-func (c *cli) readToken() (token string, err error) {
+func (c *cli) readToken(ctx context.Context) (token string, err error) {
 	if file, ok := c.in.(*os.File); ok && terminal(file) {
 		fmt.Fprint(c.err, "Token: ")
-		typed, err := term.ReadPassword(int(file.Fd()))
+		token, err = readPassword(ctx, int(file.Fd()))
 		fmt.Fprintln(c.err)
 		if err != nil {
 			return "", fmt.Errorf("read the token: %w", err)
 		}
-		token = string(typed)
 	} else {
 		token = readLine(c.in)
 	}
 	return trimToken(token)
+}
+
+// readPassword reads a line without echo. When ctx ends, it restores the echo and returns.
+func readPassword(ctx context.Context, terminal int) (string, error) {
+	before, err := term.GetState(terminal)
+	if err != nil {
+		return "", err
+	}
+	var typed []byte
+	done := make(chan error, 1)
+	go func() { // a read cannot be interrupted
+		var err error
+		typed, err = term.ReadPassword(terminal)
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		return string(typed), err
+	case <-ctx.Done():
+		return "", errors.Join(context.Cause(ctx), term.Restore(terminal, before))
+	}
 }
 
 // trimToken removes blanks around a token. It rejects text that a header cannot hold.

@@ -4,10 +4,13 @@ import (
 	"context"
 	"io"
 	"os"
+	"os/exec"
 	"regexp"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/creack/pty"
 
@@ -141,6 +144,46 @@ func TestOperateTerminal(t *testing.T) {
 	if code := s.waitExit(); code != 0 || d.laneHeld(t) {
 		t.Errorf("exit %d; lane held: %v", code, d.laneHeld(t))
 	}
+}
+
+// ^C at the question for the token ends agent login, and the terminal echoes again.
+func TestInterruptAtTokenRestoresEcho(t *testing.T) {
+	t.Parallel()
+	keys, tty, err := pty.Open()
+	if err != nil {
+		t.Skipf("there are no pseudo-terminals here: %v", err)
+	}
+	defer keys.Close()
+	defer tty.Close()
+	silent := func() bool {
+		stty := exec.Command("stty", "-a")
+		stty.Stdin = tty
+		modes, err := stty.Output()
+		require.NoError(t, err)
+		return strings.Contains(string(modes), "-echo ")
+	}
+	cmd := exec.Command(os.Args[0], "login", "http://127.0.0.1:1")
+	cmd.Env = append(os.Environ(), asAgent+"=1")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = tty, tty, tty
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
+	require.NoError(t, cmd.Start())
+	ended := make(chan struct{})
+	go func() {
+		_ = cmd.Wait()
+		close(ended)
+	}()
+	pgtest.Eventually(t, silent, "it asks for the token")
+	_, err = keys.WriteString("\x03")
+	require.NoError(t, err)
+	select {
+	case <-ended:
+	case <-time.After(pgtest.Timeout):
+		t.Error("agent login ignores ^C")
+		_ = cmd.Process.Kill()
+		<-ended
+	}
+	assert.Equal(t, exitInterrupted, cmd.ProcessState.ExitCode())
+	assert.True(t, !silent(), "the terminal echoes nothing")
 }
 
 func TestTerminalInterruptCancelsTurn(t *testing.T) {
