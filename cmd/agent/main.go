@@ -16,6 +16,7 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -92,22 +93,34 @@ func signalContext(ctx context.Context) (context.Context, func()) {
 	}
 	done := make(chan struct{})
 	go func() {
-		select {
-		case <-caught:
-			cancel()
-		case <-done:
-			return
-		}
-		select {
-		case <-caught:
+		if awaitSecondSignal(caught, done, cancel) {
 			os.Exit(exitInterrupted)
-		case <-done:
 		}
 	}()
 	return ctx, func() {
 		signal.Stop(caught)
 		close(done)
 		cancel()
+	}
+}
+
+// awaitSecondSignal calls cancel at the first signal. It returns true at the second, and false after done. Signals within
+// 100 ms of the first are the same one: timeout(1) and a terminal's shell signal a process and then its group.
+func awaitSecondSignal(caught <-chan os.Signal, done <-chan struct{}, cancel func()) bool {
+	var first time.Time
+	for {
+		select {
+		case <-done:
+			return false
+		case <-caught:
+		}
+		switch {
+		case first.IsZero():
+			first = time.Now()
+			cancel()
+		case time.Since(first) > 100*time.Millisecond:
+			return true
+		}
 	}
 }
 

@@ -9,11 +9,14 @@ import (
 	"regexp"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -152,4 +155,24 @@ func TestVersionFlag(t *testing.T) {
 	if flag, command := p.must("--version"), p.must("version"); flag != command || !strings.HasPrefix(flag, "agent ") {
 		t.Errorf("--version says %q, version %q", flag, command)
 	}
+}
+
+// timeout(1) signals a process and then its group. Neither signal may end the process before it has cancelled.
+func TestSignalSentTwiceIsOne(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		caught, done := make(chan os.Signal), make(chan struct{})
+		defer close(done)
+		ctx, cancel := context.WithCancel(t.Context())
+		exits := make(chan bool, 1)
+		go func() { exits <- awaitSecondSignal(caught, done, cancel) }()
+		caught <- syscall.SIGTERM
+		caught <- syscall.SIGTERM
+		synctest.Wait()
+		assert.Error(t, ctx.Err())
+		assert.Equal(t, 0, len(exits), "the process exits")
+		<-time.After(time.Second)
+		caught <- syscall.SIGTERM
+		assert.True(t, <-exits)
+	})
 }
