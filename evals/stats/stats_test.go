@@ -142,6 +142,8 @@ func TestCompareAnswers(t *testing.T) {
 		"equal":      {equalPairs(20), stats.Plan{Margin: 0.05}, stats.NotWorse},
 		"no margin":  {equalPairs(20), stats.Plan{}, stats.Undecided},
 		"no trials":  {make([]stats.Pair, 20), stats.Plan{Margin: 0.05}, stats.Undecided},
+		"small loss": {slightlyWorse(200, 20), stats.Plan{Margin: 0.05}, stats.NotWorse},
+		"some loss":  {slightlyWorse(200, 20), stats.Plan{Margin: 0.02}, stats.Worse},
 		"few equals": {equalPairs(5), stats.Plan{Margin: 0.05}, stats.Undecided},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -157,6 +159,44 @@ func equalPairs(n int) []stats.Pair {
 		pairs[i].Old, pairs[i].New = stats.Count{Passed: 5, Trials: 5}, stats.Count{Passed: 5, Trials: 5}
 	}
 	return pairs
+}
+
+// slightlyWorse returns pairs of which some lose one trial in five.
+func slightlyWorse(n, worse int) []stats.Pair {
+	pairs := equalPairs(n)
+	for i := range worse {
+		pairs[i].New.Passed--
+	}
+	return pairs
+}
+
+// upperTail counts sums; here every combination of signs is tried.
+func TestPermutationIsExact(t *testing.T) {
+	r := rand.New(rand.NewPCG(13, 14))
+	for n := 1; n <= 10; n++ {
+		pairs := make([]stats.Pair, n)
+		for i := range pairs {
+			pairs[i] = stats.Pair{
+				Old: stats.Count{Passed: r.IntN(6), Trials: 5}, New: stats.Count{Passed: r.IntN(5), Trials: 4},
+			}
+		}
+		size := func(i int) int { return 5*pairs[i].New.Passed - 4*pairs[i].Old.Passed } // in twentieths
+		observed, atLeast := 0, 0
+		for i := range pairs {
+			observed += size(i)
+		}
+		for signs := range 1 << n {
+			sum := 0
+			for i := range pairs {
+				sum += size(i) * (signs>>i&1*2 - 1)
+			}
+			if sum >= observed {
+				atLeast++
+			}
+		}
+		got, want := stats.Compare(pairs, stats.Plan{}).PBetter, float64(atLeast)/float64(int(1)<<n)
+		assert.Truef(t, math.Abs(got-want) < 1e-12, "%d cases: p is %g, want %g: %+v", n, got, want, pairs)
+	}
 }
 
 func TestDifferenceCoverage(t *testing.T) {
