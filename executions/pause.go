@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -184,8 +185,9 @@ func (e *Engine) watchPause(ctx context.Context) {
 	}
 	ticker := time.NewTicker(e.opts.SweepEvery)
 	defer ticker.Stop()
+	var failures logging.Failures
 	for {
-		e.refreshPause(ctx)
+		failures.Log(ctx, e.log, "pause state not read", e.refreshPause(ctx))
 		select {
 		case <-ctx.Done():
 			return
@@ -196,11 +198,9 @@ func (e *Engine) watchPause(ctx context.Context) {
 }
 
 // refreshPause reads the state once.
-func (e *Engine) refreshPause(ctx context.Context) {
+func (e *Engine) refreshPause(ctx context.Context) error {
 	p, err := CurrentPause(ctx, e.pool)
 	switch {
-	case err != nil && ctx.Err() == nil:
-		e.log.WarnContext(ctx, "pause state not read", "error", err)
 	case err != nil:
 	case e.paused.Swap(p.Paused) == p.Paused:
 	case p.Paused:
@@ -209,6 +209,7 @@ func (e *Engine) refreshPause(ctx context.Context) {
 		e.log.InfoContext(ctx, "autonomous work is resumed")
 		e.Poll()
 	}
+	return err
 }
 
 // checkPaused returns an error if a pause prevents the next step. The pause that the process knows may have ended, so
