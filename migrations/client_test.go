@@ -46,6 +46,7 @@ func TestContractSufficesForExternalWorker(t *testing.T) {
 		{`select checkpoint_agent_execution($1::text::uuid, $2, 'add', '11')`, "created"},
 		{`select ((select event_id from raise_agent_event('order', '7', '{}', $1, '')) =
 			(select event_id from raise_agent_event('order', '7', '{}', $1, '')))::text where $2 <> ''`, "true"},
+		{`select count(*)::text from raise_agent_event('order', '8') where $1 || $2 <> ''`, "1"},
 		{`select status from beat_agent_locks(array[$2], $1::text::uuid)`, "running"},
 		{`select unlock_agent_execution($1::text::uuid, $2, 'waiting', p_kind => 'event', p_key => 'paid',
 			p_timeout => '1 hour')`, "waiting"},

@@ -805,7 +805,8 @@ comment on function deliver_agent_event is
   'execution that it resumed (null: none). 22023: AGENT_COMPLETED and APPROVAL_DECIDED, which only the agent raises, '
   'the p_id of another name or key, and bad input.';
 
-create or replace function raise_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_trace_id text)
+create or replace function raise_agent_event(
+  p_event text, p_key text, p_data jsonb default '{}', p_id text default null, p_trace_id text default '')
 returns table (event_id uuid, execution_id uuid)
 language plpgsql volatile security definer set search_path from current as $$
 #variable_conflict use_column
