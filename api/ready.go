@@ -40,6 +40,9 @@ type check struct {
 	Detail string `json:"detail"`
 }
 
+// unknown is the result of a check that needs the database.
+var unknown = check{false, "unknown while the database does not answer"}
+
 func (s *server) healthz(request) (response, error) {
 	return response{body: health{"ok"}}, nil
 }
@@ -77,7 +80,10 @@ func (s *server) probe(ctx context.Context) readiness {
 	}
 	result := readiness{"ready", map[string]check{"worker": worker, "draining": draining}}
 	result.Checks["database"], result.Checks["schema"] = s.checkDatabase(ctx)
-	result.Checks["writes"] = s.checkWrites(ctx)
+	result.Checks["writes"] = unknown
+	if result.Checks["schema"] != unknown {
+		result.Checks["writes"] = s.checkWrites(ctx)
+	}
 	for _, c := range result.Checks {
 		if !c.OK {
 			result.Status = "unready"
@@ -142,7 +148,6 @@ func (s *server) isDraining() bool {
 // checkDatabase pings the database and checks its schema. Probes are public, so causes with hosts and users go to the
 // log only.
 func (s *server) checkDatabase(ctx context.Context) (database, schema check) {
-	unknown := check{false, "unknown while the database does not answer"}
 	unreachable := func(err error) check {
 		s.notReady.Log(context.WithoutCancel(ctx), s.log, "not ready: the database does not answer", err)
 		return check{false, "no answer within " + probeLimit.String()}

@@ -32,7 +32,7 @@ type readiness struct {
 // failing returns the names of failed checks.
 func (r readiness) failing() string {
 	var list []string
-	for _, name := range []string{"database", "schema", "worker", "draining"} {
+	for _, name := range []string{"database", "schema", "writes", "worker", "draining"} {
 		if c, has := r.Checks[name]; !has || !c.OK {
 			list = append(list, name)
 		}
@@ -134,7 +134,7 @@ func TestUnreachableDatabaseIsNotReady(t *testing.T) {
 			got := a.readyz(503)
 			took := time.Since(began)
 			assert.Truef(t, took <= 25*time.Second, "the answer took %s", took)
-			assert.Equal(t, "database schema", got.failing(), got.Checks)
+			assert.Equal(t, "database schema writes", got.failing(), got.Checks)
 			for _, c := range got.Checks {
 				assert.Truef(t, !strings.Contains(c.Detail, "somebody") && !strings.Contains(c.Detail, "192.0.2.1"),
 					"a public probe says %q", c.Detail)
