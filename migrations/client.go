@@ -50,6 +50,22 @@ func ClientMissing(ctx context.Context, pool *pgxpool.Pool) (string, error) {
 	return "create role " + ClientRole + " nologin;", nil
 }
 
+// CheckClient reports why other programs cannot use the contract, and the next step.
+func CheckClient(ctx context.Context, pool *pgxpool.Pool) error {
+	missing, err := ClientMissing(ctx, pool)
+	if err != nil {
+		return err
+	}
+	if missing != "" {
+		return fmt.Errorf("the role %s is missing; run `%s` as a superuser, then `agent migrate`", ClientRole, missing)
+	}
+	admitted, err := clientHasRights(ctx, pool)
+	if err == nil && !admitted {
+		err = fmt.Errorf("the rights of %s differ from the contract's; run `agent migrate`", ClientRole)
+	}
+	return err
+}
+
 func clientExists(ctx context.Context, pool *pgxpool.Pool) (there bool, err error) {
 	err = pool.QueryRow(ctx, `select exists (select from pg_roles where rolname = @role)`,
 		postgres.Strict{"role": ClientRole}).Scan(&there)

@@ -143,15 +143,24 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 		durability, err := tryCommit(ctx, s.Pool)
 		add("commits", err, durability)
 	}
+	if err := migrations.CheckClient(ctx, s.Pool); err != nil {
+		add("client role", warning{err}, "")
+	}
 	var workers, stuck int
+	var pending bool
 	err = s.Pool.QueryRow(ctx, `
 		select (select count(*) from agent_workers where kind = 'process' and expires_at > clock_timestamp()),
-		       (select count(*) from agent_executions_stuck)`).Scan(&workers, &stuck)
+		       (select count(*) from agent_executions_stuck),
+		       exists (select from agent_executions where status = 'pending')`).Scan(&workers, &stuck, &pending)
 	alive := fmt.Sprintf("%d alive", workers)
 	if workers == 0 {
 		alive = "none alive: only `agent heartbeat` runs heartbeats; start `agent serve` or `agent dev`"
 	}
-	add("workers", err, alive)
+	if err == nil && workers == 0 && pending {
+		add("workers", warning{errors.New("executions are pending and no process is alive; start `agent serve`")}, "")
+	} else {
+		add("workers", err, alive)
+	}
 	if err == nil && stuck > 0 {
 		err = fmt.Errorf("%d %s stuck; check that `agent serve` runs", stuck, plural("execution", stuck))
 	}

@@ -51,6 +51,19 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
+func TestDoctorWarnsOfMissingProcessAndRights(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p, db := newProgram(t, url), connect(t, url)
+	got := p.must("doctor")
+	assert.True(t, !strings.Contains(got, "client role") && strings.Contains(got, "ok   workers"), got)
+	p.must("executions", "start", "external:work")
+	pgtest.Exec(t, db, `revoke select on agent_locks_live from agent_client`)
+	assert.Contains(t, p.must("doctor"),
+		"WARN workers        executions are pending and no process is alive; start `agent serve`",
+		"WARN client role    the rights of agent_client differ from the contract's; run `agent migrate`")
+}
+
 func TestDoctorWarnsOfOldDueRuns(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
