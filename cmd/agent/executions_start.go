@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/app"
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -76,7 +77,8 @@ unless it completed; an interrupt ends the waiting, not the execution.`,
 	flags.IntVar(&b.spec.Priority, "priority", 0, "1 first to 4 last; default 2")
 	labelFlag(flags, &b.spec.Labels)
 	flags.StringVar(&b.reason, "reason", "", "reason for the audit log")
-	flags.StringVar(&b.spec.DedupeKey, "key", "", "idempotency key: start it once, however often the command runs")
+	flags.StringVar(&b.spec.DedupeKey, "key", "", "idempotency key, shared by all flows: start it once, however often "+
+		"the command runs")
 	return cmd
 }
 
@@ -90,7 +92,7 @@ var reservedFlows = map[string]string{
 }
 
 // startExecution starts an execution for the admin, after it has validated flow, input and thread. For a used
-// idempotency key it prints the earlier execution.
+// idempotency key it prints the earlier execution, which must have the same flow and input.
 func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) error {
 	if command := reservedFlows[executions.ReservedName(b.spec.Flow)]; command != "" {
 		return &exitError{exitUsage, hint(fmt.Errorf("flow %s cannot be started directly", b.spec.Flow), "use %s", command)}
@@ -121,17 +123,31 @@ func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) er
 	if err != nil {
 		return err
 	}
+	verb := "started"
+	if !created {
+		verb = "was already started:"
+		if err := b.checkEarlier(x); err != nil {
+			return err
+		}
+	}
 	if b.wait {
-		return c.waitForEnd(ctx, s, x)
+		return c.waitForEnd(ctx, s, x, verb)
 	}
 	return c.print(map[string]any{"id": x.ID, "trace_id": x.TraceID, "status": x.Status, "created": created},
-		func(w io.Writer) {
-			verb := "started"
-			if !created {
-				verb = "was already started:"
-			}
-			fmt.Fprintf(w, "%s %s\ntrace %s\n", verb, x.ID, x.TraceID)
-		})
+		func(w io.Writer) { fmt.Fprintf(w, "%s %s\ntrace %s\n", verb, x.ID, x.TraceID) })
+}
+
+// checkEarlier rejects an earlier execution of the key with other input. The database rejects one of another flow.
+func (b startOptions) checkEarlier(x executions.Execution) error {
+	input, given := b.spec.Input.(json.RawMessage)
+	if !given {
+		input = json.RawMessage("{}")
+	}
+	if exactjson.Equal(x.Input, input) {
+		return nil
+	}
+	return hint(fmt.Errorf("idempotency key %q already started execution %s with other input", b.spec.DedupeKey, x.ID),
+		"use another key")
 }
 
 // openThread gives the flow, and the named chat key, access to the thread.
@@ -215,9 +231,9 @@ func startableFlows(ctx context.Context, a *app.App) ([]string, error) {
 const maxPollInterval = time.Second
 
 // waitForEnd polls an execution and prints its status until it has ended.
-func (c *cli) waitForEnd(ctx context.Context, s *session, x executions.Execution) error {
+func (c *cli) waitForEnd(ctx context.Context, s *session, x executions.Execution, verb string) error {
 	if !c.json {
-		c.infof("started %s, trace %s", x.ID, x.TraceID)
+		c.infof("%s %s, trace %s", verb, x.ID, x.TraceID)
 	}
 	note := ""
 	for pause := 20 * time.Millisecond; ; pause = min(2*pause, maxPollInterval) {

@@ -75,6 +75,10 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	assert.Truef(t, started.Created && strings.HasPrefix(started.TraceID, "fl_"), "started %+v", started)
 	assert.Contains(t, p.must("executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana"),
 		"was already started", started.ID)
+	p.mustFail(1, `idempotency key "ana" already started execution `+started.ID+" with other input; use another key",
+		"executions", "start", "greet", "--input", `{"name": "Eve"}`, "--key", "ana")
+	p.mustFail(1, `idempotency key "ana" already started execution `+started.ID+" of flow greet: use another key",
+		"executions", "start", "external:greet", "--key", "ana")
 	p.waitWaiting(started.ID)
 	assert.Contains(t, p.must("executions", "ls", "--label", "A-1001"), started.ID)
 	assert.Contains(t, p.must("executions", "ls", "--label", "shop=A-1001"), "no matching executions")
@@ -208,7 +212,7 @@ func TestBrokenWaitNamesExecution(t *testing.T) {
 	require.NoError(t, err)
 	defer pool.Close()
 	c := &cli{out: io.Discard, err: io.Discard, json: true}
-	err = c.waitForEnd(t.Context(), &session{Database: app.Database{Pool: pool}}, executions.Execution{ID: "the-id"})
+	err = c.waitForEnd(t.Context(), &session{Database: app.Database{Pool: pool}}, executions.Execution{ID: "the-id"}, "started")
 	assert.ErrorContains(t, err, "wait for execution the-id: ")
 }
 
