@@ -90,7 +90,7 @@ func (b *heartbeatRun) runAutomation(ctx context.Context, t automationTask) (ite
 		return itemResult{}, b.recordUnclaimed(ctx, t, err)
 	}
 	if run.ID == "" {
-		return itemResult{Text: "was claimed by another execution"}, nil
+		return itemResult{Text: "is run by another execution"}, nil
 	}
 	var notes []memoryNote
 	_, err = executions.Phase(withoutYield(ctx), "run_automation",
