@@ -212,7 +212,8 @@ func TestBrokenWaitNamesExecution(t *testing.T) {
 	require.NoError(t, err)
 	defer pool.Close()
 	c := &cli{out: io.Discard, err: io.Discard, json: true}
-	err = c.waitForEnd(t.Context(), &session{Database: app.Database{Pool: pool}}, executions.Execution{ID: "the-id"}, "started")
+	s := &session{Database: app.Database{Pool: pool}}
+	err = c.waitForEnd(t.Context(), s, executions.Execution{ID: "the-id"}, "started")
 	assert.ErrorContains(t, err, "wait for execution the-id: ")
 }
 

@@ -104,8 +104,8 @@ func signalContext(ctx context.Context) (context.Context, func()) {
 	}
 }
 
-// awaitSecondSignal calls cancel at the first signal. It returns true at the second, and false after done. Signals within
-// 100 ms of the first are the same one: timeout(1) and a terminal's shell signal a process and then its group.
+// awaitSecondSignal calls cancel at the first signal. It returns true at the second, and false after done. It ignores
+// signals within 100 ms of the first: timeout(1) signals a process and then its group.
 func awaitSecondSignal(caught <-chan os.Signal, done <-chan struct{}, cancel func()) bool {
 	var first time.Time
 	for {

@@ -3,14 +3,14 @@
 // [Wilson] is the 95 % interval of a case's pass rate, and [PassK] the chance that k trials in a row pass (pass^k,
 // arXiv 2406.12045). [Compare] compares two versions by the differences of their rates per case (arXiv 2411.00640).
 // It is a sign-flip permutation test: if both versions are equal, every difference is as likely positive as negative.
-// The null distribution is computed, not sampled. A comparison may be repeated as trials arrive. The number of looks must
-// be declared beforehand, because each look gets an equal part of the error rate.
+// The null distribution is computed, not sampled. A comparison may be repeated as trials arrive. The number of looks
+// must be declared beforehand, because each look gets an equal part of the error rate.
 //
 // Cases that do not differ count as evidence for [NotWorse], and narrow [Difference]. If the old version passes nearly
-// every trial, few trials therefore prove little: a version that loses the margin of 0.05 is called not worse in 22 % of
-// suites of 6 cases with 5 trials, and in 3 % with 20 cases.
+// every trial, few trials therefore prove little: a version that loses the margin of 0.05 is called not worse in 22 %
+// of suites of 6 cases with 5 trials, and in 3 % with 20 cases.
 //
-// The answer can be undecided. [Control] compares a run with itself; a difference in more than 5 % of runs is an error.
+// The answer can be undecided. [Control] compares a run with itself; it finds a difference in 5 % of runs at most.
 //
 // Everything here is pure and safe for concurrent use.
 package stats
