@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"os"
 	"sync"
 	"testing"
 	"time"
@@ -204,5 +205,43 @@ func TestNewConnectionClosesSilentBody(t *testing.T) {
 		if line == "HTTP/1.1 200 OK\r\n" {
 			return
 		}
+	}
+}
+
+// Active requests may hold more connections than the bound. Once they are idle, the next connection closes the surplus.
+func TestNewConnectionClosesSurplus(t *testing.T) {
+	t.Parallel()
+	begun, end := make(chan struct{}), make(chan struct{})
+	address := serve(t, 2, func(_ http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/slow" {
+			begun <- struct{}{}
+			<-end
+		}
+	})
+	answers := make([]*bufio.Reader, 5)
+	for i := range answers {
+		var c net.Conn
+		c, answers[i] = dial(t, address)
+		fmt.Fprint(c, "GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+		<-begun
+	}
+	close(end)
+	for _, in := range answers {
+		w, err := http.ReadResponse(in, nil)
+		require.NoError(t, err)
+		_ = w.Body.Close()
+	}
+	c, in := dial(t, address)
+	request(t, c, in)
+	closed := make(chan error, len(answers))
+	for _, in := range answers {
+		go func() {
+			_, err := in.ReadByte()
+			closed <- err
+		}()
+	}
+	for range 4 { // two connections stay open: the new one and one of the five
+		err := <-closed
+		assert.Truef(t, err != nil && !errors.Is(err, os.ErrDeadlineExceeded), "a surplus connection stays open: %v", err)
 	}
 }

@@ -9,7 +9,8 @@ import (
 )
 
 // Listen returns a listener that closes idle connections while more than maxConns are open. Connections with an active
-// request stay open, so there may be more. The server's ConnContext and handler are [ConnContext] and [Handler].
+// request stay open, so there may be more. The end of the handler ends a request, even if its last bytes are not sent
+// yet. The server's ConnContext and handler are [ConnContext] and [Handler]. With TLS no request counts as active.
 func Listen(l net.Listener, maxConns int) net.Listener {
 	return &listener{Listener: l, conns: &conns{max: maxConns}}
 }
@@ -19,7 +20,7 @@ type listener struct {
 	conns *conns
 }
 
-// Accept accepts a connection. Above the bound, it closes the connection that has been idle longest, if one is idle.
+// Accept accepts a connection. Above the bound, it closes the connections that have been idle longest.
 func (l *listener) Accept() (net.Conn, error) {
 	c, err := l.Listener.Accept()
 	if err != nil {
@@ -48,15 +49,16 @@ type conn struct {
 
 func (s *conns) add(c net.Conn) *conn {
 	added := &conn{Conn: c, conns: s}
+	var surplus []*conn
 	s.mu.Lock()
-	var longestIdle *conn
-	if s.open++; s.open > s.max && s.idle.Len() > 0 {
-		longestIdle = s.idle.Front().Value.(*conn)
+	s.open++
+	for e := s.idle.Front(); e != nil && s.open-len(surplus) > s.max; e = e.Next() {
+		surplus = append(surplus, e.Value.(*conn))
 	}
 	added.idleElem = s.idle.PushBack(added)
 	s.mu.Unlock()
-	if longestIdle != nil {
-		_ = longestIdle.Close() // the server's next read or write fails
+	for _, c := range surplus {
+		_ = c.Close() // the server's next read or write fails
 	}
 	return added
 }
