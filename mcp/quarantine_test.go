@@ -121,6 +121,16 @@ func TestRemovedToolIsDisabledUntilListedAgain(t *testing.T) {
 	if f.sync(); f.skill("echo").Enabled || f.skill("echo").DisabledBy != "admin" {
 		t.Error("a tool disabled by an admin was enabled again")
 	}
+	_, err = skills.Enable(t.Context(), f.pool, "mcp__test__echo", "admin", "now")
+	require.NoError(t, err)
+	s.replaceTools(tools("")[1:]...)
+	f.sync()
+	disabled, err := skills.Disable(t.Context(), f.pool, "mcp__test__echo", "admin", "not while it is gone either", nil)
+	require.NoError(t, err)
+	s.replaceTools(tools("")...)
+	if f.sync(); !disabled || f.skill("echo").Enabled {
+		t.Errorf("an admin disabled a missing tool (%t), and it is enabled: %t", disabled, f.skill("echo").Enabled)
+	}
 }
 
 func TestAnnotationsOnlyRestrictTrust(t *testing.T) {

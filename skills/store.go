@@ -3,7 +3,6 @@ package skills
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"strings"
 
@@ -14,7 +13,7 @@ import (
 
 // Put stores the declaration d and reports whether it changed anything. The revision grows unless only the source
 // changes. The state (enabled, disabled, evidence) stays. A declaration of the binary never replaces another source, so
-// a workspace may override a builtin. For an invalid definition, Put returns the error of [Validate].
+// a workspace may override a builtin. For an invalid definition, Put returns an error.
 func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
 	r, err := resolve(d)
 	if err != nil {
@@ -128,7 +127,7 @@ func QueueCallable(b *pgx.Batch, scopes []string, into *[]Skill) {
 	})
 }
 
-// marshalEvidence encodes evidence as a JSON object; nil is the empty object.
+// marshalEvidence encodes evidence; nil is the empty object.
 func marshalEvidence(evidence any) (json.RawMessage, error) {
 	if evidence == nil {
 		return json.RawMessage(`{}`), nil
@@ -155,13 +154,13 @@ func Enable(ctx context.Context, db postgres.DB, name, by, reason string) (bool,
 	return wasChanged(ctx, db, name, tag.RowsAffected())
 }
 
-// Disable disables a skill. by names the actor ("self_heal" or an admin) and must not be empty. evidence is any value
-// that encodes as JSON. For a disabled skill, Disable returns false and changes nothing. An exception is a skill that
-// self-heal disabled: an admin may disable it, too, which ends its trials. Disable returns [ErrNotFound] for an unknown
-// skill.
+// Disable disables a skill. by names the actor and must not be empty: "self_heal", "mcp" or an admin. evidence encodes
+// as a JSON object; nil is the empty one. For a disabled skill, Disable returns false and changes nothing. An exception
+// is a skill that self-heal or mcp disabled: an admin may disable it, too, so that only an admin enables it again.
+// Disable returns [ErrNotFound] for an unknown skill.
 func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evidence any) (bool, error) {
 	if strings.TrimSpace(by) == "" {
-		return false, fmt.Errorf("disable skill %q: %w", name, errors.New("an actor is required"))
+		return false, fmt.Errorf("disable skill %q: an actor is required", name)
 	}
 	encoded, err := marshalEvidence(evidence)
 	if err != nil {
@@ -171,7 +170,8 @@ func Disable(ctx context.Context, db postgres.DB, name, by, reason string, evide
 		update agent_skills
 		   set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(),
 		       trial_at = null, evidence = @evidence, updated_at = clock_timestamp()
-		 where name = @name and (enabled or (disabled_by = 'self_heal' and @by <> 'self_heal'))`,
+		 where name = @name
+		   and (enabled or disabled_by in ('self_heal', 'mcp') and @by not in ('self_heal', 'mcp'))`,
 		pgx.StrictNamedArgs{"name": name, "by": replaceNUL(by), "reason": replaceNUL(reason), "evidence": encoded})
 	if err != nil {
 		return false, fmt.Errorf("disable skill %q: %w", name, err)
