@@ -316,7 +316,7 @@ func TestConsoleFollowsTurnOfSession(t *testing.T) {
 	t.Parallel()
 	p, api, pool, url := openConsole(t)
 	api.setStatus("completed")
-	insertSession(t, pool, "what did you do?", "", "pending")
+	insertSession(t, pool, "what did you do?", "", false)
 	p.Go(url + "/operate?session=" + aSession)
 	p.Shows("It went on.")
 	wantNoProblems(t, p, "/operate")

@@ -46,18 +46,18 @@ func TestNewApprovalNotifiesOnce(t *testing.T) {
 		w.Notification.permission = "default";
 		w.Notification.requestPermission = async () => { w.asked++; w.Notification.permission = "granted"; return "granted"; };
 	}`
-	// The test plays a second tab by writing localStorage, since each test page has its own profile.
 	p.Eval(`(`+fake+`)(window)`, nil)
-	var asked0 int
-	p.Eval(`asked`, &asked0)
-	assert.Equal(t, 0, asked0)
 	insertApproval(t, pool, "pending", `{"amount": 1}`, 5)
 	p.Until("one waits", `document.title.startsWith("(1)")`)
+	var asked int
+	p.Eval(`asked`, &asked)
+	assert.Equal(t, 0, asked, "the page asks for permission without a click")
 	p.Click("#notify")
 	p.Until("it is on", `document.getElementById("notify").getAttribute("aria-pressed") === "true" && asked === 1`)
 	insertApproval(t, pool, "pending", `{"amount": 2}`, 5)
 	// The last count is younger than pendingTTL. It must not hide this approval until the next change.
 	waitWithin(t, p, 10*time.Second, "one was told", `told.length === 1 && told[0].startsWith("Approval requested: ")`)
+	// The test plays a second tab by writing localStorage, since each test page has its own profile.
 	// A tab does not repeat the announcement of another tab. This lock request queues behind that of the announcement.
 	decided := func() { p.Eval(`navigator.locks.request("lanekeeper-notify", () => null)`, nil) }
 	p.Eval(`localStorage.setItem("lanekeeper-announced", "ffffffff-ffff-7fff-bfff-ffffffffffff")`, nil)
@@ -69,9 +69,9 @@ func TestNewApprovalNotifiesOnce(t *testing.T) {
 	insertApproval(t, pool, "pending", `{"amount": 4}`, 5)
 	p.Until("four wait", `document.title.startsWith("(4)")`)
 	decided()
-	var refreshes int
-	p.Eval(`told.length`, &refreshes)
-	assert.Equal(t, 1, refreshes)
+	var told int
+	p.Eval(`told.length`, &told)
+	assert.Equal(t, 1, told)
 	wantNoBrowserErrors(t, p)
 }
 

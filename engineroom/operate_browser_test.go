@@ -168,7 +168,7 @@ func TestAnswersAreSafeMarkdown(t *testing.T) {
 	p.Shows("Done. Trace")
 	p.Until("a streamed answer is formatted", isFormatted)
 	wantNoBrowserErrors(t, p)
-	insertSession(t, pool, "hello", text, "cancelled")
+	insertSession(t, pool, "hello", text, true)
 	p.Go(url + "/operate?session=" + aSession)
 	p.Until("a stored answer is formatted", isFormatted)
 	clickCopy(p, ".said .block button")
@@ -188,7 +188,7 @@ func TestCommandsAreSuggestedAndRun(t *testing.T) {
 		"POST /v1/pause": record, "PATCH /v1/threads/{id}": record,
 		"GET /v1/skills": respond(`{"items":[{"name":"fetch","description":"reads a page","enabled":false}]}`),
 	})
-	insertSession(t, pool, "hello", "hi", "cancelled")
+	insertSession(t, pool, "hello", "hi", true)
 	p := browser.Open(t, browser.Look{})
 	p.Go(url + "/operate?session=" + aSession)
 	p.Type("#message", "/")
@@ -227,7 +227,7 @@ func TestCommandsAreSuggestedAndRun(t *testing.T) {
 // insertWaitingTurn inserts a turn that waits for an approval after one call.
 func insertWaitingTurn(t *testing.T, pool *pgxpool.Pool) (approval string) {
 	t.Helper()
-	insertSession(t, pool, "refund order A-1001", "", "pending")
+	insertSession(t, pool, "refund order A-1001", "", false)
 	var id, trace string
 	require.NoError(t, pool.QueryRow(t.Context(), `select id::text, trace_id from agent_executions
 		where thread_id = $1 and completed_at is null`, aSession).Scan(&id, &trace))
@@ -250,7 +250,7 @@ func insertWaitingTurn(t *testing.T, pool *pgxpool.Pool) (approval string) {
 func TestSessionAfterReloadAndWithoutScript(t *testing.T) {
 	t.Parallel()
 	pool, url := serveConsole(t, nil)
-	insertSession(t, pool, "what did you do?", "I **read** the orders.", "cancelled")
+	insertSession(t, pool, "what did you do?", "I **read** the orders.", true)
 	approval := insertWaitingTurn(t, pool)
 	p := browser.Open(t, browser.Look{NoScript: true, Width: 390, Height: 844})
 	p.Go(url + "/operate?session=" + aSession)

@@ -1,7 +1,6 @@
 package engineroom
 
 import (
-	"context"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -10,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -21,11 +21,8 @@ import (
 
 const aSession = "ses_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
 
-// insertSession inserts a session with one turn.
-func insertSession(t *testing.T, db interface {
-	Begin(ctx context.Context) (pgx.Tx, error)
-}, said, answer, status string,
-) {
+// insertSession inserts a turn of aSession, which is pending unless it is cancelled. An empty text is no message.
+func insertSession(t *testing.T, db *pgxpool.Pool, said, answer string, cancelled bool) {
 	t.Helper()
 	err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
 		if _, _, err := threads.Open(t.Context(), tx, threads.Admin,
@@ -52,7 +49,7 @@ func insertSession(t *testing.T, db interface {
 				return err
 			}
 		}
-		if status == "cancelled" {
+		if cancelled {
 			_, err = tx.Exec(t.Context(), `select cancel_agent_execution($1, 'test', 'test')`, id)
 		}
 		return err
@@ -72,8 +69,8 @@ func TestOperateShowsSession(t *testing.T) {
 	wantTexts(t, server.URL+"/operate",
 		`<select name="agent" id="agent"><option value="sales">sales</option><option value="billing">`)
 	hostile := "<script>alert(1)</script>\u202eevil " + strings.Repeat("x", 1<<16)
-	insertSession(t, pool, "what did you do? <b>", hostile, "cancelled")
-	insertSession(t, pool, "and now?", "", "pending")
+	insertSession(t, pool, "what did you do? <b>", hostile, true)
+	insertSession(t, pool, "and now?", "", false)
 	status, body := testkit.Get(t, server.URL+"/operate?session="+aSession)
 	for _, want := range []string{
 		"what did you do? &lt;b&gt;", "&lt;script&gt;alert(1)", "⟨U+202E⟩evil", "characters in all",
@@ -81,8 +78,7 @@ func TestOperateShowsSession(t *testing.T) {
 		"belongs to the agent sales", `value="` + aSession + `"`, `href="/operate?session=` + aSession + `"`,
 	} {
 		if status != 200 || !strings.Contains(body, want) {
-			_, who, _ := strings.Cut(body, `<p id="who">`)
-			t.Errorf("status %d, %q is missing; who acts: %.300s", status, want, who)
+			t.Errorf("status %d, %q is missing", status, want)
 		}
 	}
 	assert.Truef(t, !strings.Contains(body, "<script>alert") && len(body) <= 100_000,
@@ -104,7 +100,7 @@ func TestOperateShowsSession(t *testing.T) {
 func TestOperateShowsCancelledTurn(t *testing.T) {
 	t.Parallel()
 	pool, server := openRoom(t)
-	insertSession(t, pool, "and now?", "", "cancelled")
+	insertSession(t, pool, "and now?", "", true)
 	wantTexts(t, server.URL+"/operate?session="+aSession, "and now?", "The turn was cancelled: test")
 }
 
@@ -160,7 +156,7 @@ func TestOperateFormWithoutScript(t *testing.T) {
 				text = f.Text
 			}
 		}
-		assert.Truef(t, strings.Contains(text, want.said) && (want.said == "" || text != ""),
+		assert.Truef(t, strings.Contains(text, want.said) && (text == "") == (want.said == ""),
 			"%s: the page will say %q", message, text)
 	}
 }

@@ -201,7 +201,7 @@ func seedAllPages(t *testing.T, pool *pgxpool.Pool, text string) map[string]stri
 	putAgent(t, pool, agents.Definition{Name: "billing", Memory: "own", Instructions: text})
 	rows.Calls(t, pool, "fetch", "error", text, 3)
 	rows.Calls(t, pool, "fetch", "success", "", 9)
-	insertSession(t, pool, text, text, "completed")
+	insertSession(t, pool, text, text, false)
 	rows.Quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq)
 		values ('talk', 'chat', 'key1', $1, 3)`, text)
 	rows.Quiet(t, pool, `

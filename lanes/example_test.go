@@ -15,11 +15,14 @@ import (
 
 // ExampleKeeper_Acquire runs a job at most once at a time, in all processes of the database.
 func ExampleKeeper_Acquire() {
-	db, closeDB := exampleDB()
+	db, closeDB := exampleDB() // a *pgxpool.Pool
 	defer closeDB()
-	keeper := lanes.NewKeeper(db, lanes.Options{}) // a program also calls its Run, which renews the leases
+	ctx, stop := context.WithCancel(context.Background())
+	defer stop()
+	keeper := lanes.NewKeeper(db, lanes.Options{})
+	go func() { _ = keeper.Run(ctx) }() // renews the leases until ctx ends
 
-	job := func(ctx context.Context, consolidate func(context.Context) error) error {
+	job := func() error {
 		lease, err := keeper.Acquire(ctx, "pipeline:prices")
 		if errors.Is(err, lanes.ErrBusy) { // a *lanes.BusyError names the holder
 			fmt.Println("already running, skipped") // not an error: the holder does the job
@@ -28,27 +31,21 @@ func ExampleKeeper_Acquire() {
 		if err != nil {
 			return err
 		}
-		defer lease.Release(ctx)
-		return consolidate(lease.Context()) // cancelled with cause lanes.ErrLost if the lane is lost
+		consolidate(lease.Context()) // cancelled with cause lanes.ErrLost if the lane is lost
+		return lease.Release(ctx)    // lanes.ErrLost: the job may have overlapped with another
 	}
 
-	ctx := context.Background()
-	consolidate := func(context.Context) error {
-		fmt.Println("prices consolidated")
-		return nil
-	}
-	err := job(ctx, func(leased context.Context) error {
-		return errors.Join(job(ctx, consolidate), consolidate(leased)) // the lane is held here
-	})
-	fmt.Println("error:", err)
-	fmt.Println("error:", job(ctx, consolidate)) // the lane is free again
+	lease, err := keeper.Acquire(ctx, "pipeline:prices")
+	fmt.Println(err, job(), lease.Release(ctx))
+	fmt.Println(job())
 	// Output:
 	// already running, skipped
+	// <nil> <nil> <nil>
 	// prices consolidated
-	// error: <nil>
-	// prices consolidated
-	// error: <nil>
+	// <nil>
 }
+
+func consolidate(context.Context) { fmt.Println("prices consolidated") }
 
 func ExampleBusyError() {
 	err := error(&lanes.BusyError{Lane: "heartbeat", Holder: "018f0000-0000-7000-8000-00000000000a#1"})

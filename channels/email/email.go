@@ -4,7 +4,7 @@
 // # Conversations
 //
 // A conversation is the address of a person and the root of a mail thread, such as bob@example.com#k5x. Answers carry
-// both in a signed token: in the reply address (support+TOKEN@example.com) and in the Message-ID. A reply with either
+// a signed token of both: in the reply address (support+TOKEN@example.com) and in the Message-ID. A reply with either
 // of them continues its conversation, if it comes from the same address: a forwarded mail gives nobody else access.
 // Without a token the first id of References names the root, so a second mail that refers to the first is in the same
 // conversation. Any other mail begins a new one.
@@ -18,8 +18,8 @@
 //
 // # Loops
 //
-// Some mail is stored and not answered: without a return path, from the channel itself, automatic replies, lists and
-// bulk mail. A bounce marks the message as failed; its return path names the message and is signed.
+// Some mail is stored and not answered: mail without a return path or from the channel itself, automatic replies, mail
+// of lists and bulk mail. A bounce marks the message as failed; its return path names the message and is signed.
 //
 // # Approvals
 //

@@ -59,8 +59,9 @@ func InTx(ctx context.Context, db Beginner, fn func(tx pgx.Tx) error) error {
 // Code returns the SQLSTATE of err, or "" if the server did not send err.
 //
 // A lock timeout may occur while a session passes from one lock of a row to the next. PostgreSQL then reports the
-// timeout as a user's cancel: measured, 3 of 1,000. If the statement waited for a row, Code returns the lock timeout. A
-// server without further transaction ids sends the code for a text that is too long. Then Code returns codeNoIDs.
+// timeout as a user's cancel: measured, 3 of 1,000 timeouts. If the statement waited for a row, Code returns the lock
+// timeout, also for a real cancel. It needs a server with English messages. A server without further transaction ids
+// sends the code for a text that is too long. Then Code returns codeNoIDs.
 func Code(err error) string {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	switch {
@@ -128,10 +129,10 @@ func Values[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([
 	return Collect(rows, err, verb, pgx.RowTo[T])
 }
 
-// RowsGeneric is [Rows] with the generic plan of the query, which a connection makes once. Use RowsGeneric for a long
-// query whose plan should not depend on its arguments. Planning such a query takes as long as running it. Like
-// functions with a cached plan, the query scans by indexes and without JIT. In a transaction of the caller, the
-// settings last until the transaction ends.
+// RowsGeneric is [Rows] with the generic plan of the query, which a connection makes once (behind a pooler: each time).
+// Use RowsGeneric for a long query whose plan should not depend on its arguments. Planning such a query takes as long
+// as running it. Like functions with a cached plan, the query scans by indexes and without JIT. In a transaction of the
+// caller, the settings last until the transaction ends.
 func RowsGeneric[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([]T, error) {
 	b := &pgx.Batch{} // the batch is one transaction
 	b.Queue(`

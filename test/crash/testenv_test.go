@@ -19,10 +19,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
-// never is a heartbeat schedule that does not fire during a test.
+// never is a heartbeat schedule that fires on 29 February.
 const never = "0 0 29 2 *"
 
-// testEnv is a database, a model and skills. Its workspace gives every phase of a heartbeat something to do.
+// testEnv is a database, a model and skills. The workspace of newTestEnv gives every phase of a heartbeat something to
+// do.
 type testEnv struct {
 	t            testing.TB
 	url          string
@@ -53,7 +54,7 @@ func newIdleTestEnv(t testing.TB, database, declared string) *testEnv {
 	return s
 }
 
-// modelReply is the model of a heartbeat.
+// modelReply answers as the model of a heartbeat, once modelBlocker lets it.
 func (s *testEnv) modelReply(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 	s.modelBlocker.Load().enter()
 	return bills.Model(req)
@@ -62,7 +63,7 @@ func (s *testEnv) modelReply(_ int, req openai.ChatCompletionRequest) modeltest.
 // ctx returns the test's context. A cleanup must not use it.
 func (s *testEnv) ctx() context.Context { return s.t.Context() }
 
-// environ returns the environment of a process. A database of "" is the test's own, without a proxy.
+// environ returns the environment of a process. Without a database it is the test's own.
 func (s *testEnv) environ(database string, more ...string) []string {
 	return append(testkit.Environ(cmp.Or(database, s.url), s.model, "AGENT_ADMIN_TOKEN="+adminToken,
 		"AGENT_HEARTBEAT_CRON="+never, "AGENT_WORKER_LEASE=30s", "AGENT_LOG_LEVEL=debug"),
@@ -84,7 +85,7 @@ func (s *testEnv) startServer(database string, more ...string) *agent {
 	return a
 }
 
-// reportSessions reports blocking sessions after a failed test.
+// reportSessions logs the sessions after a failed test.
 func (s *testEnv) reportSessions() {
 	if s.t.Failed() {
 		s.t.Log(s.sessions())
@@ -99,7 +100,7 @@ func (s *testEnv) requestHeartbeat() string {
 		values (lanekeeper.agent_trace_id('hb'), 'heartbeat', 'heartbeat', 'pending', 'epoch') returning id::text`)
 }
 
-// heartbeat returns the id of the only heartbeat, or "" without one.
+// heartbeat returns the id of the first heartbeat, or "" without one.
 func (s *testEnv) heartbeat() string {
 	s.t.Helper()
 	return pgtest.Value[string](s.t, s.db, `select coalesce((select id::text from agent_executions where flow = 'heartbeat'
@@ -149,7 +150,7 @@ func (s *testEnv) sessions() (report string) {
 	return report
 }
 
-// expireLeases ends the leases of all workers at once. Their processes are dead.
+// expireLeases ends the leases of all workers at once, after their processes have ended.
 func (s *testEnv) expireLeases() {
 	s.t.Helper()
 	pgtest.Exec(s.t, s.db, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
