@@ -649,6 +649,30 @@ func TestEndOutsideRunIsLogged(t *testing.T) {
 	}
 }
 
+// The sweep releases and logs an expired lane before it passes the thread to the next sender.
+func TestSweepReleasesThreadBeforeItsQueue(t *testing.T) {
+	t.Parallel()
+	l := &logLines{}
+	p := newEngine(t, pgtest.DB(t), nil, l.capture)
+	pgtest.Exec(t, p.pool, `insert into agent_threads (id, channel) values ('x', 'chat')`)
+	first, ended := p.startExternal(t), p.startExternal(t)
+	send := func(id, owner string) executions.RunLock {
+		lock := p.lock(t, id, owner)
+		pgtest.Exec(t, p.pool, `
+			select lanekeeper.send_agent_message('x', x.id, x.claim, 'hello') from agent_executions x where x.id = $1`, id)
+		return lock
+	}
+	send(first, "one")
+	lock := send(ended, "two")
+	_, _, err := p.UnlockRun(t.Context(), ended, lock.LockID, executions.UnlockParams{Status: executions.Completed})
+	require.NoError(t, err)
+	pgtest.Exec(t, p.pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:x'`)
+	require.NoError(t, p.Sweep(t.Context()))
+	assert.Equal(t, 1, len(l.Records(t, "lane stale, clearing")))
+	pgtest.Equal(t, p.pool, 0, `select count(*) from agent_messages where status = 'queued'`)
+	pgtest.Equal(t, p.pool, 0, `select count(*) from agent_locks where lane = 'thread:x' and locked_by <> ''`)
+}
+
 func TestSweepLogsReleasedThreads(t *testing.T) {
 	t.Parallel()
 	l := &logLines{}

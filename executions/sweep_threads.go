@@ -18,7 +18,7 @@ func (e *Engine) sweepThreads(ctx context.Context) error {
 	var freed []ReleasedThread
 	b := &pgx.Batch{}
 	queueLockTimeout(b)
-	b.Queue(ReleaseStaleThreads, postgres.Strict{"overdue": 10.0, "grace": 300.0}).Query(func(rows pgx.Rows) (err error) {
+	b.Queue(ReleaseStaleThreads, postgres.Strict{"grace": 300.0}).Query(func(rows pgx.Rows) (err error) {
 		freed, err = pgx.CollectRows(rows, pgx.RowToStructByName[ReleasedThread])
 		return err
 	})
@@ -38,14 +38,14 @@ func (e *Engine) sweepThreads(ctx context.Context) error {
 }
 
 const (
-	// ReleaseStaleThreads releases the lanes of threads whose holder has ended, or whose lease expired @overdue seconds
-	// ago. Without a queued message, it releases an expired lane only after @grace seconds, so people can still see it.
+	// ReleaseStaleThreads releases the lanes of threads whose holder has ended, or whose lease expired. Without a queued
+	// message, it releases an expired lane only after @grace seconds, so people can still see it.
 	ReleaseStaleThreads = `
 		with stale as materialized (
 		  select l.lane, l.locked_by, l.execution_id, l.expires_at, l.ttl_seconds
 		    from agent_locks l
 		   where l.lane like 'thread:%' and l.locked_by <> '' and not l.parked
-		     and (l.expires_at <= clock_timestamp() - make_interval(secs => @overdue)
+		     and (l.expires_at <= clock_timestamp()
 		            and (l.expires_at <= clock_timestamp() - make_interval(secs => @grace)
 		                 or exists (select from agent_messages m
 		                             where m.thread_id = substr(l.lane, 8) and m.status = 'queued'))
@@ -68,7 +68,8 @@ const (
 		ready as (
 		  select q.thread_id
 		    from queued q
-		    left join agent_locks l on l.lane = 'thread:' || q.thread_id and l.expires_at > clock_timestamp()
+		    -- ReleaseStaleThreads releases an expired lane first, and logs it.
+		    left join agent_locks l on l.lane = 'thread:' || q.thread_id and l.locked_by <> ''
 		   where q.thread_id is not null
 		     and (l.lane is null
 		          or exists (select from agent_messages m

@@ -203,7 +203,7 @@ func Clean(ctx context.Context, db postgres.DB, log *slog.Logger) ([]Freed, erro
 // releaseStale is Clean with a grace period for idle holders of threads in which nothing is queued.
 func releaseStale(ctx context.Context, db postgres.DB, log *slog.Logger, grace time.Duration) ([]Freed, error) {
 	freed, err := postgres.Rows[Freed](ctx, db, "clean threads", executions.ReleaseStaleThreads,
-		postgres.Strict{"overdue": 0.0, "grace": grace.Seconds()})
+		postgres.Strict{"grace": grace.Seconds()})
 	if err != nil {
 		return nil, err
 	}

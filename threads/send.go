@@ -128,7 +128,7 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	if stale != nil {
 		s.staleFor = time.Duration(*stale) * time.Millisecond
 	}
-	if s.acquired || s.lender != nil {
+	if s.acquired || s.lender != nil || s.passedOn() {
 		if err := tx.QueryRow(ctx, `select fencing_token from agent_locks where lane = @lane`,
 			postgres.Strict{"lane": postgres.Text(Lane(o.ThreadID))}).Scan(&s.fencingToken); err != nil {
 			return SendResult{}, fmt.Errorf("read token of thread %q: %w", o.ThreadID, err)
@@ -160,11 +160,17 @@ func findSent(ctx context.Context, tx pgx.Tx, key string) (s SendResult, found b
 	return s, true, nil
 }
 
+// passedOn reports that the send passed an ended lease to an earlier sender in the queue.
+func (s SendResult) passedOn() bool { return s.staleHolder != nil && s.Queued && s.Holder != "" }
+
 // Log logs the effect of a send on the lane; owner is the sender. Call it after the commit.
 func (s SendResult) Log(ctx context.Context, log *slog.Logger, thread, owner string) {
 	lane := Lane(thread)
 	if s.staleHolder != nil {
 		log.WarnContext(ctx, "lane stale, clearing", "lane", lane, "holder", *s.staleHolder, "age", s.staleFor)
+	}
+	if s.passedOn() {
+		log.InfoContext(ctx, "lane acquired", "lane", lane, "owner", s.Holder, "fencing_token", s.fencingToken)
 	}
 	switch {
 	case s.lender != nil:

@@ -163,7 +163,7 @@ func (s *scenario) timer() bool {
 func (s *scenario) sweep(due *run) {
 	s.exec(`select lanekeeper.lose_agent_claims(id) from agent_workers where expires_at < clock_timestamp()`)
 	s.exec(`select lanekeeper.sweep_agent_waits()`)
-	s.exec(executions.ReleaseStaleThreads, postgres.Strict{"overdue": 10.0, "grace": 300.0})
+	s.exec(executions.ReleaseStaleThreads, postgres.Strict{"grace": 300.0})
 	_, err := executions.FlushThreads(s.t.Context(), s.pool, slog.New(slog.DiscardHandler), 500)
 	require.NoError(s.t, err)
 	if due != nil {

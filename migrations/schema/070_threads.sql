@@ -370,10 +370,6 @@ begin
     if p_execution_id is null then
       mine := not exists (select from lanekeeper.agent_lock_holders h where h.lane = lane_);
     else
-      stale_holder := nullif(held.locked_by, '');
-      stale_ms := case when stale_holder <> ''
-                         then extract(epoch from clock_timestamp() - held.expires_at
-                                        + make_interval(secs => held.ttl_seconds)) * 1000 end;
       select a.acquired, a.lender into mine, lender
         from lanekeeper.acquire_agent_execution_lock(lane_, p_execution_id || '#' || p_claim, t.idle) a;
       acquired := mine and lender is null;
@@ -389,6 +385,14 @@ begin
   else
     perform lanekeeper.flush_agent_thread(p_thread);                    -- send the allowed messages, perhaps this one
     select m.seq into seq from agent_messages m where m.id = message_id;
+    acquired := acquired or not live and exists (
+      select from agent_locks l where l.lane = lane_ and l.execution_id = p_execution_id
+                                  and l.expires_at > clock_timestamp());
+  end if;
+  if not live and held.locked_by <> '' and exists (
+    select from agent_locks l where l.lane = lane_ and l.fencing_token <> held.fencing_token) then
+    stale_holder := held.locked_by;
+    stale_ms := extract(epoch from clock_timestamp() - held.expires_at + make_interval(secs => held.ttl_seconds)) * 1000;
   end if;
   queued := seq is null;
   holder := case when queued then (select h.holder from lanekeeper.agent_lock_holders h where h.lane = lane_) end;
