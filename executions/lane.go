@@ -132,13 +132,13 @@ func withGrace(ctx context.Context, grace time.Duration) context.Context {
 	return graceCtx
 }
 
-// LaneHeld reports whether an owner holds a lane. It returns false while lanes are disabled. LaneHeld is not a step.
-func LaneHeld(ctx context.Context, name string) (bool, error) {
+// LaneHolder returns the holder of a lane; nil for a free lane and while lanes are disabled. LaneHolder is not a step.
+func LaneHolder(ctx context.Context, name string) (*lanes.BusyError, error) {
 	r, err := runFrom(ctx)
 	if err != nil {
-		return false, err
+		return nil, err
 	}
-	return r.e.keeper.Held(ctx, name)
+	return r.e.keeper.Holder(ctx, name)
 }
 
 // Context returns the context for work that the lane protects. It ends with cause lanes.ErrLost when the lane is lost.

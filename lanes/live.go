@@ -65,14 +65,6 @@ func (k *Keeper) Holder(ctx context.Context, lane string) (*BusyError, error) {
 	return busy, nil
 }
 
-// Held reports whether an owner holds lane; false while lanes are off.
-func (k *Keeper) Held(ctx context.Context, lane string) (bool, error) {
-	if !k.enabled {
-		return false, nil
-	}
-	return Held(ctx, k.db, lane)
-}
-
 // Held reports whether an owner holds lane.
 func Held(ctx context.Context, db postgres.DB, lane string) (bool, error) {
 	var held bool

@@ -3,6 +3,7 @@ package heartbeat
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -57,11 +58,12 @@ func (h *Heartbeat) blockedBy(ctx context.Context, busy string) (string, error) 
 		if busy != "" {
 			return busy, nil
 		}
-		held, err := executions.LaneHeld(ctx, OperateLane)
-		if err != nil || !held {
+		admin, err := executions.LaneHolder(ctx, OperateLane)
+		if err != nil || admin == nil {
 			return "", err
 		}
-		return "an admin is at work (lane operate is held)", nil
+		h.Logger.WarnContext(ctx, "lane busy", "lane", admin.Lane, "holder", admin.Holder)
+		return fmt.Sprintf("an admin is at work (lane operate is held by %s)", admin.Holder), nil
 	})
 }
 
@@ -77,8 +79,8 @@ func withoutYield(ctx context.Context) context.Context { return executions.Gate(
 // yield waits while an admin holds the lane operate. The engine calls it before each new step.
 func (h *Heartbeat) yield(ctx context.Context) error {
 	for {
-		held, err := executions.LaneHeld(ctx, OperateLane)
-		if err != nil || !held {
+		admin, err := executions.LaneHolder(ctx, OperateLane)
+		if err != nil || admin == nil {
 			return err
 		}
 		outcome, err := executions.Wait(ctx, "yield to operate", executions.LaneFree(OperateLane, h.YieldLimit))

@@ -35,6 +35,18 @@ func (w *testHeartbeat) freeLane(t *testing.T, lane string) {
 		"lane %s was lost", lane)
 }
 
+// A heartbeat that an admin keeps away names the admin's lease, as one beside another heartbeat does.
+func TestSkipNamesAdmin(t *testing.T) {
+	t.Parallel()
+	w := newBusyHeartbeat(t)
+	w.holdLane(t, heartbeat.OperateLane)
+	x, got := w.runCompleted(t)
+	assert.NoDiff(t, []string{"heartbeat skipped"}, w.traceLines(t, x.TraceID))
+	assert.Contains(t, got.Skipped, "lane operate is held by somebody#1")
+	assert.Contains(t, pgtest.Value[string](t, w.pool,
+		`select output::text from agent_activity where trace_id = $1`, x.TraceID), "somebody#1")
+}
+
 func TestBusyLaneIsSkipped(t *testing.T) {
 	t.Parallel()
 	w := newBusyHeartbeat(t)
