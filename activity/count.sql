@@ -72,12 +72,14 @@ counted as (
          cached_tokens = c.cached_tokens + excluded.cached_tokens),
 lasted as (
   insert into agent_activity_durations as d (day, skill, bucket, calls)
-  select (e.hour at time zone 'UTC')::date, e.skill, e.bucket, count(*) from ended e where e.telling and e.bucket is not null group by 1, 2, 3
-  union all
-  select (e.hour at time zone 'UTC')::date, '', e.bucket, count(*) from ended e where e.telling and e.bucket is not null and e.skill <> '' group by 1, 3
-  union all
-  select (e.hour at time zone 'UTC')::date, 'model ' || e.model, e.bucket, count(*) from ended e
-   where e.kind = 'model' and e.status = 'success' and e.bucket is not null group by 1, 2, 3
+  select x.day, x.skill, x.bucket, count(*)
+    from (select (e.hour at time zone 'UTC')::date as day, e.skill, e.bucket from ended e where e.telling and e.skill <> ''
+          union all
+          select (e.hour at time zone 'UTC')::date, '', e.bucket from ended e where e.telling
+          union all
+          select (e.hour at time zone 'UTC')::date, 'model ' || e.model, e.bucket from ended e
+           where e.kind = 'model' and e.status = 'success') x
+   where x.bucket is not null group by 1, 2, 3
   on conflict (day, skill, bucket) do update set calls = d.calls + excluded.calls)
 select (select count(*) from ended)::int as counted, (select count(*) from listed)::int as listed,
        coalesce((select max(l.activity_id::text collate "C") from listed l), '') as listed_upto

@@ -490,6 +490,21 @@ func TestInvalidRowDoesNotStopCount(t *testing.T) {
 		"got %+v (%v)", sums.Lines, err)
 }
 
+// The durations have rows for all skills together and for models, beside those of skills.
+func TestOddSkillNamesDoNotStopCount(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	countNow(t, db)
+	pgtest.Exec(t, db, `
+		insert into agent_activity (trace_id, kind, skill_name, model, duration_ms)
+		values ('hb_x', 'call', '', '', 7), ('hb_x', 'call', 'fetch', '', 7),
+		       ('hb_x', 'call', 'model m', '', 7), ('hb_x', 'model', 'ask', 'm', 7)`)
+	counted(t, db, 20)
+	durations := pgtest.Value[string](t, db, `
+		select string_agg(skill || '=' || calls, ', ' order by skill collate "C") from agent_activity_durations`)
+	assert.Equal(t, "=3, fetch=1, model m=2", durations, "durations")
+}
+
 // seqScans returns the number of sequential scans of tables by the connection.
 func seqScans(t *testing.T, tx pgx.Tx, tables []string) int64 {
 	t.Helper()
