@@ -195,6 +195,9 @@ func (s *stepSpec) start(ctx context.Context) (*run, error) {
 	if err != nil {
 		return nil, err
 	}
+	if s.name == "" {
+		return nil, errors.New("a step needs a name")
+	}
 	if s.input != nil {
 		text, err := json.Marshal(s.input)
 		if err != nil {

@@ -305,6 +305,15 @@ func TestStepOutsideExecutionFails(t *testing.T) {
 	assert.ErrorIs(t, err, executions.ErrNotInExecution, "Lane")
 }
 
+func TestStepNeedsName(t *testing.T) {
+	t.Parallel()
+	got, _ := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
+		_, err := executions.Step(ctx, "", func(context.Context) (int, error) { return 1, nil })
+		return nil, err
+	})
+	assert.True(t, got.Status == executions.Failed && postgres.Deref(got.ErrorMessage) == "a step needs a name", got)
+}
+
 // createEffects creates a table for the effects of StepTx. The function counts its rows.
 func createEffects(t *testing.T, db postgres.DB) func() int {
 	t.Helper()
