@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
@@ -42,6 +43,9 @@ type warning struct{ error }
 
 // maxDueAge is how long a run of an automation may be due before doctor warns.
 const maxDueAge = 10 * time.Minute
+
+// maxUncountedAge is how old an uncounted row of the activity log may be before doctor warns.
+const maxUncountedAge = 10 * time.Minute
 
 // verdictCheck is the check of the agent's work. A failing skill is no fault of the installation.
 const verdictCheck = "verdict"
@@ -179,6 +183,7 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	}
 	add("autonomy", err, autonomy)
 	diagnoseAutomations(ctx, s, add)
+	diagnoseCounts(ctx, s, add)
 	judge := monitor.Monitor{Agents: app.NewDirectory(s.config), Limits: app.Limits(s.config.Limits)}
 	status, err := judge.Status(ctx, s.Pool)
 	add(verdictCheck, err, verdictText(status))
@@ -206,6 +211,27 @@ func diagnoseAutomations(ctx context.Context, s *session, add func(string, error
 			formatTime(*due.OldestDueAt))}
 	}
 	add("automations", err, fmt.Sprintf("no run has been due for more than %s", human.Duration(maxDueAge)))
+}
+
+// diagnoseCounts warns if a process has run for long and the activity log has old uncounted rows.
+func diagnoseCounts(ctx context.Context, s *session, add func(string, error, string) bool) {
+	var oldest time.Time
+	err := s.Pool.QueryRow(ctx, `
+		select a.created_at
+		  from agent_activity a
+		 where a.id >= (select c.counted_upto from agent_activity_counted c)
+		   and a.id < lanekeeper.agent_uuid7_floor(now() - @age::interval)
+		   and exists (select from agent_workers w
+		                where w.kind = 'process' and w.expires_at > clock_timestamp() and w.started_at < now() - @age::interval)
+		 order by a.id limit 1`, postgres.Strict{"age": maxUncountedAge}).Scan(&oldest)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		err = nil
+	case err == nil:
+		err = warning{fmt.Errorf("the activity log is not counted since %s, so reports get slower; "+
+			"see \"rows not counted\" in the log of `agent serve`, and end transactions as old as that", formatTime(oldest))}
+	}
+	add("counts", err, fmt.Sprintf("no activity is uncounted for more than %s", human.Duration(maxUncountedAge)))
 }
 
 // verdictText returns the verdict, with the newest error of each failing subject.

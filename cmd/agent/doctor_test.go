@@ -88,6 +88,21 @@ func TestDoctorWarnsOfOldDueRuns(t *testing.T) {
 	assert.True(t, len(all.Items) == 1 && all.Items[0].RunsDue == 2 && all.Items[0].OldestDueAt != nil, all)
 }
 
+func TestDoctorWarnsOfUncountedActivity(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p, db := newProgram(t, url), connect(t, url)
+	pgtest.Exec(t, db, `
+		insert into agent_workers (name, kind, ttl_seconds, started_at, expires_at)
+		values ('p', 'process', 60, now() - interval '1 hour', now() + interval '1 day')`)
+	row := `insert into agent_activity (id, trace_id, kind, skill_name, created_at)
+		select lanekeeper.agent_uuid7(t), 'fl_x', 'call', 'fetch', t from (select now() - $1::interval) x (t)`
+	pgtest.Exec(t, db, row, "1 second")
+	assert.Contains(t, p.must("doctor"), "ok   counts         no activity is uncounted for more than 10 min")
+	pgtest.Exec(t, db, row, "1 hour")
+	assert.Contains(t, p.must("doctor"), "WARN counts         the activity log is not counted since ")
+}
+
 // doctor must not wait for the lock that blocks everyone. It names the blocking session.
 func TestDoctorNamesBlockingSession(t *testing.T) {
 	t.Parallel()
