@@ -26,8 +26,8 @@ import (
 //     first stay. A route that must not repeat them derives a database key from the Idempotency-Key;
 //   - after an outage shorter than a lease, the server stores the pending results, up to maxPending;
 //   - the server does not store an error, so a corrected request may use the key again;
-//   - the server does not store a stream, or a response over maxStored; a repeated request gets 409 and the first
-//     trace.
+//   - the server does not store a stream, a response over maxStored, or one with a secret; a repeated request gets 409
+//     and the first trace.
 
 const (
 	keyHeader = "Idempotency-Key"
@@ -60,7 +60,7 @@ func (s *server) withIdempotency(rt route, next http.Handler) http.Handler {
 		case prior != nil:
 			s.replay(w, r, rt, prior)
 		default:
-			s.runAttempt(w, r, id, next)
+			s.runAttempt(w, r, rt, id, next)
 		}
 	})
 }
@@ -142,9 +142,9 @@ func callerOf(ctx context.Context) string {
 
 // runAttempt runs next, stores its response, and then sends the response. If the database does not store it,
 // pendingResults does so later. A stream, or an oversized response, passes through while next runs.
-func (s *server) runAttempt(w http.ResponseWriter, r *http.Request, id *keyedRequest, next http.Handler) {
+func (s *server) runAttempt(w http.ResponseWriter, r *http.Request, rt route, id *keyedRequest, next http.Handler) {
 	stop := s.renewLease(r.Context(), id)
-	recorder := &responseRecorder{ResponseWriter: w}
+	recorder := &responseRecorder{ResponseWriter: w, secret: rt.secret != ""}
 	complete := false
 	defer func() {
 		stop()
@@ -201,12 +201,14 @@ func (s *server) replay(w http.ResponseWriter, r *http.Request, rt route, prior 
 		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the first request with this %s is still running", keyHeader).
 			Kind("idempotency-key-running", "Still running"), "")
 	case prior.State == "unkept":
-		h, where := prior.header(), ""
-		if thread := h["X-Thread-Id"]; thread != "" {
+		h, which, where := prior.header(), "streamed response", ""
+		if rt.secret != "" {
+			which, where = "response has a secret and", "; "+rt.secret
+		} else if thread := h["X-Thread-Id"]; thread != "" {
 			where = "; see thread " + thread
 		}
-		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the request with this %s is done; its streamed response "+
-			"was not stored%s", keyHeader, where).
+		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the request with this %s is done; its %s was not stored%s",
+			keyHeader, which, where).
 			Kind("idempotency-key-used", "Already handled"), h["X-Trace-Id"])
 	default:
 		for name, value := range prior.header() {
@@ -225,7 +227,7 @@ func outcomeOf(w *responseRecorder, complete bool) outcome {
 	switch {
 	case !complete && !w.passthrough, w.code() >= http.StatusBadRequest:
 		return outcome{}
-	case w.passthrough:
+	case w.passthrough || w.secret:
 		return outcome{"unkept", w.code(), w.storedHeaders(), w.storedBody()}
 	}
 	return outcome{"answered", w.code(), w.storedHeaders(), w.storedBody()}

@@ -8,11 +8,13 @@ import (
 )
 
 // responseRecorder buffers a response until the server has stored it. A stream or an oversized response passes through.
+// The server stores no body of a response with a secret.
 type responseRecorder struct {
 	http.ResponseWriter
 	status      int
 	body        bytes.Buffer
 	passthrough bool
+	secret      bool
 }
 
 func (w *responseRecorder) WriteHeader(status int) {
@@ -76,7 +78,7 @@ func (w *responseRecorder) Unwrap() http.ResponseWriter { return w.ResponseWrite
 func (w *responseRecorder) code() int { return cmp.Or(w.status, http.StatusOK) }
 
 func (w *responseRecorder) storedBody() []byte {
-	if w.passthrough || w.body.Len() == 0 {
+	if w.passthrough || w.secret || w.body.Len() == 0 {
 		return []byte{}
 	}
 	return w.body.Bytes()

@@ -240,6 +240,40 @@ func TestBuiltinRoutesHonourKeys(t *testing.T) {
 		postgres.Strict{"s": "disable_skill"})
 }
 
+// A repeated request makes no second secret, and the server stores none.
+func TestKeyOfResponseWithSecret(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.tokenOf("anna")
+	a.create("/v1/threads", `{"id":"t1"}`, nil)
+	for path, body := range map[string]string{
+		"/v1/tokens":                      `{"principal":"anna","name":"w","scopes":["*"],"reason":"x"}`,
+		"/v1/principals/anna/login_links": `{"reason":"x"}`,
+		"/v1/threads/t1/join_tokens":      `{}`,
+	} {
+		first := a.postWithKey(path, body, token, "k")
+		assert.Truef(t, first.Code == 201 && first.Body.Len() > 0, "%s: %d %s", path, first.Code, first.Body)
+		a.checkProblem(a.postWithKey(path, body, token, "k"), 409, "has a secret and was not stored; ")
+	}
+	pgtest.Equal(t, a.pool, 3, `select count(*) from agent_idempotency where state = 'unkept' and body = ''`)
+	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_activity where skill_name = 'invite_into_thread'`)
+	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_login_links`)
+	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_tokens where name = 'w'`)
+}
+
+func TestLateRetryOfPauseChangesNothing(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	first := a.postWithKey("/v1/pause", `{"reason":"x"}`, token, "p")
+	a.postWithKey("/v1/resume", `{"reason":"x"}`, token, "r")
+	again := a.postWithKey("/v1/pause", `{"reason":"x"}`, token, "p")
+	assert.Truef(t, first.Code == 200 && again.Body.String() == first.Body.String(),
+		"%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
+	var state struct{ Paused bool }
+	a.get("/v1/pause", &state)
+	assert.True(t, !state.Paused, "the retry paused the agent again")
+}
+
 // A key lasts for a day and belongs to its caller. Its effects last longer.
 func TestKeyExpires(t *testing.T) {
 	t.Parallel()

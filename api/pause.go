@@ -11,13 +11,13 @@ func (s *server) pauseRoutes() []route {
 			about: "Whether autonomous work is paused, since when, by whom and why.",
 		}, {
 			method: "POST", path: "/v1/pause", body: reasonRequest{}, response: executions.PauseChange{},
-			handle: s.pauseAll, safeToRetry: true,
+			handle: s.pauseAll, safeToRetry: true, acceptsKey: true,
 			about: "Pause autonomous work in all processes: nothing starts, running work stops before its next step, " +
 				"scheduled times are recorded " +
 				"as skipped, and input is stored. operate and chat continue. changed is false if it was already paused.",
 		}, {
 			method: "POST", path: "/v1/resume", body: reasonRequest{}, response: executions.PauseChange{},
-			handle: s.resumeAll, safeToRetry: true,
+			handle: s.resumeAll, safeToRetry: true, acceptsKey: true,
 			about: "End the pause; ready work continues at once. Returns the former pause; changed is false without one.",
 		},
 	}

@@ -217,8 +217,7 @@ func (s *server) revokeSession(r request, id string) (response, error) {
 	return response{body: change{Name: id, Changed: changed}}, principalError(err)
 }
 
-// principalRoutes returns the routes that manage principals and their rights. The server never stores a response with a
-// secret for an Idempotency-Key.
+// principalRoutes returns the routes that manage principals and their rights.
 func (s *server) principalRoutes() []route {
 	of := []param{textParam("principal", "Name or id of a principal")}
 	return []route{
@@ -248,15 +247,17 @@ func (s *server) principalRoutes() []route {
 			handle: withID(s.unlinkIdentity), about: "Unlink an account.",
 		}, {
 			method: "POST", path: "/v1/principals/{id}/login_links", body: reasonRequest{}, response: loginLink{},
-			status: http.StatusCreated, handle: withID(s.createLoginLink), secret: true,
-			about: "Create a link that logs in a user once, within 15 minutes.",
+			status: http.StatusCreated, handle: withID(s.createLoginLink),
+			secret: "the link expires within 15 minutes; create another one under a new key",
+			about:  "Create a link that logs in a user once, within 15 minutes.",
 		}, {
 			method: "GET", path: "/v1/tokens", response: page[principals.Token]{}, handle: s.listTokens, params: of,
 			about: "API tokens, newest first. Their secrets are stored nowhere.",
 		}, {
 			method: "POST", path: "/v1/tokens", body: tokenRequest{}, response: newToken{},
-			status: http.StatusCreated, handle: s.createToken, secret: true, notFound: true,
-			about: "Create an API token. This response alone has its text. Scopes narrow the role: *, runs:read, work:GLOB, …",
+			status: http.StatusCreated, handle: s.createToken, notFound: true,
+			secret: "find the token with GET /v1/tokens, revoke it, and create another one under a new key",
+			about:  "Create an API token. This response alone has its text. Scopes narrow the role: *, runs:read, work:GLOB, …",
 		}, {
 			method: "POST", path: "/v1/tokens/{id}/revoke", body: reasonRequest{}, response: change{},
 			handle: withID(s.revokeToken),

@@ -16,7 +16,7 @@ type route struct {
 	about        string
 	access       Access                          // default Admin
 	scopes       []principals.Scope              // of Admin routes, from scopes.go; one suffices
-	secret       bool                            // the response has a secret, so the route accepts no key
+	secret       string                          // the response has a secret and is not stored: what to do if it got lost
 	params       []param                         // of the query; the server rejects others
 	body         any                             // zero value of the request body; nil for none
 	response     any                             // zero value of the response body
@@ -83,8 +83,8 @@ func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 			table[i].params = append(slices.Clip(table[i].params), csvParam)
 		}
 		table[i].maxBody = cmp.Or(table[i].maxBody, maxBody)
-		table[i].acceptsKey = table[i].method == http.MethodPost && !table[i].safeToRetry && !table[i].page &&
-			!table[i].secret
+		table[i].acceptsKey = table[i].acceptsKey ||
+			table[i].method == http.MethodPost && !table[i].safeToRetry && !table[i].page
 	}
 	for _, e := range endpoints {
 		rt, err := e.route()

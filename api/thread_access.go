@@ -20,12 +20,14 @@ func (s *server) accessRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/threads/{id}/join_tokens", body: joinTokenRequest{}, response: threads.Token{},
-			status: http.StatusCreated, handle: s.createJoinToken, secret: true,
+			status: http.StatusCreated, handle: s.createJoinToken,
+			secret: "find the token with GET /v1/threads/{id}/access, revoke it, and create another one under a new key",
 			about: "Create a join token: a visitor joins the conversation by sending it as X-Thread-Join. It is " +
 				"valid for one visitor, or reusable until it expires, and is shown once.",
 		}, {
 			method: "POST", path: "/v1/threads/{id}/participants", body: accessRequest{}, response: accessResponse{},
-			status: http.StatusCreated, handle: s.grantAccess, safeToRetry: true, conflicts: true,
+			status: http.StatusCreated, handle: s.grantAccess, safeToRetry: true, acceptsKey: true,
+			conflicts: true,
 			about: "Open a conversation to a chat key, a flow or a webhook endpoint. 409 if the participant has another one " +
 				"of that name.",
 		}, {
