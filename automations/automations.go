@@ -142,7 +142,8 @@ func Enable(ctx context.Context, db postgres.DB, nameOrID string) (bool, error) 
 	case a.DisabledBy == Proposal:
 		return false, fmt.Errorf("enable automation %q: %w", nameOrID, ErrProposal)
 	case !a.Enabled:
-		return false, fmt.Errorf("enable automation %q: enable skill %s first: %w", nameOrID, a.SkillName, ErrSkillDisabled)
+		return false, fmt.Errorf("enable automation %q: %w; run agent skills enable %s first", nameOrID, ErrSkillDisabled,
+			a.SkillName)
 	}
 	return tag.RowsAffected() > 0, nil
 }

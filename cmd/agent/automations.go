@@ -45,8 +45,6 @@ func automationHint(err error) error {
 		return hint(err, "see agent automations ls")
 	case errors.Is(err, automations.ErrProposal):
 		return hint(err, "agent automations accept NAME enables it")
-	case errors.Is(err, automations.ErrSkillDisabled):
-		return hint(err, "run agent skills enable NAME first")
 	case errors.Is(err, automations.ErrRunNotFound):
 		return hint(err, "see agent automations dead")
 	}

@@ -120,8 +120,8 @@ func (b *heartbeatRun) dueObjectives(ctx context.Context) ([]dueObjective, error
 // advanceObjective works on one objective while it holds the objective's lane.
 func (b *heartbeatRun) advanceObjective(ctx context.Context, o *dueObjective) (itemResult, error) {
 	hold, err := executions.Lane(ctx, "objective:"+o.ID)
-	if errors.Is(err, lanes.ErrBusy) {
-		return itemResult{Text: o.Name + ": another run works on it"}, b.recordBusy(ctx, "advance_objective", o.Name, err)
+	if busy, is := errors.AsType[*lanes.BusyError](err); is {
+		return itemResult{Text: o.Name + ": another run works on it"}, b.recordBusy(ctx, "advance_objective", o.Name, busy)
 	}
 	if err != nil {
 		return itemResult{}, err
@@ -195,13 +195,15 @@ func objectivePrompt(o *dueObjective) string {
 }
 
 // recordBusy records work that was skipped because its lane is busy.
-func (b *heartbeatRun) recordBusy(ctx context.Context, skill, name string, cause error) error {
+func (b *heartbeatRun) recordBusy(ctx context.Context, skill, name string, busy *lanes.BusyError) error {
 	_, err := executions.Do(ctx, "pass over", executions.Call{
-		Entry:      activity.Entry{Skill: skill, Kind: activity.KindNote, Input: map[string]string{"name": name}},
+		Entry: activity.Entry{
+			Skill: skill, Kind: activity.KindNote, Lane: busy.Lane, Input: map[string]string{"name": name},
+		},
 		Idempotent: true,
 	}, func(_ context.Context, effect *executions.Effect) (string, error) {
 		effect.Status = activity.Skipped
-		return cause.Error(), nil
+		return busy.Error(), nil
 	})
 	return err
 }

@@ -77,8 +77,8 @@ func (b *heartbeatRun) dueTasks(ctx context.Context) ([]automationTask, error) {
 // that row.
 func (b *heartbeatRun) runAutomation(ctx context.Context, t automationTask) (itemResult, error) {
 	hold, err := executions.Lane(ctx, "automation:"+t.ID)
-	if errors.Is(err, lanes.ErrBusy) {
-		return itemResult{Text: "is run by another execution"}, b.recordBusy(ctx, "run_automation", t.Name, err)
+	if busy, is := errors.AsType[*lanes.BusyError](err); is {
+		return itemResult{Text: "is run by another execution"}, b.recordBusy(ctx, "run_automation", t.Name, busy)
 	}
 	if err != nil {
 		return itemResult{}, err

@@ -75,6 +75,8 @@ func TestHeldAutomationIsSkipped(t *testing.T) {
 		"the trace is %s", lines)
 	pgtest.Equal(t, w.pool, "automations: a is run by another execution",
 		`select output ->> 'summary' from agent_activity where skill_name = 'run_automations'`)
+	pgtest.Equal(t, w.pool, 1,
+		`select count(*) from agent_activity where status = 'skipped' and lane like 'automation:%'`)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_automation_runs`)
 }
 
