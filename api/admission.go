@@ -7,16 +7,25 @@ import (
 	"net/http"
 	"os"
 	"strings"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 type requestClasses struct{ webhook, public, login, chat, admin requestClass }
 
-// requestClass groups requests with a shared budget. No class can use the budget of another class.
-type requestClass struct{ requests, bytes limits }
+// requestClass groups requests with a shared budget. No class can use the budget of another class. waiting limits the
+// requests that wait for a slot; the zero value lets none wait.
+type requestClass struct{ requests, bytes, waiting limits }
+
+// A request waits for a slot of its class at most slotWait, and tries every slotPoll.
+const (
+	slotWait = 2 * time.Second
+	slotPoll = 20 * time.Millisecond
+)
 
 // limits limit a class of requests: in total, and per chat key, webhook endpoint and address. 0 disables that limit.
 type limits struct {
@@ -28,15 +37,18 @@ type limits struct {
 func newClasses() requestClasses {
 	newClass := func(requests, bytes limits) requestClass {
 		requests.budget, bytes.budget = admission.New(requests.all), admission.NewBytes(bytes.all)
-		return requestClass{requests, bytes}
+		return requestClass{requests: requests, bytes: bytes}
 	}
+	webhook := newClass(limits{all: 256, endpoint: 128, address: 128},
+		limits{all: 32 << 20, endpoint: 16 << 20, address: 8 << 20})
+	webhook.waiting = limits{all: 1024, endpoint: 512, address: 512, budget: admission.New(1024)}
+	chatBytes := limits{all: 24 << 20, key: 16 << 20, address: 4 << 20}
 	return requestClasses{
-		webhook: newClass(limits{all: 256, endpoint: 128, address: 128},
-			limits{all: 32 << 20, endpoint: 16 << 20, address: 8 << 20}),
-		public: newClass(limits{all: 256, address: 128}, limits{all: 4 << 20, address: 1 << 20}),
-		login:  newClass(limits{all: 64, address: 16}, limits{all: 1 << 20, address: 256 << 10}),
-		chat:   newClass(limits{all: 3072, key: 2304, address: 1536}, limits{all: 24 << 20, key: 16 << 20, address: 4 << 20}),
-		admin:  newClass(limits{all: 2048}, limits{all: 64 << 20}),
+		webhook: webhook,
+		public:  newClass(limits{all: 256, address: 128}, limits{all: 4 << 20, address: 1 << 20}),
+		login:   newClass(limits{all: 64, address: 16}, limits{all: 1 << 20, address: 256 << 10}),
+		chat:    newClass(limits{all: 3072, key: 2304, address: 1536}, chatBytes),
+		admin:   newClass(limits{all: 2048}, limits{all: 64 << 20}),
 	}
 }
 
@@ -81,12 +93,12 @@ func (s *server) admit(w http.ResponseWriter, r *http.Request, rt route) (_ *htt
 		err = s.bufferBody(w, r, rt, c, limit)
 	}
 	if err != nil {
-		return r, nil, tooManyRequests(w, err)
+		return r, nil, tooManyRequests(w, r, rt, err)
 	}
-	hold, err := c.requests.budget.Acquire(1, c.requests.subLimits(r)...)
+	hold, err := c.acquireSlot(r)
 	if err != nil {
 		_ = r.Body.Close()
-		return r, nil, tooManyRequests(w, err)
+		return r, nil, tooManyRequests(w, r, rt, err)
 	}
 	return r, func() {
 		defer hold.Release()
@@ -96,7 +108,7 @@ func (s *server) admit(w http.ResponseWriter, r *http.Request, rt route) (_ *htt
 
 // precheck rejects a request if its class has no free slot or its route does not expect it. It returns the body limit.
 func (s *server) precheck(r *http.Request, rt route, c *requestClass) (*http.Request, int64, error) {
-	hold, err := c.requests.budget.Acquire(1, c.requests.subLimits(r)...)
+	hold, err := c.acquireSlot(r)
 	if err != nil {
 		return r, 0, err
 	}
@@ -111,13 +123,36 @@ func (s *server) precheck(r *http.Request, rt route, c *requestClass) (*http.Req
 	return expected, min(limit, rt.maxBody), nil
 }
 
+// acquireSlot acquires a slot of the class. It waits if the class lets requests wait. Webhooks do, because some senders
+// never repeat a rejected request.
+func (c *requestClass) acquireSlot(r *http.Request) (*admission.Hold, error) {
+	hold, err := c.requests.budget.Acquire(1, c.requests.subLimits(r)...)
+	if err == nil || c.waiting.budget == nil {
+		return hold, err
+	}
+	waiting, err := c.waiting.budget.Acquire(1, c.waiting.subLimits(r)...)
+	if err != nil {
+		return nil, err
+	}
+	defer waiting.Release()
+	for i := time.Duration(0); i < slotWait && sleep.For(r.Context(), slotPoll); i += slotPoll {
+		if hold, err = c.requests.budget.Acquire(1, c.requests.subLimits(r)...); err == nil {
+			return hold, nil
+		}
+	}
+	return nil, err
+}
+
 // expectation checks a request before the server reads its body. It returns the request and its body limit in bytes.
 type expectation func(r *http.Request) (*http.Request, int64, error)
 
-// tooManyRequests adds Retry-After when a budget is exhausted.
-func tooManyRequests(w http.ResponseWriter, err error) error {
+// tooManyRequests adds Retry-After when a budget is exhausted, and reports that to the route.
+func tooManyRequests(w http.ResponseWriter, r *http.Request, rt route, err error) error {
 	if !errors.Is(err, admission.ErrFull) {
 		return tooManyTries(w, err) // throttled credentials
+	}
+	if rt.busy != nil {
+		rt.busy(r)
 	}
 	w.Header().Set("Retry-After", admission.RetryAfter)
 	return problem.New(http.StatusTooManyRequests, "too many requests; retry in %s s", admission.RetryAfter)

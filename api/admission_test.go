@@ -115,6 +115,67 @@ func TestFullClassRejectsOnlyItsOwn(t *testing.T) {
 	}
 }
 
+// A burst of webhooks waits for slots, unread. Only a bounded number waits, for a bounded time; others are rejected at
+// once.
+func TestWebhookWaitsForSlot(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var busy atomic.Int32
+		rt := route{
+			access: Public, maxBody: 100, busy: func(*http.Request) { busy.Add(1) },
+			expect:      func(r *http.Request) (*http.Request, int64, error) { return r, 100, nil },
+			httpHandler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}),
+		}
+		s, h := newBareServer(t, rt)
+		c := s.classes.webhook
+		var read atomic.Bool
+		post := func(i int64) (status int, took time.Duration) {
+			w, began := httptest.NewRecorder(), time.Now()
+			r := httptest.NewRequestWithContext(t.Context(), "POST", fmt.Sprint("/webhooks/", i/c.waiting.endpoint),
+				readFunc(func([]byte) (int, error) { read.Store(true); return 0, io.EOF }))
+			r.RemoteAddr = fmt.Sprintf("192.0.2.%d:1", i/c.waiting.address)
+			h.ServeHTTP(w, r)
+			return w.Code, time.Since(began)
+		}
+		held, err := c.requests.budget.Acquire(c.requests.all)
+		require.NoError(t, err)
+		var group sync.WaitGroup
+		var ok, late atomic.Int64
+		waiters := func() {
+			for i := range c.waiting.all {
+				group.Go(func() {
+					if status, took := post(i); status == http.StatusOK {
+						ok.Add(1)
+					} else if took == slotWait {
+						late.Add(1)
+					}
+				})
+			}
+			synctest.Wait()
+		}
+		waiters()
+		status, took := post(0)
+		assert.Truef(t, status == 429 && took == 0 && busy.Load() == 1, "one more: %d after %s", status, took)
+		assert.True(t, !read.Load(), "a waiting request's body was read")
+		time.Sleep(slotWait / 2)
+		held.Release()
+		group.Wait()
+		assert.Equal(t, c.waiting.all, ok.Load(), "served after the wait")
+		held, err = c.requests.budget.Acquire(c.requests.all)
+		require.NoError(t, err)
+		waiters()
+		group.Wait()
+		held.Release()
+		assert.Equal(t, c.waiting.all, late.Load(), "rejected after the wait")
+		assert.Equal(t, 0, c.waiting.budget.Used()+c.requests.budget.Used())
+	})
+}
+
+// readFunc is a body.
+type readFunc func([]byte) (int, error)
+
+func (f readFunc) Read(b []byte) (int, error) { return f(b) }
+
 func TestAddressLimitOfConnections(t *testing.T) {
 	t.Parallel()
 	entered, end := make(chan struct{}), make(chan struct{})

@@ -46,6 +46,8 @@ type Endpoint struct {
 	// Expect runs before the server reads the body. It rejects the request or returns it with its body limit, at most
 	// MaxBody. Nil accepts MaxBody. Routes with Expect have their own admission class.
 	Expect func(r *http.Request) (*http.Request, int64, error)
+	// Busy learns of a request that gets 429 because too many are under way; may be nil.
+	Busy func(r *http.Request)
 	// Idempotent supports Idempotency-Key. It needs a known caller, so the route cannot be Public.
 	Idempotent bool
 	// Page marks a route for people. It is undocumented, its errors are pages (see Options.Pages), and it redirects
@@ -89,6 +91,7 @@ func (e Endpoint) route() (route, error) {
 		alreadyDone: e.AlreadyDone, contentType: e.ContentType, stream: e.Stream, finite: e.Finite, openAI: e.OpenAIErrors,
 		maxBody: e.MaxBody, acceptsKey: e.Idempotent,
 		crossOrigin: strings.HasPrefix(e.Path, webhooks), page: e.Page, httpHandler: e.Handler, expect: e.Expect,
+		busy: e.Busy,
 	}
 	if e.Access == Admin {
 		rt.scopes = []principals.Scope{e.Scope}

@@ -43,6 +43,7 @@ type route struct {
 	acceptsKey   bool                            // supports Idempotency-Key
 	maxBody      int64                           // bytes
 	expect       expectation                     // runs before the server reads the body; may be nil
+	busy         func(*http.Request)             // learns of a request that admission rejects; may be nil
 	probe        bool                            // bypasses admission
 	handle       func(request) (response, error) // of this package's routes
 	httpHandler  http.Handler                    // of streams and of endpoints

@@ -199,7 +199,8 @@ func (a *App) webhookEndpoints() []api.Endpoint {
 		{
 			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{},
 			Response: webhook.Response{}, Status: 202,
-			AlreadyDone: true, MaxBody: webhooks.MaxBodyBytes, Expect: a.Webhook.Expect, Handler: a.Webhook.Receive(),
+			AlreadyDone: true, MaxBody: webhooks.MaxBodyBytes, Expect: a.Webhook.Expect, Busy: a.Webhook.Busy,
+			Handler: a.Webhook.Receive(),
 			About: "Receive a webhook: verify, store and acknowledge it with its trace. A repeated delivery returns 200 with " +
 				"the first trace.",
 		}, {

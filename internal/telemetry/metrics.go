@@ -69,7 +69,7 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 		m.lanesLost.WithLabelValues(kind) // increase() sees the first loss only if a 0 came before
 	}
 	m.deliveries = counter("agent_webhook_deliveries_total",
-		"Received webhooks: accepted, repeated, in conflict or refused.", "source", "result")
+		"Received webhooks: accepted, repeated, in conflict, refused or busy.", "source", "result")
 	m.spans = counter("agent_telemetry_spans_total", "Spans: sent, sampled_out, refused by the receiver, or forgotten.",
 		"result")
 	m.exportFailures = prometheus.NewCounter(prometheus.CounterOpts{

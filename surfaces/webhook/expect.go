@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
@@ -24,6 +25,16 @@ func (s *Surface) Expect(r *http.Request) (*http.Request, int64, error) {
 		return nil, 0, err
 	}
 	return r.WithContext(context.WithValue(r.Context(), expectedKey{}, e)), e.endpoint.Settings.MaxBytes, nil
+}
+
+// Busy counts and logs a request that was rejected because too many are under way. It ignores names that no endpoint
+// had in a request to this process, because strangers choose them.
+func (s *Surface) Busy(r *http.Request) {
+	name := r.PathValue("endpoint")
+	if _, served := s.served.Load(name); served {
+		s.report(name, "busy")
+		s.logRejection(r.Context(), name, "busy", admission.ErrFull)
+	}
 }
 
 // expected has the endpoint and the verifier of a request. [Surface.Expect] finds them before the body is read.
@@ -56,6 +67,7 @@ func (s *Surface) expect(r *http.Request) (expected, error) {
 	if err != nil {
 		return expected{}, err
 	}
+	s.served.Store(e.Name, true)
 	// Check the headers before the secrets: a request without a signature gets 401, even if a secret is missing.
 	if err := e.Verifier(nil).Before(r.Header, s.now()); err != nil {
 		return expected{}, s.rejectionError(r.Context(), e.Name, err)
@@ -114,7 +126,7 @@ func (s *Surface) rejectionError(ctx context.Context, endpoint string, err error
 }
 
 // logRejection logs unverified requests at a limited rate, so that senders cannot fill the log. class is signature for
-// an error of the sender, and setup for an error of the installation.
+// an error of the sender, setup for an error of the installation, and busy for too many requests.
 func (s *Surface) logRejection(ctx context.Context, endpoint, class string, cause error) {
 	s.mu.Lock()
 	if s.rejections == nil {

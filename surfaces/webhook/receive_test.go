@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
 	"sync"
@@ -225,6 +226,24 @@ func TestUnauthenticatedDeliveryIsNotStored(t *testing.T) {
 		from agent_executions)`)
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where skill_name = 'webhook_refused'
 		and trace_id like 'wh_%'`)
+}
+
+// Strangers choose the names in the paths of their requests.
+func TestBusyEndpointIsCounted(t *testing.T) {
+	t.Parallel()
+	w := newTestWebhooks(t)
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "storm"})
+	var counted []string
+	w.surface.Received = func(endpoint, result string) { counted = append(counted, endpoint+" "+result) }
+	w.send(t, "storm", "msg_1", `{"a":1}`)
+	for _, name := range []string{"storm", "guess", "storm"} {
+		r := httptest.NewRequestWithContext(t.Context(), "POST", "/webhooks/"+name, nil)
+		r.SetPathValue("endpoint", name)
+		w.surface.Busy(r)
+	}
+	assert.Equal(t, "[storm accepted storm busy storm busy]", fmt.Sprint(counted))
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where skill_name = 'webhook_refused'
+		and error_class = 'busy' and input->>'endpoint' = 'storm'`)
 }
 
 func TestInvalidBodies(t *testing.T) {

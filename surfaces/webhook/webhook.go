@@ -58,14 +58,15 @@ type Surface struct {
 	Now func() time.Time
 	// Backoff returns the pause after a failed attempt; default 10 s, 1 min, 6 min, 36 min, then 2 h.
 	Backoff func(runAttempt int) time.Duration
-	// Received counts requests by result: accepted, repeated, conflict or refused. It must not block; may be nil.
+	// Received counts requests by result: accepted, repeated, conflict, refused or busy. It must not block; may be nil.
 	Received func(endpoint, result string)
 
 	deliveryTx postgres.KeyedTx
 	guardOnce  sync.Once
 	guard      *credentials.Guard // of bearer tokens
 	mu         sync.Mutex
-	rejections map[string]rejectionCount // by endpoint
+	rejections map[string]rejectionCount // by class and endpoint
+	served     sync.Map                  // names of endpoints that had a request
 }
 
 // Register registers the flow with the engine.
