@@ -382,6 +382,29 @@ func TestInterruptedTrialDoesNotFailByItsLatency(t *testing.T) {
 	assert.Equal(t, evals.Failed, w.run(t, d, runner.Options{}).Status, "a run that was not interrupted")
 }
 
+// A restart of the database fails no run.
+func TestRunWaitsForUnavailableDatabase(t *testing.T) {
+	t.Parallel()
+	w := newTestRunner(t)
+	w.script(replyAsAgent)
+	d := ordersSuite()
+	d.Cases = d.Cases[:1]
+	run := w.start(t, d, runner.Options{})
+	pgtest.Exec(t, w.pool, `create sequence failures`)
+	pgtest.Exec(t, w.pool, `
+		create function shut_down() returns trigger language plpgsql as $$
+		begin
+		  if nextval('failures') <= 3 then
+		    raise 'terminating connection due to administrator command' using errcode = '57P01';
+		  end if;
+		  return new;
+		end $$`)
+	pgtest.Exec(t, w.pool, `
+		create trigger shut_down before insert or update on agent_executions for each row execute function shut_down()`)
+	require.NoError(t, w.runner.Work(t.Context(), run, 1, func(evals.Trial) {}))
+	assert.Equal(t, evals.Passed, w.report(t, run).Status)
+}
+
 func TestRunTimeout(t *testing.T) {
 	t.Parallel()
 	w := newTestRunner(t)

@@ -18,12 +18,16 @@ import (
 // pollInterval is the pause between polls of a trial that another process runs.
 const pollInterval = 500 * time.Millisecond
 
+// maxBackoff is the longest pause while the database is unavailable, before its random part.
+const maxBackoff = 5 * time.Second
+
 // errTimeout is the cause that ends the work on a run after its timeout.
 var errTimeout = errors.New("the time of the run is over")
 
 // Work plays the trials of a run that have no verdict, at most concurrent at once, and then ends the run. After the
-// run's time, the remaining trials are undecided. Any process with the same Setup may call Work again for a run whose
-// process died; another gets [ErrOtherSetup]. Work calls onTrial with each trial that it played, possibly concurrently.
+// run's time, the remaining trials are undecided. Until then it waits for an unavailable database. Any process with the
+// same Setup may call Work again for a run whose process died; another gets [ErrOtherSetup]. Work calls onTrial with
+// trials that it played, possibly concurrently.
 //
 // Work first plays the control of a run. If the control does not follow its recorded turns, Work does not play the
 // run's own trials, and they are undecided.
@@ -49,6 +53,21 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 	}
 	limited, stop := context.WithTimeoutCause(ctx, max(remaining, 0), errTimeout)
 	defer stop()
+	backoff := postgres.Backoff{First: pollInterval, Max: maxBackoff}
+	for {
+		err := r.workUntil(ctx, limited, run, subject, concurrent, onTrial)
+		if err == nil || limited.Err() != nil || !postgres.Transient(err) {
+			return err
+		}
+		r.Logger.WarnContext(ctx, "database unavailable, the run continues later", "run", run.ID, "error", err)
+		backoff.Wait(limited)
+	}
+}
+
+// workUntil plays the open trials of a run until limited ends, and then ends the run.
+func (r *Runner) workUntil(
+	ctx, limited context.Context, run evals.Run, subject evals.Subject, concurrent int, onTrial func(evals.Trial),
+) error {
 	if run.ControlID != "" {
 		reason, err := r.workControl(limited, run, concurrent, onTrial)
 		switch timedOut := errors.Is(context.Cause(limited), errTimeout); {
