@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -33,8 +34,8 @@ func (c *cli) evalRunCommand() *cobra.Command {
 		Long: `Run the trials of suites in this process and print the results of each case. Skills are answered by the stubs
 of the case, memory and approvals by its script. A trial has no effect outside itself.
 
-Exit codes: 0 passed, 1 failed, 3 undecided. With --against the comparison decides: 1 for worse, 3 for undecided, else
-0. --resume continues an interrupted run; answered model calls are not paid again.
+Exit codes: 0 passed, 1 failed, 3 undecided or not ended. With --against the comparison decides: 1 for
+worse, 3 for undecided, else 0. --resume continues an interrupted run; answered model calls are not paid again.
 
 --candidate DIR tries the workspace in DIR as if it were applied, and applies nothing. If a suite
 with gate: passes, agent apply DIR passes its gate.`,
@@ -68,6 +69,9 @@ type evalOptions struct {
 
 // defaultConcurrency is enough for 100 cases in 5 trials within a minute, with a model that answers in 200 ms.
 const defaultConcurrency = 8
+
+// readTimeout bounds the read of a run that an error has interrupted.
+const readTimeout = 5 * time.Second
 
 // flags are those of the commands that play runs.
 func (o *evalOptions) flags(flags *pflag.FlagSet) {
@@ -117,12 +121,12 @@ func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []stri
 	}
 	if o.against != "" && o.against != "last" { // an unknown run is an error before any model call is billed
 		if _, err := findRun(ctx, s, o.against); err != nil {
-			return err
+			return errors.Join(err, c.writeJUnit(o.junit, nil))
 		}
 	}
 	starts, err := c.prepareRuns(ctx, s, a, names, o)
 	if err != nil {
-		return err
+		return errors.Join(err, c.writeJUnit(o.junit, nil))
 	}
 	return c.playRuns(ctx, s, a, starts, o)
 }
@@ -139,6 +143,18 @@ func (c *cli) checkJUnit(name string) error {
 	return nil
 }
 
+// writeJUnit writes reports to the file of --junit, if it is set.
+func (c *cli) writeJUnit(name string, reports []evals.Report) error {
+	if name == "" {
+		return nil
+	}
+	text, err := junit(reports)
+	if err != nil {
+		return err
+	}
+	return c.writeFile(name, text, true)
+}
+
 // startRun stores a run, or returns a stored one.
 type startRun func(context.Context) (evals.Run, error)
 
@@ -146,13 +162,29 @@ func stored(run evals.Run) startRun {
 	return func(context.Context) (evals.Run, error) { return run, nil }
 }
 
-// playRuns starts each run after the one before has ended, plays its trials, and prints the reports at the end.
+// playRuns plays runs and prints their reports at the end. After an error it prints none, and writes what is known to
+// the file of --junit.
 func (c *cli) playRuns(ctx context.Context, s *session, a *app.App, starts []startRun, o evalOptions) error {
-	reports := make([]evals.Report, 0, len(starts))
+	reports, err := c.playEach(ctx, s, a, starts, o)
+	if err = errors.Join(err, c.writeJUnit(o.junit, reports)); err != nil {
+		return err
+	}
+	if err := c.print(pageOf(reports, ""), func(w io.Writer) { writeReports(w, reports) }); err != nil {
+		return err
+	}
+	return worstExit(reports)
+}
+
+// playEach starts each run after the one before has ended, and plays its trials. An error ends it; then the last report
+// is that of the run that has not ended, if it can be read.
+func (c *cli) playEach(
+	ctx context.Context, s *session, a *app.App, starts []startRun, o evalOptions,
+) (reports []evals.Report, err error) {
+	reports = []evals.Report{}
 	for i, start := range starts {
 		run, err := start(ctx)
 		if err != nil {
-			return evalError(err)
+			return reports, evalError(err)
 		}
 		resume := fmt.Sprintf("run %s has not ended; %s continues it", run.ID, resumeCommand(run))
 		if later := len(starts) - i - 1; later > 0 {
@@ -160,27 +192,22 @@ func (c *cli) playRuns(ctx context.Context, s *session, a *app.App, starts []sta
 		}
 		c.onInterrupt(resume)
 		report, err := c.playRun(ctx, s, a, run, o)
-		if ctx.Err() != nil {
-			c.infof("%s", resume)
-		}
-		if err != nil {
-			return err
-		}
-		reports = append(reports, report)
-	}
-	if o.junit != "" {
-		text, err := junit(reports)
 		if err == nil {
-			err = c.writeFile(o.junit, text, true)
+			reports = append(reports, report)
+			continue
 		}
-		if err != nil {
-			return err
+		c.infof("%s", resume)
+		if exitCode(ctx, err) == exitFailed { // no trial failed by it
+			err = &exitError{exitUndecided, err}
 		}
+		detached, cancel := context.WithTimeout(context.WithoutCancel(ctx), readTimeout)
+		defer cancel()
+		if report, readErr := c.reportEval(detached, s, run.ID, ""); readErr == nil {
+			reports = append(reports, report)
+		}
+		return reports, err
 	}
-	if err := c.print(pageOf(reports, ""), func(w io.Writer) { writeReports(w, reports) }); err != nil {
-		return err
-	}
-	return worstExit(reports)
+	return reports, nil
 }
 
 // prepareRuns checks a run of each suite, or finds the run to resume. Without names it takes all suites.

@@ -3,6 +3,7 @@ package main
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -90,20 +91,18 @@ func (c *cli) runCounterfactual(
 	if of.Sample < 1 || of.Sample > 500 {
 		return usageError("--sample must be 1 to 500")
 	}
-	var run evals.Run
-	err := c.checkJUnit(o.junit)
-	switch {
-	case err != nil:
+	if err := c.checkJUnit(o.junit); err != nil {
 		return err
-	case o.resume != "":
-		if run, err = findRun(ctx, s, o.resume); err == nil && run.Kind != evals.OfCounterfactual {
-			err = hint(fmt.Errorf("run %s is no counterfactual", run.ID), "see agent eval show %s", run.ID)
-		}
-	default:
+	}
+	var run evals.Run
+	var err error
+	if o.resume == "" {
 		run, err = c.planCounterfactual(ctx, s, a, of, o)
+	} else if run, err = findRun(ctx, s, o.resume); err == nil && run.Kind != evals.OfCounterfactual {
+		err = hint(fmt.Errorf("run %s is no counterfactual", run.ID), "see agent eval show %s", run.ID)
 	}
 	if err != nil {
-		return err
+		return errors.Join(err, c.writeJUnit(o.junit, nil))
 	}
 	return c.playRuns(ctx, s, a, []startRun{stored(run)}, o)
 }

@@ -55,12 +55,11 @@ func junitComparison(r evals.Report) junitSuite {
 		fmt.Sprintf("%s: %+.2f (%.2f to %.2f)", r.Comparison.Answer, r.Comparison.Difference, r.Difference.Low,
 			r.Difference.High), "run " + r.ID,
 	}
-	switch r.Comparison.Answer {
-	case stats.Worse:
-		one.Failure, suite.Failures = message, 1
-	case stats.Undecided:
+	switch {
+	case r.FinishedAt == nil, r.Comparison.Answer == stats.Undecided:
 		one.Skipped, suite.Skipped = message, 1
-	case stats.Better, stats.NotWorse:
+	case r.Comparison.Answer == stats.Worse:
+		one.Failure, suite.Failures = message, 1
 	}
 	suite.Cases = []junitCase{one}
 	return suite

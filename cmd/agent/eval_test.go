@@ -140,6 +140,38 @@ func TestEvalRunStoresEachRunWhenItBegins(t *testing.T) {
 		select max(created_at) > min(finished_at) and count(*) = 2 from agent_eval_runs where finished_at is not null`)
 }
 
+// An error of a run is not a failed trial. The command prints how to continue the run, and writes the known results.
+func TestEvalRunAfterError(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	pool := pgtest.Pool(t, url, postgres.Options{})
+	server := modeltest.New(t)
+	server.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("It is not due.") })
+	p := newProgram(t, url, "OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=k", "AGENT_MODEL=gpt-4o-mini",
+		"AGENT_LOG_LEVEL=error")
+	_, suite, _ := strings.Cut(evalWorkspace, "---\n")
+	dir := writeFolder(t, map[string]string{
+		"a.yaml": evalWorkspace, "b.yaml": strings.Replace(suite, "name: orders", "name: second", 1),
+	})
+	p.must("apply", dir)
+	pgtest.Exec(t, pool, `
+		create function refuse() returns trigger language plpgsql as $$ begin raise 'out of order'; end $$`)
+	pgtest.Exec(t, pool, `
+		create trigger refuse before insert on agent_executions for each row when (new.flow like 'eval:%')
+		execute function refuse()`)
+	file := filepath.Join(dir, "evals.xml")
+	stopped := p.run("eval", "run", "--junit", file)
+	assert.Truef(t, stopped.code == 3 && stopped.out == "", "exit %d: %s%s", stopped.code, stopped.out, stopped.err)
+	assert.Contains(t, stopped.err, "has not ended; agent eval run --resume ", "not begun: 1 suite", "out of order")
+	text, err := os.ReadFile(file)
+	require.NoError(t, err)
+	assert.Contains(t, string(text), `<testsuite name="orders" tests="2" failures="0" errors="0" skipped="2">`)
+	p.mustFail(1, "there is no eval", "eval", "run", "none", "--junit", file)
+	text, err = os.ReadFile(file)
+	require.NoError(t, err)
+	assert.Contains(t, string(text), "<testsuites></testsuites>")
+}
+
 // An outage becomes its own suite, here and through a server. Apply takes its file unchanged.
 func TestEvalAddFromOutage(t *testing.T) {
 	t.Parallel()
