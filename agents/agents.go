@@ -35,7 +35,7 @@ type Definition struct {
 	InstructionsFile string `yaml:"instructions_file" json:"-"`                 // a file instead of them
 
 	Model       string   `yaml:"model" json:"model,omitempty"`             // AGENT_MODEL when empty
-	Fallback    []string `yaml:"fallback" json:"fallback,omitempty"`       // models after 429, 5xx or a timeout, in order
+	Fallback    []string `yaml:"fallback" json:"fallback,omitempty"`       // models if the first is unavailable, in order
 	Effort      string   `yaml:"effort" json:"effort,omitempty"`           // AGENT_REASONING_EFFORT when empty
 	Temperature *float64 `yaml:"temperature" json:"temperature,omitempty"` // 0 to 2; the model's own when nil
 

@@ -51,6 +51,12 @@ func (e *Error) Error() string {
 // Unwrap returns the connection's error.
 func (e *Error) Unwrap() error { return e.cause }
 
+// Unavailable reports whether another model may answer the request.
+func (e *Error) Unavailable() bool {
+	return e.Retryable || e.Code == codeNoQuota || e.Code == codeNoModel || e.Status == http.StatusPaymentRequired ||
+		e.Status == http.StatusNotFound
+}
+
 // operatorAdvice returns an action for the operator.
 func (e *Error) operatorAdvice() string {
 	switch {
@@ -128,7 +134,7 @@ func streamError(chunk []byte) *Error {
 	e.Message = cmp.Or(e.Message, "the server reported an error without a message")
 	switch e.Code {
 	case codeNoQuota, "invalid_request_error", "context_length_exceeded", "content_filter", "authentication_error",
-		"permission_error", "not_found_error", "model_not_found":
+		"permission_error", "not_found_error", codeNoModel:
 		return e
 	}
 	e.Retryable = e.Status == 0 || e.Status >= 500 || e.Status == http.StatusTooManyRequests
@@ -137,6 +143,7 @@ func streamError(chunk []byte) *Error {
 
 const (
 	codeNoQuota     = "insufficient_quota"
+	codeNoModel     = "model_not_found"
 	codeUnreachable = "unreachable"
 
 	codeContentFilter = "content_filter"

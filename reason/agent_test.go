@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -130,6 +131,39 @@ func TestRefusalOfRequestIsNoReasonToFallBack(t *testing.T) {
 	if x, _ := w.run(t); x.Status != executions.Failed || len(w.model.Requests()) != 1 {
 		t.Errorf("the execution is %s after %d requests", x.Status, len(w.model.Requests()))
 	}
+}
+
+func TestExhaustedQuotaAndMissingModelFallBack(t *testing.T) {
+	t.Parallel()
+	for name, refusal := range map[string]modeltest.Reply{
+		"no quota":  modeltest.Refusal(429, "insufficient_quota", "insufficient_quota", "pay first", 0),
+		"no credit": modeltest.Refusal(402, "", "", "pay first", 0),
+		"no model":  modeltest.Refusal(404, "invalid_request_error", "model_not_found", "no such model", 0),
+		"mid-stream": modeltest.Raw(200, "text/event-stream",
+			"data: {\"error\":{\"message\":\"gone\",\"code\":\"model_not_found\"}}\n\n"),
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, refusal, modeltest.Text("Done."))
+			w.declare(t, agents.Definition{Name: "sales", Model: "first", Fallback: []string{"second"}})
+			x, got := w.completed(t)
+			rows := named(w.rows(t, x), "model_call")
+			assert.Truef(t, got.Text == "Done." && len(rows) == 2 && rows[0].Class == "model_unavailable",
+				"the answer is %q, the rows are %+v", got.Text, rows)
+		})
+	}
+}
+
+func TestTurnFailsWithErrorOfFirstModel(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Refusal(429, "insufficient_quota", "insufficient_quota", "pay first", 0),
+		modeltest.Refusal(404, "invalid_request_error", "model_not_found", "no such model", 0),
+		modeltest.Status(http.StatusUnauthorized, 0))
+	w.declare(t, agents.Definition{Name: "sales", Model: "first", Fallback: []string{"second", "third"}})
+	x, _ := w.run(t)
+	message := postgres.Deref(x.ErrorMessage)
+	assert.Truef(t, x.Status == executions.Failed && strings.Contains(message, "pay first") &&
+		len(w.model.Requests()) == 3, "%s after %d requests: %s", x.Status, len(w.model.Requests()), message)
 }
 
 func TestDailyBudgetOfAgentEndsItsTurnsAndNoOthers(t *testing.T) {

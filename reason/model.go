@@ -85,16 +85,22 @@ func (w *turn) callModel(ctx context.Context) (*reply, error) {
 	return resp, nil
 }
 
-// withFallback tries the turn's models in order. It drops an unavailable model for the rest of the turn.
+// withFallback tries the turn's models in order. It drops an unavailable model for the rest of the turn. If no model
+// answers, it returns the first error.
 func (w *turn) withFallback(
 	ctx context.Context, callModel func(model string, hasFallback bool) (*reply, error),
 ) (*reply, error) {
+	var first error
 	for {
 		got, err := callModel(w.models[0], len(w.models) > 1)
 		failure, ok := errors.AsType[*executions.StepError](err)
-		if !ok || failure.Class != classUnavailable {
+		switch {
+		case ok && failure.Class == classModel && first != nil:
+			return got, first
+		case !ok || failure.Class != classUnavailable:
 			return got, err
 		}
+		first = cmp.Or(first, err)
 		w.log().WarnContext(ctx, "model unavailable, falling back", "model", w.models[0], "fallback", w.models[1],
 			"error", failure.Message)
 		w.models = w.models[1:]
@@ -110,8 +116,11 @@ func (w *turn) temperature() *float32 {
 	return &t
 }
 
-// classUnavailable is the class of a call to an unavailable model with a fallback.
-const classUnavailable = "model_unavailable"
+// The classes of failed calls.
+const (
+	classModel       = "model"
+	classUnavailable = "model_unavailable" // the model is unavailable and has a fallback
+)
 
 // usedTime returns the used time of the turn. It excludes durable waits, and the work of a lost process after its last
 // recorded answer.
@@ -170,10 +179,10 @@ func (l *Loop) complete(ctx context.Context, c *modelCall, r *reservation, effec
 		return nil, stepError(classBudget, "the turn's time of %s has run out", c.timeLimit)
 	case errors.As(err, &limit):
 		return nil, limit
-	case errors.As(err, &refused) && refused.Retryable && c.hasFallback:
+	case errors.As(err, &refused) && refused.Unavailable() && c.hasFallback:
 		return nil, &executions.StepError{Class: classUnavailable, Message: err.Error()}
 	case errors.As(err, &refused):
-		return nil, &executions.StepError{Class: "model", Message: err.Error()}
+		return nil, &executions.StepError{Class: classModel, Message: err.Error()}
 	}
 	return got, err
 }

@@ -35,10 +35,10 @@ func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages
 	}
 	text := strings.TrimSpace(got.Message.Content)
 	if text == "" && got.Cut == string(models.FinishContentFilter) {
-		return "", fmt.Errorf("summarise: %w", stepError("model", "the content filter withheld the summary"))
+		return "", fmt.Errorf("summarise: %w", stepError(classModel, "the content filter withheld the summary"))
 	}
 	if text == "" {
-		return "", fmt.Errorf("summarise: %w", stepError("model", "the model gave no text"))
+		return "", fmt.Errorf("summarise: %w", stepError(classModel, "the model gave no text"))
 	}
 	return truncate(text, maxSummary), nil
 }
