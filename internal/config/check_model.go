@@ -33,6 +33,11 @@ func (k *checker) provider(p *Provider) {
 	if !decodeObject(p.ExtraJSON, &p.Extra) {
 		k.report("AGENT_MODEL_EXTRA", "it is not a JSON object")
 	}
+	for _, name := range []string{"model", "messages", "input", "n"} {
+		if _, set := p.Extra[name]; set {
+			k.report("AGENT_MODEL_EXTRA", "it has the member %s", name)
+		}
+	}
 }
 
 // Efforts lists the values of reasoning effort.

@@ -88,7 +88,7 @@ type Provider struct {
 	Effort      string `env:"AGENT_REASONING_EFFORT" help:"how much models that reason think: none, minimal, low, medium, high, xhigh or max; the model's own when not set"`
 	HeadersJSON Secret `env:"AGENT_MODEL_HEADERS" help:"further headers for the model's server, as JSON, for example {\"api-key\":\"…\"}"`
 	QueryJSON   Secret `env:"AGENT_MODEL_QUERY" help:"query parameters for the model's server, as JSON, for example {\"api-version\":\"2026-10-01\"}"`
-	ExtraJSON   string `env:"AGENT_MODEL_EXTRA" help:"what is merged into each request to the model, as JSON, for example {\"chat_template_kwargs\":{\"enable_thinking\":false}}"`
+	ExtraJSON   string `env:"AGENT_MODEL_EXTRA" help:"what is merged into each request to the model, as JSON, except model, messages, input and n, for example {\"chat_template_kwargs\":{\"enable_thinking\":false}}"`
 
 	Headers map[string]string          `env:"-"` // HeadersJSON
 	Query   map[string]string          `env:"-"` // QueryJSON

@@ -232,6 +232,14 @@ func TestEverySettingIsValidated(t *testing.T) {
 	}
 }
 
+func TestExtraKeepsModelAndMessagesOfRequests(t *testing.T) {
+	for _, name := range []string{"model", "messages", "input", "n"} {
+		_, err := config.Load(map[string]string{"AGENT_MODEL_EXTRA": `{"` + name + `":null}`})
+		lines := problems(t, err)
+		assert.Truef(t, len(lines) == 1 && strings.Contains(lines[0], "has the member "+name+";"), "%s: %q", name, lines)
+	}
+}
+
 func TestSecretsFromFiles(t *testing.T) {
 	for _, name := range []string{
 		"DATABASE_URL", "DATABASE_DIRECT_URL", "DATABASE_READ_URL", "AGENT_ADMIN_TOKEN",
