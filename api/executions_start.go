@@ -33,7 +33,7 @@ type startRequest struct {
 	// with wait_for_completion: inherit the parent's lanes; default true
 	CanInheritLock *bool `json:"can_inherit_lock,omitempty"`
 
-	// fail (default for external), hand_on, or resume (Go and data flows)
+	// external: fail (default) or hand_on; other flows: resume (default) or fail
 	OnLost          string `json:"on_lost,omitempty"`
 	ProgressSeconds int    `json:"progress_seconds,omitempty"` // 0 is no bound
 	Queue           string `json:"queue,omitempty"`            // background (default) or interactive
@@ -67,6 +67,8 @@ func (b startRequest) check() error {
 		return problem.BadBody("on_lost is %.60q; use fail, hand_on (external workers) or resume (flows)", b.OnLost)
 	case b.OnLost == "resume" && executions.IsExternal(b.Flow):
 		return problem.BadBody("on_lost is resume; external executions accept fail or hand_on")
+	case b.OnLost == "hand_on" && !executions.IsExternal(b.Flow):
+		return problem.BadBody("on_lost is hand_on; flows that the server runs accept resume or fail")
 	case b.ProgressSeconds < 0 || b.ProgressSeconds > maxProgress:
 		return problem.BadBody("progress_seconds is %d; use 0 (no bound) to %d", b.ProgressSeconds, maxProgress)
 	case !slices.Contains([]string{"", executions.Background, executions.Interactive}, b.Queue):

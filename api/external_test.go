@@ -197,6 +197,7 @@ func TestInvalidExternalRequests(t *testing.T) {
 		{"POST", "/v1/executions", `{}`, 400, "flow is missing"},
 		{"POST", "/v1/executions", `{"flow":"external","onlost":"fail"}`, 400, "onlost"},
 		{"POST", "/v1/executions", `{"flow":"external","on_lost":"resume"}`, 400, "on_lost"},
+		{"POST", "/v1/executions", `{"flow":"report","on_lost":"hand_on"}`, 400, "accept resume or fail"},
 		{"POST", "/v1/executions", `{"flow":"external","on_lost":"explode"}`, 400, "on_lost"},
 		{"POST", "/v1/executions", `{"flow":"external","progress_seconds":-1}`, 400, "progress_seconds"},
 		{"POST", "/v1/executions", `{"flow":"external","priority":5}`, 400, "priority"},

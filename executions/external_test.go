@@ -334,6 +334,20 @@ func TestProgressTimeoutVoidsLock(t *testing.T) {
 	}
 }
 
+func TestFaultAfterTriesWithoutProgress(t *testing.T) {
+	t.Parallel()
+	p := newEngine(t, pgtest.DB(t), nil)
+	id := p.startExternal(t, onLostHandOn, func(s *executions.Spec) { s.ProgressSeconds, s.MaxAttempts = 60, 2 })
+	for _, owner := range []string{"first", "second"} {
+		p.lock(t, id, owner)
+		pgtest.Exec(t, p.pool, `update agent_executions set updated_at = updated_at - interval '61 seconds'`)
+		sweep(t, p.pool)
+	}
+	x := getExecution(t, p.pool, id)
+	assert.Equal(t, "given up after 2 tries without a checkpoint between; the last made no progress within "+
+		"progress_seconds (60)", postgres.Deref(x.ErrorMessage))
+}
+
 func TestRenewalReportsCancelOnce(t *testing.T) {
 	t.Parallel()
 	p := newEngine(t, pgtest.DB(t), nil)

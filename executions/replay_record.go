@@ -59,7 +59,7 @@ func failedByWorkers(x Execution) bool {
 	}
 	m := *x.ErrorMessage
 	return m == "the worker's lease expired" || strings.HasPrefix(m, "no progress within progress_seconds") ||
-		strings.HasPrefix(m, "given up after ") && strings.HasSuffix(m, " workers were lost without a checkpoint between")
+		strings.HasPrefix(m, "given up after ") && strings.Contains(m, " without a checkpoint between")
 }
 
 // isNested reports whether a step is within a step that has a checkpoint too, or is a wait in the gate of such a step.

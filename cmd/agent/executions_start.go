@@ -72,8 +72,8 @@ unless it completed; an interrupt ends the waiting, not the execution.`,
 	flags.StringVar(&b.spec.ThreadID, "thread", "", "the thread of its messages")
 	flags.StringVar(&b.chatKey, "chat-key", "", "a chat key that gets access to the thread under its id")
 	flags.BoolVar(&b.wait, "wait", false, "wait until it has ended")
-	flags.StringVar(&b.spec.OnLost, "on-lost", "", "when its worker is lost: resume (default), fail (default for "+
-		"external), hand_on")
+	flags.StringVar(&b.spec.OnLost, "on-lost", "", "when its worker is lost: resume (default) or fail; for "+
+		"external fail (default) or hand_on")
 	flags.IntVar(&b.spec.Priority, "priority", 0, "1 first to 4 last; default 2")
 	labelFlag(flags, &b.spec.Labels)
 	flags.StringVar(&b.reason, "reason", "", "reason for the audit log")
@@ -184,6 +184,9 @@ func startable(ctx context.Context, a *app.App, spec *executions.Spec) error {
 		}
 		spec.OnLost = cmp.Or(spec.OnLost, "fail")
 		return nil
+	}
+	if spec.OnLost == "hand_on" && !executions.IsExternal(spec.Flow) {
+		return usageError("--on-lost: only external executions accept hand_on; use resume or fail")
 	}
 	known, err := a.Engine.HasFlow(ctx, spec.Flow)
 	if err != nil {

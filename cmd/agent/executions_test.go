@@ -332,6 +332,7 @@ func TestInvalidExecutionCommands(t *testing.T) {
 		{2, "is not JSON", []string{"start", "external", "--input", "{"}},
 		{2, "cannot be found", []string{"start", "external", "--input", "@nothing.json"}},
 		{2, "external executions accept", []string{"start", "external", "--on-lost", "resume"}},
+		{2, "use resume or fail", []string{"start", "report", "--on-lost", "hand_on"}},
 		{2, "1 (first)", []string{"start", "external", "--priority", "9"}},
 		{2, "printable", []string{"start", "external", "--thread", "a\nb"}},
 		{2, "is no external event", []string{"event", "AGENT_COMPLETED", "x"}},

@@ -929,6 +929,9 @@ begin
                when p_id is not null and x.on_lost <> 'hand_on'
                  then format('no progress within progress_seconds (%s)', x.progress_seconds)
                when x.on_lost = 'fail' then 'the worker''s lease expired'
+               when s.spent >= x.max_attempts and p_id is not null
+                 then format('given up after %s tries without a checkpoint between; the last made no progress within '
+                             'progress_seconds (%s)', s.spent, x.progress_seconds)
                when s.spent >= x.max_attempts
                  then format('given up after %s workers were lost without a checkpoint between', s.spent) end as fault
         from agent_executions x cross join lateral (
