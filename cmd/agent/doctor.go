@@ -169,19 +169,7 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 		err = fmt.Errorf("%d %s stuck; check that `agent serve` runs", stuck, plural("execution", stuck))
 	}
 	add("executions", err, "none stuck")
-	pause, err := executions.CurrentPause(ctx, s.Pool)
-	autonomy := "not paused"
-	if pause.Paused {
-		autonomy = pause.String() + "; `agent resume` ends it"
-	} else if err == nil {
-		var holder *int
-		err = s.Pool.QueryRow(ctx, `select lanekeeper.agent_pause_lock_holder()`).Scan(&holder)
-		if holder != nil {
-			autonomy = fmt.Sprintf("held back by the session with pid %[1]d, which holds the lock of a pause: "+
-				"end its transaction, or the session: select pg_terminate_backend(%[1]d)", *holder)
-		}
-	}
-	add("autonomy", err, autonomy)
+	diagnosePause(ctx, s, add)
 	diagnoseAutomations(ctx, s, add)
 	diagnoseCounts(ctx, s, add)
 	judge := monitor.Monitor{Agents: app.NewDirectory(s.config), Limits: app.Limits(s.config.Limits)}
@@ -197,6 +185,23 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	diagnoseChannels(ctx, s, add)
 	c.diagnoseNamed(ctx, s, add)
 	diagnoseEmbedding(ctx, s, add)
+}
+
+// diagnosePause reports what stops autonomous work.
+func diagnosePause(ctx context.Context, s *session, add func(string, error, string) bool) {
+	pause, err := executions.CurrentPause(ctx, s.Pool)
+	autonomy := "not paused"
+	if pause.Paused {
+		autonomy = pause.String() + "; `agent resume` ends it"
+	} else if err == nil {
+		var holder *int
+		err = s.Pool.QueryRow(ctx, `select lanekeeper.agent_pause_lock_holder()`).Scan(&holder)
+		if holder != nil {
+			autonomy = fmt.Sprintf("held back by the session with pid %[1]d, which holds the lock of a pause: "+
+				"end its transaction, or the session: select pg_terminate_backend(%[1]d)", *holder)
+		}
+	}
+	add("autonomy", err, autonomy)
 }
 
 // diagnoseAutomations warns of runs that are due for long.
