@@ -62,8 +62,11 @@ class Connection {
     if (!/^https?:\/\//i.test(this.url)) {
       throw new TypeError(`the URL ${this.url} does not begin with http:// or https://: pass url, or set AGENT_URL`);
     }
-    this.token = token ?? environment.AGENT_TOKEN ?? environment.AGENT_ADMIN_TOKEN;
+    this.token = (token ?? environment.AGENT_TOKEN ?? environment.AGENT_ADMIN_TOKEN ?? "").trim();
     if (!this.token) throw new TypeError("a token is missing: pass token, or set AGENT_TOKEN");
+    if (!/^[ -~]+$/.test(this.token)) { // the errors of Headers would show the token
+      throw new TypeError("the token has a line break or another character that is not printable ASCII");
+    }
   }
 
   /**

@@ -335,6 +335,17 @@ func TestSettingsMayEndInLineBreak(t *testing.T) {
 	})
 }
 
+// An error goes into logs.
+func TestUnusableTokenIsNotShown(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		for _, secret := range []string{"s3cret\nwrong", "s3cret\u20ac"} {
+			worker := w.worker("first", w.base, 30, "AGENT_TOKEN="+secret)
+			worker.AwaitOutput("the token has a line break or another character that is not printable ASCII")
+			assert.Truef(w, !strings.Contains(worker.Err.String(), "s3cret"), "the error is %s", worker.Err.String())
+		}
+	})
+}
+
 // One request claims at most 100 executions.
 func TestWorkerRunsManyFlows(t *testing.T) {
 	eachSDK(t, func(w *testEnv) {

@@ -84,6 +84,8 @@ class Connection:
         self.token = (token or os.environ.get("AGENT_TOKEN") or os.environ.get("AGENT_ADMIN_TOKEN") or "").strip()
         if not self.token:
             raise ValueError("a token is missing: pass token, or set AGENT_TOKEN")
+        if not (self.token.isascii() and self.token.isprintable()):  # the errors of http.client would show the token
+            raise ValueError("the token has a line break or another character that is not printable ASCII")
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects())
 
     def call(
