@@ -500,26 +500,31 @@ func TestWaitFailsInNonRepeatableStep(t *testing.T) {
 
 func TestMisusedTransactionFailsStep(t *testing.T) {
 	t.Parallel()
-	for message, spoil := range map[string]func(ctx context.Context, tx pgx.Tx){
-		"the transaction is still being read from": func(ctx context.Context, tx pgx.Tx) {
+	const ended = "the step ended its transaction"
+	for name, c := range map[string]struct {
+		message string
+		spoil   func(ctx context.Context, tx pgx.Tx)
+	}{
+		"open rows": {"the transaction is still being read from", func(ctx context.Context, tx pgx.Tx) {
 			rows, _ := tx.Query(ctx, `select generate_series(1, 1000)`)
 			rows.Next()
-		},
-		"the step ended its transaction": func(ctx context.Context, tx pgx.Tx) { _ = tx.Commit(ctx) },
-		"a statement of the transaction failed, and the step did not return its error": func(
-			ctx context.Context, tx pgx.Tx,
-		) {
-			_, _ = tx.Exec(ctx, `select 1 / 0`)
+		}},
+		"commit":          {ended, func(ctx context.Context, tx pgx.Tx) { _ = tx.Commit(ctx) }},
+		"commit in SQL":   {ended, func(ctx context.Context, tx pgx.Tx) { _, _ = tx.Exec(ctx, `commit`) }},
+		"rollback in SQL": {ended, func(ctx context.Context, tx pgx.Tx) { _, _ = tx.Exec(ctx, `rollback`) }},
+		"ignored error": {
+			"a statement of the transaction failed, and the step did not return its error",
+			func(ctx context.Context, tx pgx.Tx) { _, _ = tx.Exec(ctx, `select 1 / 0`) },
 		},
 	} {
 		got, _ := runAndReplay(t, func(ctx context.Context, _ bool) (any, error) {
 			_, err := executions.StepTx(ctx, "spoil", func(ctx context.Context, tx pgx.Tx) (bool, error) {
-				spoil(ctx, tx)
+				c.spoil(ctx, tx)
 				return true, nil
 			})
 			return fmt.Sprint(err), nil
 		})
-		assert.Truef(t, strings.HasPrefix(string(got.Result), `"`+message), "%s, want %s", got.Result, message)
+		assert.Truef(t, strings.HasPrefix(string(got.Result), `"`+c.message), "%s: %s, want %s", name, got.Result, c.message)
 	}
 }
 

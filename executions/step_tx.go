@@ -84,6 +84,9 @@ func StepTx[T any](
 // errRecorded rolls back a retry that finds a checkpoint of its step, because an earlier transaction was committed.
 var errRecorded = errors.New("step recorded already")
 
+var errTxEnded = asStepError("", errors.New("the step ended its transaction, which StepTx commits or rolls back; "+
+	"what it committed stays"))
+
 // tryTx runs one transaction of a StepTx.
 func tryTx[T any](
 	ctx context.Context, r *run, s stepSpec, retry bool, fn func(ctx context.Context, tx pgx.Tx) (T, error),
@@ -107,6 +110,9 @@ func tryTx[T any](
 		if tx.Conn().PgConn().IsBusy() { // further statements would fail with an error that looks transient
 			return asStepError("", errors.New("the transaction is still being read from: close the rows of its queries"))
 		}
+		if tx.Conn().PgConn().TxStatus() == 'I' { // by the text of a statement
+			return errTxEnded
+		}
 		if output, altered, err = encode(value); err != nil {
 			return fmt.Errorf("encode result: %w", err)
 		}
@@ -121,8 +127,7 @@ func tryTx[T any](
 		}
 		switch err := tx.SendBatch(ctx, b).Close(); {
 		case errors.Is(err, pgx.ErrTxClosed):
-			return asStepError("", errors.New("the step ended its transaction, which StepTx commits or rolls back; what it "+
-				"committed stays"))
+			return errTxEnded
 		case postgres.IsCode(err, "25P02"):
 			return asStepError("", errors.New("a statement of the transaction failed, and the step did not return its error"))
 		case err != nil:
