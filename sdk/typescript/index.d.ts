@@ -4,7 +4,10 @@ export interface ConnectionOptions {
   url?: string | URL;
   /** A token of the server; default `AGENT_TOKEN`, else `AGENT_ADMIN_TOKEN`. */
   token?: string;
-  /** Receives a line when the server does not answer, and for each event of a worker; default `console.error`. */
+  /**
+   * Receives a line when the server does not answer, and for each event of a worker; default `console.error`. The stack
+   * of a flow's error follows in lines of its own.
+   */
   log?: (line: string) => void;
 }
 

@@ -190,6 +190,8 @@ class Run {
   #abort = new AbortController();
   /** @type {Error | undefined} */
   #stopped;
+  /** The steps that failed, by their errors. */
+  failed = new Map();
 
   constructor(connection, lock) {
     this.#connection = connection;
@@ -234,12 +236,16 @@ class Run {
     this.#counts.set(name, count);
     this.#used.add(step);
     if (Object.hasOwn(this.#recorded, step)) return this.#recorded[step];
-    // Later runs get the record, so this one gets it too: for example, a Date becomes text.
-    const output = JSON.parse(JSON.stringify(await work({ key: `${this.id} ${step}`, signal: this.signal })) ?? "null");
-    this.#checkOwn();
-    await this.#call("POST", "/checkpoints", { body: { lock_id: this.#lockId, step, output }, signal: this.signal });
-    this.#recorded[step] = output;
-    return output;
+    try {
+      // Later runs get the record, so this one gets it too: for example, a Date becomes text.
+      const output = JSON.parse(JSON.stringify(await work({ key: `${this.id} ${step}`, signal: this.signal })) ?? "null");
+      this.#checkOwn();
+      await this.#call("POST", "/checkpoints", { body: { lock_id: this.#lockId, step, output }, signal: this.signal });
+      return this.#recorded[step] = output;
+    } catch (error) {
+      if (!this.failed.has(error)) this.failed.set(error, step);
+      throw error;
+    }
   }
 
   async waitForEvent(key, { timeout } = {}) {
@@ -279,13 +285,25 @@ class Run {
   }
 }
 
-/** The text of an error. Its own methods may fail, and the server does not store NUL. */
-function errorText(error) {
+/** The step, type and text of an error. Its own methods may fail, and the server does not store NUL. */
+function errorText(error, step) {
   let text = "unknown error";
   try {
     text = String(error?.message || error || text);
+    if (error instanceof Error && error.message && error.name !== "Error") text = `${error.name}: ${text}`;
   } catch {}
+  if (step !== undefined) text = `step ${step}: ${text}`;
   return text.slice(0, 10_000).replaceAll("\0", "\ufffd");
+}
+
+/** Where an error came from, in lines of their own. */
+function stackOf(error) {
+  try {
+    const at = error.stack.indexOf("\n    at ");
+    return at < 0 ? "" : error.stack.slice(at, at + 10_000);
+  } catch {
+    return "";
+  }
 }
 
 /**
@@ -410,13 +428,14 @@ export class Worker {
   }
 
   async #execute(run, execution) {
-    let body;
+    let body, stack = "";
     try {
       const result = await this.#flows.get(execution.flow)(execution.input, run);
       const { value, summary } = result instanceof Result ? result : { value: result, summary: summaryOf(result) };
       body = { status: "completed", result: value ?? null, result_summary: summary };
     } catch (error) {
-      body = { status: "failed", error_message: errorText(error) };
+      body = { status: "failed", error_message: errorText(error, run.failed.get(error)) };
+      stack = stackOf(error);
     }
     try {
       if (!run.stopped) {
@@ -434,7 +453,7 @@ export class Worker {
     }
     if (run.stopped instanceof Suspended) this.#log(`execution ${run.id}: waits`);
     else if (run.stopped) this.#log(`execution ${run.id}: stopped here: ${run.stopped.message}`);
-    else this.#log(`execution ${run.id}: ${body.status}${body.error_message ? `: ${body.error_message}` : ""}`);
+    else this.#log(`execution ${run.id}: ${body.status}${body.error_message ? `: ${body.error_message}` : ""}${stack}`);
   }
 }
 

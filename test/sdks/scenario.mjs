@@ -105,6 +105,13 @@ worker.flow("external:reader", async (input, run) => {
 worker.flow("external:no-json", (input, run) => run.step("no json", () => 1n));
 worker.flow("external:exit", () => { throw "it gives up"; });
 
+worker.flow("external:broken", async (input, run) => {
+  const in_broken_function = () => { throw new RangeError("it is missing"); };
+  if (input.step) await run.step("read", in_broken_function);
+  await run.step("other", in_broken_function).catch(() => {});
+  in_broken_function();
+});
+
 // What a client does besides, from within a step.
 worker.flow("external:client", (input, run) => run.step("client", async ({ key }) => {
   const { client } = worker;

@@ -123,6 +123,20 @@ def leave(input, run):
     sys.exit("it gives up")
 
 
+@worker.flow("external:broken")
+def broken(input, run):
+    def in_broken_function(step):
+        return {}["missing"]
+
+    if input.get("step"):
+        run.step("read", in_broken_function)
+    try:
+        run.step("other", in_broken_function)
+    except KeyError:
+        pass
+    in_broken_function(None)
+
+
 # What a client does besides, from within a step.
 @worker.flow("external:client")
 def everything(input, run):

@@ -183,6 +183,14 @@ func (w *testEnv) checkEnd(id, status, text string) {
 	}
 }
 
+// text returns the text for the SDK under test.
+func (w *testEnv) text(typescript, python string) string {
+	if w.name == "python" {
+		return python
+	}
+	return typescript
+}
+
 // eachSDK runs a test for both SDKs.
 func eachSDK(t *testing.T, test func(w *testEnv)) {
 	t.Helper()
@@ -249,7 +257,7 @@ func TestWaitsSuspendFlow(t *testing.T) {
 		w.worker("second", w.base, 30)
 		w.checkEnd(id, "completed", "the sum is 42")
 		w.checkEnd(late, "completed", "the sum is -1")
-		w.checkEnd(failed, "failed", "it is broken")
+		w.checkEnd(failed, "failed", w.text("it is broken", "ValueError: it is broken"))
 		if w.countEffects("add 1") != 1 {
 			w.Errorf("a recorded step was called again: %q", w.effectLines())
 		}
@@ -269,12 +277,23 @@ func TestRejectedEndFailsFlow(t *testing.T) {
 		worker := w.worker("first", w.base, 30)
 		w.checkEnd(w.start("external:huge", `{}`), "failed",
 			"the end of the flow was refused: 413: the body is larger than 1048576 bytes")
-		w.checkEnd(w.start("external:exit", `{}`), "failed", "it gives up") // in Python it is no Exception
+		w.checkEnd(w.start("external:exit", `{}`), "failed", w.text("it gives up", "SystemExit: it gives up"))
 		worker.AwaitOutput("it gives up")
 		if status, text := w.waitEnded(w.start("external:no-json", `{}`)); status != "failed" || !strings.Contains(text, "JSON") &&
 			!strings.Contains(text, "serialize") {
 			w.Errorf("the step without JSON ended the flow %s: %q", status, text)
 		}
+	})
+}
+
+func TestErrorHasItsStepTypeAndPlace(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		worker := w.worker("first", w.base, 30)
+		w.checkEnd(w.start("external:broken", `{"step":"read"}`), "failed",
+			w.text("step read: RangeError: it is missing", "step read: KeyError: 'missing'"))
+		w.checkEnd(w.start("external:broken", `{}`), "failed", w.text("RangeError: it is missing", "KeyError: 'missing'"))
+		worker.AwaitOutput(w.text("scenario.mjs:", "scenario.py"))
+		worker.AwaitOutput("in_broken_function")
 	})
 }
 
@@ -305,7 +324,7 @@ func TestOddEndFailsFlow(t *testing.T) {
 			"key":     {"ByteString", "latin-1"}, "value": {"serialize", "serializable"},
 			"summary": {"result_summary must be a string", "serializable"},
 		} {
-			text := map[string]string{"typescript": want[0], "python": want[1]}[w.name]
+			text := w.text(want[0], want[1])
 			status, got := w.waitEnded(w.start("external:odd", fmt.Sprintf(`{"end":%q}`, end)))
 			assert.Truef(w, status == "failed" && strings.Contains(got, text), "%s: %s: %.200q", end, status, got)
 		}
@@ -320,10 +339,9 @@ func TestUnreadableInputFailsItsFlowOnly(t *testing.T) {
 		good := w.start("external:scenario", `{"steps":1,"pause_ms":0}`)
 		w.worker("first", w.base, 30)
 		w.checkEnd(good, "completed", "the sum is 1")
-		w.checkEnd(digits, "failed", "it gives up")
-		w.checkEnd(deep, "failed", map[string]string{
-			"typescript": "it gives up", "python": "the input or a record of the execution is nested too deeply for Python",
-		}[w.name])
+		w.checkEnd(digits, "failed", w.text("it gives up", "SystemExit: it gives up"))
+		w.checkEnd(deep, "failed", w.text("it gives up",
+			"RecursionError: the input or a record of the execution is nested too deeply for Python"))
 	})
 }
 
@@ -354,7 +372,8 @@ func TestWorkerRunsManyFlows(t *testing.T) {
 			from generate_series(1, $1::int)`, n)
 		w.worker("first", w.base, 60, "CONCURRENCY=1000")
 		w.waitEffects("add 1", n)
-		w.checkEnd(w.start("external:again", `{}`), "failed", "this worker runs already")
+		w.checkEnd(w.start("external:again", `{}`), "failed",
+			w.text("this worker runs already", "RuntimeError: this worker runs already"))
 		w.worker("second", w.base, 60, "CONCURRENCY=1001").AwaitOutput("concurrency 1001: use 1 to 1000")
 	})
 }

@@ -67,6 +67,7 @@ class Run:
         self._waits = 0
         self._guard = Lock()
         self.stopped: BaseException | None = None
+        self.failed: tuple[BaseException, str] | None = None  # the last error of a step, and the step
 
     def stop(self, error: BaseException) -> BaseException:
         """Ends this worker's part of the run. The first error counts."""
@@ -99,12 +100,17 @@ class Run:
             count = self._counts[name]
             step = name if count == 1 else f"{name} #{count}"
         self._used.add(step)
-        if step not in self._recorded:
+        if step in self._recorded:
+            return self._recorded[step]
+        try:
             output = json.loads(json.dumps(work(Step(f"{self.id} {step}", self.cancelled)), allow_nan=False))
             self._check_own()
             self._call("POST", "/checkpoints", {"lock_id": self.lock_id, "step": step, "output": output})
-            self._recorded[step] = output
-        return self._recorded[step]
+        except BaseException as error:
+            self.failed = self.failed if self.failed and self.failed[0] is error else (error, step)
+            raise
+        self._recorded[step] = output
+        return output
 
     def wait_for_event(self, key: str, *, timeout: float | str | None = None) -> Any:
         """Suspends the flow until an event with key comes, and returns its data.
@@ -142,12 +148,15 @@ class Run:
         self._call("POST", f"/lock/{self.lock_id}", body)
 
 
-def _error_text(error: BaseException) -> str:
-    """The text of an error. Its own method may fail, and the server stores neither NUL nor surrogates."""
+def _error_text(error: BaseException, failed: tuple[BaseException, str] | None) -> str:
+    """The step, type and text of an error. Its own method may fail, and the server stores neither NUL nor surrogates."""
+    text = type(error).__name__
     try:
-        text = repr(error) if isinstance(error, KeyError) else str(error) or type(error).__name__
+        text = f"{text}: {error}".removesuffix(": ")
     except BaseException:
-        text = type(error).__name__
+        pass
+    if failed is not None and failed[0] is error:
+        text = f"step {failed[1]}: {text}"
     return text[:10_000].replace("\0", "\ufffd").encode(errors="replace").decode()
 
 
@@ -334,5 +343,6 @@ class Worker:
             json.dumps(body, allow_nan=False)
             return body
         except BaseException as error:  # also SystemExit: a run without an end would come again and again
-            log.debug("execution %s failed", run.id, exc_info=True)
-            return {"status": "failed", "error_message": _error_text(error)}
+            level = logging.ERROR if run.stopped is None else logging.DEBUG
+            log.log(level, "execution %s: its flow raised an error", run.id, exc_info=True)
+            return {"status": "failed", "error_message": _error_text(error, run.failed)}
