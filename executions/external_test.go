@@ -334,6 +334,17 @@ func TestProgressTimeoutVoidsLock(t *testing.T) {
 	}
 }
 
+func TestFailureWithoutReasonHasText(t *testing.T) {
+	t.Parallel()
+	p := newEngine(t, pgtest.DB(t), nil)
+	id := p.startExternal(t)
+	lock := p.lock(t, id, "w")
+	_, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{Status: executions.Failed})
+	require.NoError(t, err)
+	x := getExecution(t, p.pool, id)
+	assert.Equal(t, "the worker gave no reason", postgres.Deref(x.ErrorMessage))
+}
+
 func TestFaultAfterTriesWithoutProgress(t *testing.T) {
 	t.Parallel()
 	p := newEngine(t, pgtest.DB(t), nil)

@@ -1633,6 +1633,9 @@ begin
        where x.id = p_id;
     end if;
   else
+    if p_status = 'failed' and coalesce(p_error, '') = '' then
+      p_error := 'the worker gave no reason';
+    end if;
     perform lanekeeper.complete_agent_execution(p_id, claim_, p_status, p_summary, p_result, p_error, null);
   end if;
   delete from agent_workers k where k.lock_id = p_lock_id;
