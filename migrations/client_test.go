@@ -62,12 +62,29 @@ func TestContractSufficesForExternalWorker(t *testing.T) {
 			`select r.checkpoints -> 'wait event 1' -> 'data' ->> 'amount' from read_agent_execution($1::text::uuid, $2) r`,
 			"3",
 		},
-		{`select unlock_agent_execution($1::text::uuid, $2, 'completed', 'the sum is 14')`, "completed"},
+		{`select unlock_agent_execution($1::text::uuid, $2, 'completed', 'the sum is 14', '', '', '')`, "completed"},
 		{`select refused from lock_agent_execution($1::text::uuid, 'worker 2') where $2 <> ''`, "ended"},
 	}, id, second)
 	_, err = conn.Exec(t.Context(), `select read_agent_execution($1::text::uuid, $2)`, id, first)
 	assert.ErrorContains(t, err, "the lock of execution "+id+" is stale")
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "read under a void lock: %v", err)
+}
+
+// A release whose values belong to another status changes nothing, as over HTTP.
+func TestContradictoryReleaseIsRefused(t *testing.T) {
+	t.Parallel()
+	conn := connectClient(t, pgtest.DB(t).Config().ConnConfig)
+	id := pgtest.Value[string](t, conn, `select start_agent_execution('external')::text`)
+	lock := pgtest.Value[string](t, conn, `select lock_id from lock_agent_execution($1::text::uuid, 'w')`, id)
+	for _, release := range []string{
+		`'completed', p_kind => 'event'`, `'completed', p_key => 'k'`, `'failed', p_timeout => '1 day'`,
+		`'completed', p_error => 'x'`,
+	} {
+		_, err := conn.Exec(t.Context(), `select unlock_agent_execution($1::text::uuid, $2, `+release+`)`, id, lock)
+		assert.Truef(t, postgres.IsCode(err, "22023"), "%s: %v", release, err)
+	}
+	pgtest.Equal(t, conn, "t running", `
+		select concat(live, ' ', status) from beat_agent_locks(array[$2], $1::text::uuid)`, id, lock)
 }
 
 // A worker cannot use a key that started an execution of a flow: it gets neither a new execution nor that one.

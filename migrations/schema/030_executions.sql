@@ -1594,6 +1594,10 @@ begin
        ('response', 'agent', 'document', 'signature', 'test', 'event', 'delay', 'approval')) then
     raise exception 'a run can wait for response, agent, document, signature, test, event, delay or approval, not %',
       coalesce(quote_literal(left(p_kind, 40)), 'null') using errcode = '22023';
+  elsif p_status <> 'waiting' and (p_kind <> '' or p_key <> '' or p_timeout is not null) then
+    raise exception 'p_kind, p_key and p_timeout belong to status waiting, not %', p_status using errcode = '22023';
+  elsif p_status = 'completed' and p_error <> '' then
+    raise exception 'p_error belongs to status failed, not completed' using errcode = '22023';
   end if;
   perform lanekeeper.check_agent_size('the summary', p_summary), lanekeeper.check_agent_size('the error', p_error),
           lanekeeper.check_agent_size('the result', p_result::text);
@@ -1647,9 +1651,9 @@ comment on function unlock_agent_execution is
   'request, event key or approval) and p_timeout. Without p_timeout a wait lasts 7 days, for a response 24 hours, for '
   'an agent 1 hour; a delay requires it. A wait ignores p_summary, p_error and p_result. After the wait any worker may '
   'lock the run. It finds the outcome as step ''wait KIND N'', where N counts the waits of the run. The function '
-  'returns the status: running if the awaited event had already come. LK001: the lock is void. P0002: the execution to '
-  'wait for does not exist, or the run has no access to the thread. 55P03: another transaction has the run locked; try '
-  'again.';
+  'returns the status: running if the awaited event had already come. 22023: a value does not belong to p_status. '
+  'LK001: the lock is void. P0002: the execution to wait for does not exist, or the run has no access to the thread. '
+  '55P03: another transaction has the run locked; try again.';
 
 -- Limits.
 
