@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -191,6 +192,22 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 		r.e.requestSweep() // a lane released before this commit notified no waiter
 	}
 	return Outcome{}, ErrParked
+}
+
+// IsRecorded reports whether the next step or wait of a name has a record. IsRecorded is not a step.
+func IsRecorded(ctx context.Context, name string) bool {
+	r, err := runFrom(ctx)
+	if err != nil {
+		return false
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	key := scopeOf(ctx) + name
+	if n := r.occurrences[key]; n > 0 {
+		key += "#" + strconv.Itoa(n+1)
+	}
+	_, recorded := r.checkpoints[key]
+	return recorded
 }
 
 // resolve applies the default timeout and checks the wait.

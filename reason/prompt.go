@@ -66,7 +66,7 @@ func (l *Loop) prepare(ctx context.Context, t *Turn) (*prepared, error) {
 			if l.Sandbox != nil {
 				return l.sandboxAgent(ctx, l.Pool)
 			}
-			return l.Agents.Version(ctx, l.Pool, p.Agent.Name, p.Agent.Version)
+			return l.Agents.Version(postgres.Unsealed(ctx), l.Pool, p.Agent.Name, p.Agent.Version) // a version never changes
 		})
 	}
 	return p, err

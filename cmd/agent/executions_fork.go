@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -162,7 +163,7 @@ func writeReplay(w io.Writer, r executions.Replayed) {
 	}
 	fmt.Fprintf(w, "record %s\nreplay %s\n", r.Digest, r.ReplayDigest)
 	if d := r.Divergence; d != nil {
-		fmt.Fprintf(w, "differs at %s: %s\n", printable(d.Step), printable(d.Message))
+		fmt.Fprintf(w, "differs at %s: %s\n", cmp.Or(printable(d.Step), "the start"), printable(d.Message))
 		return
 	}
 	fmt.Fprintln(w, "equal")

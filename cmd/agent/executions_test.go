@@ -244,6 +244,28 @@ actions:
 	assert.Equal(t, 201, got.status, got.body)
 }
 
+// A replay of a turn reads its messages and the version of its agent, which do not change, and nothing else.
+func TestTurnsReplay(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_CHAT_KEY="+chatKey)
+	p.must("apply", writeFolder(t, map[string]string{"a.yaml": "kind: agent\nname: a\ndefault: true\ninstructions: Be brief.\n"}))
+	base := p.start("serve").find(t, `msg=serving listen=(\S+)`)
+	p.must("operate", "Which skills are there?")
+	p.must("operate", "And which objectives?")
+	for _, text := range []string{"Hello.", "What can you do?"} {
+		got := send(t.Context(), "POST", base+"/v1/chat/completions", chatKey,
+			`{"model": "agent", "user": "eva", "messages": [{"role": "user", "content": "`+text+`"}]}`)
+		require.Equal(t, 200, got.status, got.body)
+	}
+	turns := pgtest.Value[[]string](t, connect(t, url), `
+		select array_agg(id::text) from agent_executions where flow in ('operate', 'chat') and status = 'completed'`)
+	require.Equal(t, 4, len(turns))
+	for _, id := range turns {
+		assert.Contains(t, p.must("executions", "replay", id), "\nequal\n")
+	}
+}
+
 // A person's rejection ends a run. It does not count as a failure of its flow or skill.
 func TestRejectedRunDoesNotDegradeVerdict(t *testing.T) {
 	t.Parallel()

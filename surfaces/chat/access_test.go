@@ -203,6 +203,7 @@ func TestMessageBehindApprovalIsNotWaitedForLonger(t *testing.T) {
 				"assistant: At nine.",
 			}
 			assert.NoDiff(t, want, w.transcript(t, "r"))
+			p.replayAll(t)
 		})
 	}
 }

@@ -7,6 +7,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -59,7 +60,8 @@ func (t *turn) loadHistory(ctx context.Context) (conversation, error) {
 		return p, nil
 	}
 	images, err := executions.RetryTransient(ctx, func(ctx context.Context) (_ map[string][]models.Part, err error) {
-		if len(messages) == 0 { // recorded
+		ctx = postgres.Unsealed(ctx) // these messages do not change
+		if len(messages) == 0 {      // recorded
 			messages, err = threads.Turns(ctx, t.Pool, t.in.Thread, b.From, t.turnNumber, b.Through)
 		}
 		if err != nil {

@@ -30,7 +30,7 @@ func (t *turn) acquire(ctx context.Context, step string) (context.Context, error
 	for {
 		inProcess := t.startedHere && time.Now().Before(deadline) && !errors.Is(t.Engine.Live(), executions.ErrDraining)
 		ended := t.turnEnded.next()
-		earlier, err := t.earlier(ctx)
+		earlier, err := t.earlier(ctx, step)
 		t.feed.setAwaitsApproval(len(earlier) > 0 && earlier[0].AwaitsApproval)
 		switch {
 		case err != nil:
@@ -43,7 +43,7 @@ func (t *turn) acquire(ctx context.Context, step string) (context.Context, error
 		case inProcess:
 			err = pause(ctx, ended)
 		default:
-			_, err = executions.Wait(ctx, step+" earlier turn", executions.Agent(earlier[0].ExecutionID, maxEarlierWait))
+			_, err = executions.Wait(ctx, step+earlierTurn, executions.Agent(earlier[0].ExecutionID, maxEarlierWait))
 		}
 		if err != nil {
 			return ctx, err
@@ -54,9 +54,15 @@ func (t *turn) acquire(ctx context.Context, step string) (context.Context, error
 // maxEarlierWait bounds one durable wait for an earlier turn.
 const maxEarlierWait = 24 * time.Hour
 
-// earlier lists the active turns before this one.
-func (t *turn) earlier(ctx context.Context) ([]activeTurn, error) {
-	if t.stored != nil && t.stored.noEarlierTurn {
+// earlierTurn ends the name of a wait for an earlier turn.
+const earlierTurn = " earlier turn"
+
+// earlier lists the active turns before this one. In a replay the record of a wait stands for one.
+func (t *turn) earlier(ctx context.Context, step string) ([]activeTurn, error) {
+	switch {
+	case postgres.IsSealed(ctx) && executions.IsRecorded(ctx, step+earlierTurn):
+		return []activeTurn{{ExecutionID: t.exec.ID}}, nil
+	case postgres.IsSealed(ctx), t.stored != nil && t.stored.noEarlierTurn:
 		return nil, nil
 	}
 	return executions.RetryTransient(ctx, func(ctx context.Context) ([]activeTurn, error) {

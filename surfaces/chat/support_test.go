@@ -120,6 +120,15 @@ func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lan
 	return p, keeper
 }
 
+// replayAll replays all turns, and wants what they have recorded.
+func (p *process) replayAll(t *testing.T) {
+	t.Helper()
+	for _, id := range pgtest.Value[[]string](t, p.pool, `select array_agg(id::text) from agent_executions where flow = 'chat'`) {
+		got, err := p.engine.Replay(t.Context(), id)
+		assert.Truef(t, err == nil && got.Equal, "the replay of %s: %+v, %v, %+v", id, got, err, got.Divergence)
+	}
+}
+
 func (w *world) loop(t *testing.T) *reason.Loop {
 	t.Helper()
 	return looptest.New(t, w.pool, w.model, skills.Options{Builtins: w.builtins})

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -129,6 +130,7 @@ func (t *turn) readMessages(ctx context.Context) error {
 		flowText string
 	}
 	read, err := executions.RetryTransient(ctx, func(ctx context.Context) (f readResult, err error) {
+		ctx = postgres.Unsealed(ctx) // these messages do not change
 		if t.stored != nil && t.stored.messages != nil {
 			f.messages = slices.Clone(t.stored.messages)
 			slices.Reverse(f.messages)
