@@ -279,6 +279,12 @@ func TestClientHasNoOtherPrivileges(t *testing.T) {
 		_, err := conn.Exec(t.Context(), sql)
 		assert.Truef(t, postgres.IsCode(err, "42501"), "%s: %v, want SQLSTATE 42501", what, err)
 	}
+	assert.Equal(t, "", pgtest.Value[string](t, db, `
+		select coalesce(string_agg(c.relname, ', '), '') from pg_class c
+		 where c.relnamespace = 'public'::regnamespace and c.relkind = 'v'
+		   and has_table_privilege('agent_client', c.oid, 'select')
+		       = (obj_description(c.oid, 'pg_class') like '%Not granted to agent_client.')`),
+		"views whose comments are wrong about the role")
 	views := pgtest.Column[string](t, db, `
 		select c.relname::text from pg_class c
 		 where c.relnamespace = 'public'::regnamespace and c.relkind = 'v'

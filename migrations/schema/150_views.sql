@@ -139,7 +139,7 @@ create or replace view agent_skill_calls as
      and lanekeeper.agent_class_counts(a.error_class);
 comment on view agent_skill_calls is
   'Calls that count for the health of their skill. Refused, interrupted and misconfigured calls do not count, nor '
-  'calls of an eval.';
+  'calls of an eval. Not granted to agent_client.';
 comment on column agent_skill_calls.id is 'The row of agent_activity.';
 comment on column agent_skill_calls.skill_name is 'The skill.';
 comment on column agent_skill_calls.status is 'success or error.';
@@ -245,7 +245,7 @@ create or replace view agent_activity_measured as
                                or lanekeeper.agent_tokens(x.usage, 'total_tokens') > 0);
 comment on view agent_activity_measured is
   'The measures by which each row of the log is counted. Of evals only model calls count, and for no skill. A model '
-  'call that a budget refused before its request does not count.';
+  'call that a budget refused before its request does not count. Not granted to agent_client.';
 comment on column agent_activity_measured.id is 'The row of agent_activity.';
 comment on column agent_activity_measured.skill_name is 'As in agent_activity.';
 comment on column agent_activity_measured.created_at is 'When the action began.';
@@ -283,7 +283,8 @@ create or replace view agent_activity_partitions as
     from pg_inherits i join pg_class c on c.oid = i.inhrelid join pg_namespace n on n.oid = c.relnamespace
    cross join lateral (select pg_get_expr(c.relpartbound, c.oid) as bounds) b
    where i.inhparent = 'agent_activity'::regclass;
-comment on view agent_activity_partitions is 'The partitions of the activity log with their ranges of ids.';
+comment on view agent_activity_partitions is
+  'The partitions of the activity log with their ranges of ids. Not granted to agent_client.';
 comment on column agent_activity_partitions.partition is 'The table, with its schema.';
 comment on column agent_activity_partitions.lower_id is 'The first id of its range. Null: no bound.';
 comment on column agent_activity_partitions.upper_id is 'The end of its range, exclusive. Null: no bound.';

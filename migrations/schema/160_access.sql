@@ -1,9 +1,9 @@
 -- Access: the permissions of other programs.
 --
 -- Functions and views beside the tables are the contract for programs in any language. The role agent_client may call
--- and read them, and nothing else: no table, no function of the schema lanekeeper. Functions for admins are in the
--- contract, but not granted to the role. `agent migrate` creates the role if it may, and applies this file after every
--- change.
+-- and read them, and nothing else: no table, no function of the schema lanekeeper. Functions for admins, and the views
+-- whose descriptions say so, are in the contract, but not granted to the role. `agent migrate` creates the role if it
+-- may, and applies this file after every change.
 
 -- Code
 
