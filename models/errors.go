@@ -57,6 +57,9 @@ func (e *Error) Unavailable() bool {
 		e.Status == http.StatusNotFound
 }
 
+// Unreachable reports whether no connection to the server was made.
+func (e *Error) Unreachable() bool { return e.Code == codeUnreachable && e.cause != nil }
+
 // operatorAdvice returns an action for the operator.
 func (e *Error) operatorAdvice() string {
 	switch {
@@ -68,7 +71,7 @@ func (e *Error) operatorAdvice() string {
 		return "check OPENAI_API_KEY"
 	case e.Status == http.StatusNotFound:
 		return "check AGENT_MODEL and OPENAI_BASE_URL"
-	case e.Status == 0 && e.cause != nil && e.Code == codeUnreachable:
+	case e.Unreachable():
 		return "check OPENAI_BASE_URL"
 	}
 	return ""

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -140,7 +141,11 @@ func (c *cli) checkModels(
 		if err != nil {
 			return nil, err
 		}
-		fmt.Fprintf(w, "%s, %s\n", human.Counted(int64(found.Calls), "call"), human.Money(found.CostUSD))
+		cost := human.Money(found.CostUSD)
+		if _, known := client.Price(cmp.Or(t.Model, client.Model())); !known {
+			cost = "no price"
+		}
+		fmt.Fprintf(w, "%s, %s\n", human.Counted(int64(found.Calls), "call"), cost)
 		all = append(all, found)
 	}
 	return all, nil

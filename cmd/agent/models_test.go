@@ -46,7 +46,7 @@ func TestModelsCheck(t *testing.T) {
 	got = p.run("models", "check")
 	assert.Contains(t, got.err, "28 calls to 4 models")
 	assert.Contains(t, got.out, "gpt-6-luna\n", "gpt-5-mini\n", "house/own (effort low)\n", "gpt-5-mini (effort low)\n",
-		"skipped  price", "set AGENT_PRICES")
+		"skipped  price", "set AGENT_PRICES", "7 calls, no price")
 	pgtest.Equal(t, connect(t, url), 0, `select count(*) from agent_activity where skill_name = 'model_call'`)
 }
 

@@ -91,7 +91,8 @@ func Calls(client *models.Client, t Target) int {
 	return 6
 }
 
-// Run makes all checks. It calls begin before each and done after it. It returns an error only when ctx has ended.
+// Run makes all checks. It calls begin before each and done after it. If the server is not reached, or refuses the key
+// or the model, it skips further calls. It returns an error only when ctx has ended.
 func Run(ctx context.Context, client *models.Client, t Target, begin func(check string), done func(Result)) error {
 	t = t.withDefault(client)
 	p := &probe{client: client, target: t}
@@ -111,7 +112,10 @@ func Run(ctx context.Context, client *models.Client, t Target, begin func(check 
 		begin(c.name)
 		p.calls, p.cost = 0, 0
 		started := time.Now()
-		result := c.run(ctx)
+		result := skipped("the first call failed", "")
+		if !p.useless || c.name == Price {
+			result = c.run(ctx)
+		}
 		if err := ctx.Err(); err != nil {
 			return fmt.Errorf("check model %s: %w", t.Model, err)
 		}
@@ -146,8 +150,10 @@ type probe struct {
 	calls  int // of the running check
 	cost   float64
 
-	history []models.Message // up to the model's tool call; nil before it
-	refused bool             // the server refused a request with a tool
+	history  []models.Message // up to the model's tool call; nil before it
+	refused  bool             // the server refused a request with a tool
+	answered bool             // the server answered a request
+	useless  bool             // further requests would fail as well
 }
 
 // ask sends a request to the model.
@@ -162,6 +168,7 @@ func (p *probe) ask(ctx context.Context, req models.Request) (models.Response, e
 		waited := time.Since(started).Round(time.Second)
 		err = fmt.Errorf("the model did not answer within %s: %w", waited, context.DeadlineExceeded)
 	}
+	p.answered = p.answered || err == nil
 	p.calls += resp.Attempts
 	p.cost += resp.CostUSD
 	return resp, err
@@ -176,7 +183,12 @@ func prompt(text string) []models.Message {
 }
 
 func (p *probe) answers(ctx context.Context) finding {
-	return answered(p.ask(ctx, models.Request{Messages: prompt("Say ok.")}))
+	resp, err := p.ask(ctx, models.Request{Messages: prompt("Say ok.")})
+	if failure, ok := errors.AsType[*models.Error](err); ok {
+		refusals := []int{http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound}
+		p.useless = failure.Unreachable() || slices.Contains(refusals, failure.Status)
+	}
+	return answered(resp, err)
 }
 
 // answered passes if the answer has text.
@@ -187,7 +199,9 @@ func answered(resp models.Response, err error) finding {
 	case resp.Message.Text() == "" && resp.FinishReason == models.FinishLength:
 		return failed("set AGENT_REASONING_EFFORT to low", "%d tokens went into reasoning, and none into an answer",
 			resp.Usage.CompletionTokens)
-	case resp.Message.Text() == "" && resp.Message.Refusal == "":
+	case resp.Message.Refusal != "":
+		return failed("set AGENT_MODEL to another model", "the model refused: %.60q", resp.Message.Refusal)
+	case resp.Message.Text() == "":
 		return failed("set AGENT_MODEL to another model", "the answer is empty (finish reason %s)", resp.FinishReason)
 	}
 	return passed("")
@@ -214,7 +228,7 @@ func (p *probe) stream(ctx context.Context) finding {
 		return result
 	}
 	switch {
-	case resp.Message.Refusal == "" && shown.String() != resp.Message.Content:
+	case shown.String() != resp.Message.Content:
 		return failed("AGENT_MODEL_API may name another protocol", "the pieces do not add up to the answer")
 	case pieces < 2:
 		return passed("in one piece: readers wait for the whole answer")
@@ -240,6 +254,9 @@ func (p *probe) limit(ctx context.Context) finding {
 }
 
 func (p *probe) dialect(context.Context) finding {
+	if !p.answered {
+		return skipped("no call was answered", "")
+	}
 	learned := p.client.RejectedFeatures(p.target.Model)
 	api := map[models.API]string{
 		models.APIChat: "chat completions", models.APIResponses: "Responses API",
@@ -290,13 +307,15 @@ func Help(err error) string {
 	case failure.Status == http.StatusNotFound:
 		return "set AGENT_MODEL to a model of `agent models ls`, OPENAI_BASE_URL to the path before " +
 			"/chat/completions, or AGENT_MODEL_API to chat"
+	case contains("context_length", "context length", "context size"):
+		return "set AGENT_CONTEXT_TOKENS lower, or AGENT_MODEL to a model with more context"
 	case contains("reasoning", "effort", "thinking"):
 		return "set AGENT_REASONING_EFFORT to a word that the model takes, or leave it out"
 	case contains("tool", "function"):
 		return toolHelp
-	case failure.Status == 0:
+	case failure.Unreachable(), contains("openai_base_url"):
 		return "set OPENAI_BASE_URL to where the server listens"
-	case failure.Status >= http.StatusInternalServerError:
+	case failure.Status == 0, failure.Status >= http.StatusInternalServerError:
 		return "look into the server's log"
 	}
 	return "set AGENT_MODEL_EXTRA, which changes members of each request: null takes one away"

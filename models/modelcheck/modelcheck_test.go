@@ -115,8 +115,23 @@ func TestFailedCheckNamesSetting(t *testing.T) {
 		"no money":      {"", refusal(402, "credit is used up"), "answers", "fail", "402", "OPENAI_API_KEY", nil},
 		"too often":     {"", modeltest.Status(429, 0), "answers", "fail", "429", "wait", nil},
 		"broken server": {"", modeltest.Status(500, 0), "answers", "fail", "500", "the server's log", nil},
-		"broken link":   {"", modeltest.Reset(), "answers", "fail", "", "OPENAI_BASE_URL", nil},
-		"odd member":    {"", refusal(400, "bad member"), "answers", "fail", "bad member", "AGENT_MODEL_EXTRA", nil},
+		"broken link":   {"", modeltest.Reset(), "answers", "fail", "", "the server's log", nil},
+		"half a document": {
+			"", modeltest.Raw(200, "application/json", `{"choices":[`), "answers", "fail", "", "the server's log", nil,
+		},
+		"web page": {
+			"", modeltest.Raw(200, "text/html", "<html>"), "answers", "fail", "web page", "OPENAI_BASE_URL", nil,
+		},
+		"little context": {
+			"temperature", modeltest.Refusal(400, "invalid_request_error", "context_length_exceeded", "too long", 0), "tools",
+			"fail", "too long", "AGENT_CONTEXT_TOKENS", nil,
+		},
+		"refused request": {
+			"Say ok", modeltest.Raw(200, "application/json",
+				`{"choices":[{"message":{"role":"assistant","refusal":"I will not"},"finish_reason":"stop"}]}`),
+			"answers", "fail", "I will not", "AGENT_MODEL", nil,
+		},
+		"odd member": {"", refusal(400, "bad member"), "answers", "fail", "bad member", "AGENT_MODEL_EXTRA", nil},
 		"strange effort": {
 			"turbo", refusal(400, "reasoning_effort: bad value"), "answers", "fail", "bad value",
 			"AGENT_REASONING_EFFORT", turbo,
@@ -172,6 +187,33 @@ func TestCorrectionIsSkippedWithoutCall(t *testing.T) {
 	found := check(t, client(t, answering(t, "temperature", modeltest.Text("21"))), modelcheck.Target{})
 	got := found[modelcheck.Correction]
 	assert.Truef(t, got.Status == modelcheck.Skipped && got.Detail == "no tool was called", "got %+v", got)
+}
+
+func TestUselessCallsAreSkipped(t *testing.T) {
+	for name, test := range map[string]struct {
+		status int
+		help   string
+		change func(*models.Config)
+	}{
+		"wrong key":   {401, "OPENAI_API_KEY", overChat},
+		"not found":   {404, "AGENT_MODEL", overChat},
+		"unreachable": {200, "OPENAI_BASE_URL", func(c *models.Config) { c.BaseURL = "http://127.0.0.1:1/v1" }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := client(t, answering(t, "", modeltest.Status(test.status, 0)), test.change)
+			for name, r := range check(t, c, modelcheck.Target{}) {
+				want := modelcheck.Skipped
+				switch name {
+				case modelcheck.Answers:
+					want = modelcheck.Fail
+					assert.Contains(t, r.Help, test.help)
+				case modelcheck.Price:
+					want = modelcheck.Pass
+				}
+				assert.Truef(t, r.Status == want, "got %+v, want %s", r, want)
+			}
+		})
+	}
 }
 
 func TestTargetEffortReachesServer(t *testing.T) {
