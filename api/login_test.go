@@ -2,6 +2,7 @@ package api_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -46,6 +47,9 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 	assert.Truef(t, w.Body.String() == "true true", "a stream of a login ends with it, but: %s", w.Body)
 	w = a.raw("GET", "/live/lanes", "", asAdmin())
 	assert.Truef(t, w.Body.String() == "false false", "a stream of the token: %s", w.Body)
+	_, expiring := a.key(principals.User, principals.Admin, time.Hour, "*")
+	w = a.raw("GET", "/live/lanes", "", bearer(expiring))
+	assert.Truef(t, w.Body.String() == "true false", "a stream of an expiring token: %s", w.Body)
 	out := a.raw("POST", "/logout", "", nil)
 	assert.Truef(t, out.Code == http.StatusSeeOther && out.Header().Get("Location") == "/login" &&
 		strings.Contains(out.Header().Get("Set-Cookie"), "Max-Age=0"), "logout: %d %v", out.Code, out.Header())
@@ -62,6 +66,8 @@ func TestLogoutRevokesCookie(t *testing.T) {
 		Handler: http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 			close(started)
 			<-r.Context().Done()
+			access, ok := errors.AsType[*principals.AccessEnded](context.Cause(r.Context()))
+			assert.Truef(t, ok && access.Reason == "the session of root was revoked", "the stream ended with %v", access)
 			close(ended)
 		}),
 	}

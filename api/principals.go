@@ -20,7 +20,7 @@ type me struct {
 	Scopes    []string   `json:"scopes"` // role ∩ scopes of the token
 	TokenID   string     `json:"token_id,omitempty"`
 	SessionID string     `json:"session_id,omitempty"`
-	ExpiresAt *time.Time `json:"expires_at"` // of the session
+	ExpiresAt *time.Time `json:"expires_at"` // of the session or token
 }
 
 func (s *server) getMe(r request) (response, error) {

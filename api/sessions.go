@@ -117,16 +117,16 @@ func (s *sessions) revoke(r *http.Request) error {
 	return postgres.RetryOnDisconnect(r.Context(), func() error { return principals.LogOut(r.Context(), s.db, caller) })
 }
 
-// watch returns a context that ends with the caller's session or token. The caller must call release.
+// watch returns a context that ends with the caller's session or token. Its cause then is a *principals.AccessEnded.
+// The caller must call release.
 func (s *sessions) watch(parent context.Context, caller *principals.Caller) (ctx context.Context, release func()) {
 	if caller == nil || caller.SessionID == "" && caller.TokenID == "" {
 		return parent, func() {}
 	}
-	var cancel context.CancelFunc
-	if caller.ExpiresAt.IsZero() {
-		ctx, cancel = context.WithCancel(parent)
-	} else {
-		ctx, cancel = context.WithDeadline(parent, caller.ExpiresAt)
+	ctx, cancel := context.WithCancelCause(parent)
+	stopTimer := func() {}
+	if !caller.ExpiresAt.IsZero() {
+		ctx, stopTimer = context.WithDeadlineCause(ctx, caller.ExpiresAt, caller.Expired())
 	}
 	var notified <-chan string
 	stop := func() {}
@@ -146,13 +146,14 @@ func (s *sessions) watch(parent context.Context, caller *principals.Caller) (ctx
 			case <-notified:
 			case <-tick.C:
 			}
-			if valid, err := principals.Valid(ctx, s.db, caller); err == nil && !valid { // on an error the next tick retries
-				cancel()
+			if ended, err := principals.Ended(ctx, s.db, caller); err == nil && ended != nil { // the next tick retries
+				cancel(ended)
 			}
 		}
 	}()
 	return ctx, func() {
-		cancel()
+		cancel(nil)
+		stopTimer()
 		<-done
 	}
 }

@@ -78,7 +78,7 @@ type Caller struct {
 	SessionID string // of the browser's session, or empty
 	// Scopes are those of the token. All grants the scopes of the role.
 	Scopes []string
-	// ExpiresAt is the expiry of the session. It is zero for a token.
+	// ExpiresAt is the expiry of the session or token. It is zero for a token without one.
 	ExpiresAt time.Time
 }
 

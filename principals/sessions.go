@@ -145,22 +145,70 @@ func AuthenticateSession(ctx context.Context, db postgres.DB, secret string, key
 	return c, nil
 }
 
-// Valid reports whether the caller's token or session is active, and its principal enabled with the same role.
-func Valid(ctx context.Context, db postgres.DB, c *Caller) (valid bool, err error) {
+// AccessEnded is the end of a caller's access.
+type AccessEnded struct {
+	By     string // the principal that ended it; empty after an expiry or a logout
+	Reason string
+}
+
+func (e *AccessEnded) Error() string { return e.Reason }
+
+// Expired returns the end of the caller's access at ExpiresAt.
+func (c *Caller) Expired() *AccessEnded {
+	return &AccessEnded{Reason: fmt.Sprintf("the %s of %s expired", c.credential(), c.Name)}
+}
+
+func (c *Caller) credential() string {
+	if c.TokenID != "" {
+		return "token"
+	}
+	return "session"
+}
+
+// Ended returns how the caller's access ended: its token or session is inactive, or its principal is disabled or has
+// another role. It returns nil for an unchanged access.
+func Ended(ctx context.Context, db postgres.DB, c *Caller) (*AccessEnded, error) {
+	var revoked, expired, disabled bool
+	var role string
+	err := db.QueryRow(ctx, `
+		select k.revoked_at is not null, coalesce(k.expires_at <= clock_timestamp(), false), p.disabled_at is not null, p.role
+		  from (select principal_id, revoked_at, expires_at from agent_tokens where id = @token
+		        union all
+		        select principal_id, revoked_at, expires_at from agent_sessions where id = nullif(@session, '')::uuid) k
+		  join agent_principals p on p.id = k.principal_id`, postgres.Strict{"token": c.TokenID, "session": c.SessionID}).
+		Scan(&revoked, &expired, &disabled, &role)
+	var act, reason string
+	switch {
+	case err != nil && !errors.Is(err, pgx.ErrNoRows):
+		return nil, fmt.Errorf("check access: %w", err)
+	case err != nil || expired && !revoked: // an expired session may be removed
+		return c.Expired(), nil
+	case revoked:
+		act, reason = "revoke_"+c.credential(), fmt.Sprintf("the %s of %s was revoked", c.credential(), c.Name)
+	case disabled:
+		act, reason = "disable_principal", c.Name+" was disabled"
+	case role != string(c.Role):
+		act, reason = "set_principal_role", fmt.Sprintf("the role of %s changed from %s to %s", c.Name, c.Role, role)
+	default:
+		return nil, nil
+	}
+	by, err := endedBy(ctx, db, c, act)
+	return &AccessEnded{By: by, Reason: reason}, err
+}
+
+// endedBy returns the principal of the newest act that ended a caller's access; empty without one.
+func endedBy(ctx context.Context, db postgres.DB, c *Caller, act string) (by string, err error) {
 	err = db.QueryRow(ctx, `
-		select exists (select from agent_tokens t where t.id = @token and t.revoked_at is null
-		                  and coalesce(t.expires_at > clock_timestamp(), true))
-		    or exists (select from agent_sessions s where s.id = nullif(@session, '')::uuid and s.revoked_at is null
-		                  and s.expires_at > clock_timestamp())`,
-		postgres.Strict{"token": c.TokenID, "session": c.SessionID}).Scan(&valid)
-	if err == nil && valid {
-		err = db.QueryRow(ctx, `select coalesce((select p.disabled_at is null and p.role = @role from agent_principals p
-			where p.id = @id::uuid), false)`, postgres.Strict{"id": c.ID, "role": string(c.Role)}).Scan(&valid)
-	}
+		select coalesce((select a.input ->> 'by' from agent_activity a
+		                  where a.skill_name = @act and a.status = 'success' and a.output ->> 'changed' is distinct from 'false'
+		                    and coalesce(a.input ->> 'revoked_key' = @token, a.input ->> 'login' = @session,
+		                                 a.input ->> 'principal' = @name)
+		                  order by a.id desc limit 1), '')`,
+		postgres.Strict{"act": act, "token": c.TokenID, "session": c.SessionID, "name": c.Name}).Scan(&by)
 	if err != nil {
-		return false, fmt.Errorf("check access: %w", err)
+		return "", fmt.Errorf("read the end of access: %w", err)
 	}
-	return valid, nil
+	return by, nil
 }
 
 // Sessions lists the sessions of a principal, newest first. Empty principal lists all.

@@ -211,13 +211,14 @@ func AuthenticateToken(ctx context.Context, db postgres.DB, plaintext string) (*
 	c := &Caller{TokenID: id}
 	var stored []byte
 	var live, stale bool
+	var expiresAt *time.Time
 	err := db.QueryRow(ctx, `
-		select `+columns+`, t.secret_sha256, t.scopes,
+		select `+columns+`, t.secret_sha256, t.scopes, t.expires_at,
 		       t.revoked_at is null and p.disabled_at is null and coalesce(t.expires_at > clock_timestamp(), true),
 		       coalesce(t.last_used_at < clock_timestamp() - make_interval(secs => @interval::float8), true)
 		  from agent_tokens t join agent_principals p on p.id = t.principal_id where t.id = @id`,
 		postgres.Strict{"id": id, "interval": lastUsedInterval.Seconds()}).
-		Scan(&c.ID, &c.Name, &c.Kind, &c.Role, &c.CreatedAt, &c.DisabledAt, &stored, &c.Scopes, &live, &stale)
+		Scan(&c.ID, &c.Name, &c.Kind, &c.Role, &c.CreatedAt, &c.DisabledAt, &stored, &c.Scopes, &expiresAt, &live, &stale)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return nil, ErrNotFound
@@ -228,6 +229,7 @@ func AuthenticateToken(ctx context.Context, db postgres.DB, plaintext string) (*
 	case !live:
 		return nil, ErrInactive
 	}
+	c.ExpiresAt = postgres.Deref(expiresAt)
 	if stale { // on an error the next request retries: a full or read-only database must not refuse readers
 		_, _ = db.Exec(ctx, `update agent_tokens set last_used_at = clock_timestamp() where id = @id`,
 			postgres.Strict{"id": id})

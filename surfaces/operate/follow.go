@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -447,11 +448,13 @@ func (o *Operate) interruptTurn(ctx context.Context, id string, l *listener) (de
 	if !errors.Is(cause, ErrInterrupt) && o.isWaitingForApproval(cancelCtx, id, l) {
 		return WaitingApproval
 	}
-	cancelReason := "the admin left"
-	if errors.Is(cause, ErrInterrupt) {
+	by, cancelReason := activity.ActorFrom(ctx).Name, "the admin left"
+	if ended, ok := errors.AsType[*principals.AccessEnded](cause); ok {
+		by, cancelReason = cmp.Or(ended.By, by), ended.Reason
+	} else if errors.Is(cause, ErrInterrupt) {
 		cancelReason = "interrupted"
 	}
-	if _, err := o.Engine.Cancel(cancelCtx, id, activity.ActorFrom(ctx).Name, cancelReason); err != nil {
+	if _, err := o.Engine.Cancel(cancelCtx, id, by, cancelReason); err != nil {
 		o.log.ErrorContext(cancelCtx, "turn not cancelled, stopped in this process", "execution", id, "error", err)
 		l.stopRun(executions.ErrCancelled)
 	}

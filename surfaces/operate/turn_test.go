@@ -25,6 +25,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -146,6 +147,22 @@ func TestInterruptStopsTools(t *testing.T) {
 			assert.True(t, w.laneHolder(t) != "", "the admin is still there, and lost the lane")
 		})
 	}
+}
+
+func TestEndOfAccessIsReasonOfCancel(t *testing.T) {
+	t.Parallel()
+	w, runs, _ := withHangingTurn(t, "http")
+	p := w.process(t, false)
+	b := p.send(t, p.open(t, ""), "Be slow.", false)
+	start := waitEvent[operate.Start](t, b, "start")
+	pgtest.Eventually(t, runs, "the skill runs")
+	b.leave(&principals.AccessEnded{By: "root", Reason: "the token of bob was revoked"})
+	_, err := b.wait(t)
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "cancelled by root: the token of bob was revoked"),
+		"the turn ended with %v", err)
+	x := w.execution(t, start.ExecutionID)
+	assert.Truef(t, postgres.Deref(x.CancelledBy) == "root" &&
+		postgres.Deref(x.CancelReason) == "the token of bob was revoked", "the execution is %+v", x)
 }
 
 // postWithKey sends a turn with an Idempotency-Key directly to the surface, like after a crash of the first attempt's
