@@ -29,6 +29,9 @@ func WriteStory(w io.Writer, t Trace, colour bool) error {
 		fmt.Fprintf(out, "only the first %d activities are shown; see `agent activity ls --trace %s`\n",
 			len(t.Activities), t.TraceID)
 	}
+	if len(t.Activities) == 0 {
+		fmt.Fprintf(out, "no activity is recorded; see `agent why %s`\n", t.TraceID)
+	}
 	if t.RootCause != nil {
 		fmt.Fprintf(out, "root cause: %s\n", s.paint(t.RootCause.String(), red))
 	}

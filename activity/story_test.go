@@ -85,6 +85,15 @@ func TestWriteStory(t *testing.T) {
 	}
 }
 
+func TestStoryWithoutActivitiesNamesWhy(t *testing.T) {
+	t.Parallel()
+	empty := sampleTrace()
+	empty.Status, empty.Activities = "cancelled", nil
+	var got bytes.Buffer
+	require.NoError(t, activity.WriteStory(&got, empty, false))
+	assert.Contains(t, got.String(), "see `agent why "+empty.TraceID+"`")
+}
+
 func TestStoryEscapesTerminalControls(t *testing.T) {
 	t.Parallel()
 	evil := sampleTrace()
