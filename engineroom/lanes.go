@@ -86,8 +86,15 @@ func (room *Room) lanesFor(ctx context.Context, req *pageRequest, text string) (
 // heldLane is a held lane.
 type heldLane struct {
 	lock           // with at most maxLanes + 1 waiters
+	Queued int64   // queued messages of a thread, at most maxLanes + 1
 	Lender *string // the execution that lent the lane
 }
+
+// Thread returns the id of the thread that has the lane.
+func (l heldLane) Thread() string { return strings.TrimPrefix(l.Lane, "thread:") }
+
+// QueuedMessages formats Queued.
+func (l heldLane) QueuedMessages() string { return capped(l.Queued, maxLanes) }
 
 // Waiting formats Waiters.
 func (l heldLane) Waiting() string { return capped(l.Waiters, maxLanes) }
@@ -101,6 +108,8 @@ func (room *Room) heldLanes(ctx context.Context, req *pageRequest) (any, error) 
 		          (select from agent_executions x where x.status = 'waiting' and x.waiting_for = 'lane'
 		            and x.waiting_key = l.lane limit @limit + 1)
 		          limit @limit + 1) q) as waiters,
+		       (select count(*) from (select from agent_messages m where l.lane like 'thread:%'
+		         and m.thread_id = substr(l.lane, 8) and m.status = 'queued' limit @limit + 1) q) as queued,
 		       (select n.lender::text from agent_lock_loans n where n.lane = l.lane order by n.depth desc limit 1) as lender
 		  from agent_locks l left join agent_executions e on e.id = l.execution_id
 		 where l.locked_by <> '' and l.expires_at > now() and l.lane > @after

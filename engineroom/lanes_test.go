@@ -25,6 +25,15 @@ func TestListHeldLanes(t *testing.T) {
 	wantError(t, server.URL+"/lanes?before=x", 400, "no place in this list")
 }
 
+func TestLaneOfThreadShowsQueuedMessages(t *testing.T) {
+	t.Parallel()
+	pool, server := openRoom(t)
+	insert(t, pool, `insert into agent_threads (id, channel) values ('maria', 'chat') returning id`)
+	insert(t, pool, `select try_acquire_agent_lock('thread:maria', 'somebody', 600)::text`)
+	insert(t, pool, `select queued::text from lanekeeper.send_agent_message('maria', null, null, 'hello')`)
+	wantTexts(t, server.URL+"/lanes", `<a href="/threads/maria">1 queued message</a>`)
+}
+
 // A lane appears on an open page whose filter it matches.
 func TestLiveLanesFindNewLanes(t *testing.T) {
 	t.Parallel()
