@@ -250,8 +250,11 @@ func TestInvalidExternalRequests(t *testing.T) {
 		{"DELETE", held, `{"status":"waiting","waiting_for":"lane","waiting_key":"x"}`, 400, "response, agent"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"event"}`, 400, "wait for event needs a key"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"w"}`, 400, "the id of an execution"},
-		{"DELETE", held, `{"status":"waiting","waiting_for":"delay"}`, 400, "delay"},
-		{"DELETE", held, `{"status":"waiting","waiting_for":"delay","timeout":"31d"}`, 400, "30 days"},
+		{"DELETE", held, `{"status":"waiting","waiting_for":"delay"}`, 400, "wait for delay needs a timeout"},
+		{
+			"DELETE", held, `{"status":"waiting","waiting_for":"delay","timeout":"31d"}`, 400,
+			"timeout 31 days of the wait for delay is not valid: give up to 30 days",
+		},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"response","waiting_key":"t","timeout":"8d"}`, 400, "7 days"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"delay","timeout":"soon"}`, 400, "24h"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"delay","timeout":-5}`, 400, "24h"},

@@ -149,9 +149,10 @@ begin
     raise exception 'wait for % needs a key', p_kind using errcode = '22023';
   elsif octet_length(p_key) > 2400 then                     -- the index entry of its event also has the event's name
     raise exception 'the key of a wait has at most 2400 bytes' using errcode = '22023';
-  elsif p_timeout < interval '0' or p_timeout > longest or p_kind = 'delay' and p_timeout is null then
-    raise exception 'timeout % of the wait for % is not valid: give up to %',
-      coalesce(p_timeout::text, 'null'), p_kind, longest
+  elsif p_kind = 'delay' and p_timeout is null then
+    raise exception 'wait for delay needs a timeout' using errcode = '22023';
+  elsif p_timeout < interval '0' or p_timeout > longest then
+    raise exception 'timeout % of the wait for % is not valid: give up to %', justify_hours(p_timeout), p_kind, longest
       using errcode = '22023';
   end if;
   if p_kind in ('agent', 'document', 'signature', 'test') then
