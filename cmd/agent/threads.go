@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -107,8 +108,8 @@ func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) {
 		if m.ErrorMessage != nil {
 			note += ": " + printable(*m.ErrorMessage)
 		}
-		fmt.Fprintf(w, "\n%s  %s  %s%s  %s\n%s\n", place, m.Role, m.Status, note, formatTime(m.CreatedAt),
-			printableText(m.Content))
+		fmt.Fprintf(w, "\n%s  %s  %s%s  %s\n%s\n", place, m.Role, m.Status, note,
+			formatTime(*cmp.Or(m.SentAt, &m.CreatedAt)), printableText(m.Content))
 	}
 }
 

@@ -40,7 +40,8 @@ func TestThreadCommands(t *testing.T) {
 	got := p.must("threads", "clean", "--json")
 	assert.Truef(t, strings.Contains(got, `"thread_id": "maria"`) && strings.Contains(got, `"idle_seconds": 7`),
 		"clean: %s", got)
-	assert.Contains(t, p.must("threads", "show", "maria"), "a word from the office")
+	pgtest.Exec(t, db, `update agent_messages set created_at = '2026-01-02 03:04:05Z', sent_at = '2026-01-02 03:06:07Z'`)
+	assert.Contains(t, p.must("threads", "show", "maria"), "1  assistant  sent  2026-01-02 03:06:07\na word from the office")
 	assert.Contains(t, p.must("threads", "send", "maria", "and another"), "sent as message 2")
 	got = p.must("threads", "send", "maria", "a third", "--json")
 	assert.Truef(t, strings.Contains(got, `"success": true`) && strings.Contains(got, `"queued": false`), "send: %s", got)
