@@ -229,6 +229,10 @@ func (c *cli) cancel(ctx context.Context, s *session, id, reason string) error {
 	if err != nil {
 		return err
 	}
+	before, err := executions.Get(ctx, s.Pool, id)
+	if err != nil {
+		return notFoundHint(err)
+	}
 	status, err := a.Engine.Cancel(ctx, id, actor(ctx), reason)
 	if err != nil {
 		return notFoundHint(err)
@@ -242,10 +246,14 @@ func (c *cli) cancel(ctx context.Context, s *session, id, reason string) error {
 			"cancel of %s requested: %s\n", id, detail)
 	}
 	return c.print(map[string]any{"id": id, "status": status}, func(w io.Writer) {
-		if status != executions.Cancelled {
+		switch {
+		case status != executions.Cancelled:
 			fmt.Fprintf(w, "%s had already ended: %s\n", id, status)
-			return
+		case before.Status == executions.Cancelled:
+			fmt.Fprintf(w, "%s had already been cancelled by %s: %s\n", id, printable(postgres.Deref(before.CancelledBy)),
+				printable(postgres.Deref(before.CancelReason)))
+		default:
+			fmt.Fprintf(w, "cancelled %s\n", id)
 		}
-		fmt.Fprintf(w, "cancelled %s\n", id)
 	})
 }

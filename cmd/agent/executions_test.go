@@ -131,6 +131,8 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	cancelled := p.run("executions", "cancel", forked.ID, "--reason", "enough")
 	assert.Equal(t, "cancelled "+forked.ID+"\n", cancelled.out)
 	assert.Contains(t, cancelled.err, "execution completed", "event emitted", "locks released")
+	assert.Equal(t, forked.ID+" had already been cancelled by admin: enough\n",
+		p.must("executions", "cancel", forked.ID, "--reason", "another"))
 	assert.Contains(t, p.must("executions", "show", forked.ID), "cancelled", "admin", "enough")
 	assert.Contains(t, p.must("executions", "retry", forked.ID), "after the last checkpoint")
 }
