@@ -434,6 +434,8 @@ func TestWrongFieldTypeProblem(t *testing.T) {
 	for body, words := range map[string]string{
 		`{"flow": "external", "progress_seconds": 1.5}`: "progress_seconds must be an integer, got number 1.5",
 		`{"flow": 7}`: "flow must be a string, got number",
+		`{"flow": "external", "labels": {"order": 1}}`: "each value of labels must be a string, got number",
+		`{"flow": "external", "labels": "order"}`:      "labels must be an object, got string",
 	} {
 		a.checkProblem(a.raw("POST", "/v1/executions", body, asAdmin()), http.StatusBadRequest, words)
 	}

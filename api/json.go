@@ -8,6 +8,7 @@ import (
 	"math"
 	"net/http"
 	"reflect"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -57,7 +58,8 @@ func decode(raw []byte, into any) error {
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(into); err != nil {
 		if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok && wrong.Field != "" {
-			return problem.BadBody("%s must be %s, got %s", wrong.Field, describeType(wrong.Type), wrong.Value)
+			return problem.BadBody("%s must be %s, got %s", faultyPart(reflect.TypeOf(into), wrong),
+				describeType(wrong.Type), wrong.Value)
 		}
 		return problem.BadBody("%s", strings.TrimPrefix(err.Error(), "json: "))
 	}
@@ -72,6 +74,29 @@ func decode(raw []byte, into any) error {
 		return problem.BadBody("unknown field %.60q", name)
 	}
 	return nil
+}
+
+// faultyPart names the field of a wrong value. The decoder names the list or object also if one of its values is wrong.
+func faultyPart(t reflect.Type, wrong *json.UnmarshalTypeError) string {
+	values := []reflect.Kind{reflect.Slice, reflect.Array, reflect.Map}
+	for name := range strings.SplitSeq(wrong.Field, ".") {
+		for t.Kind() == reflect.Pointer || slices.Contains(values, t.Kind()) {
+			t = t.Elem()
+		}
+		if t.Kind() != reflect.Struct {
+			return wrong.Field
+		}
+		for _, f := range reflect.VisibleFields(t) {
+			if tag, _, _ := strings.Cut(f.Tag.Get("json"), ","); tag == name {
+				t = f.Type
+				break
+			}
+		}
+	}
+	if t != wrong.Type && slices.Contains(values, t.Kind()) {
+		return "each value of " + wrong.Field
+	}
+	return wrong.Field
 }
 
 // describeType names the JSON type of a field.
