@@ -1,6 +1,7 @@
 package workspace_test
 
 import (
+	"bytes"
 	"errors"
 	"strings"
 	"testing"
@@ -272,4 +273,14 @@ headers:
 	diff, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruneAll)
 	assert.Truef(t, err == nil && len(diff.Items) == 1 && diff.Items[0].Action == workspace.Remove,
 		"an empty workspace: %+v, %v", diff, err)
+}
+
+func TestDiffOfKeyLeftOut(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "a.yaml", goodSkill+"---\nkind: agent\nname: sales\nskills: [a]\n"))
+	diff := apply(t, pool, load(t, "a.yaml", goodSkill+"---\nkind: agent\nname: sales\n"))
+	var text bytes.Buffer
+	require.NoError(t, diff.WriteText(&text))
+	assert.Contains(t, text.String(), "    skills: [\"a\"] → (left out)\n")
 }

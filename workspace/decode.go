@@ -44,8 +44,30 @@ func (d *decoder) object(node *yaml.Node, into reflect.Value, path string, extra
 			d.add(pair.key, "%s", unknownName("key", join(path, key), key, append(slices.Clone(extra), fields...)))
 		default:
 			d.value(pair.value, into.Field(index), join(path, key))
+			d.rejectEmptyChoice(pair.value, key, join(path, key))
 		}
 	}
+}
+
+// choices are the keys whose value is one of a few words, with a default if the key is left out.
+var choices = []string{
+	"access", "challenge", "channel", "class", "effort", "encoding", "format", "memory", "pairing", "scheme", "scope",
+	"surface", "transport", "trigger", "trust", "type",
+}
+
+// rejectEmptyChoice rejects an empty text of a choice, which a definition reads as its default.
+func (d *decoder) rejectEmptyChoice(node *yaml.Node, key, path string) {
+	if slices.Contains(choices, key) && node.Kind == yaml.ScalarNode && node.ShortTag() == "!!str" && node.Value == "" {
+		d.empty(node, path, reflect.String)
+	}
+}
+
+func (d *decoder) empty(node *yaml.Node, path string, kind reflect.Kind) {
+	advice := "give it a value, or leave the key out"
+	if kind == reflect.Slice {
+		advice = "leave the key out for its default, or write [] for an empty list"
+	}
+	d.add(node, "%s: is empty; %s", path, advice)
 }
 
 // pair is one entry of a mapping.
@@ -72,13 +94,15 @@ func (d *decoder) pairs(node *yaml.Node, path string) []pair {
 	return pairs
 }
 
-// value decodes a node into a field. A null value leaves the field unchanged.
+// value decodes a node into a field. A null is a value of fields without a fixed type; other fields reject it, because
+// a definition would read it as the default.
 func (d *decoder) value(node *yaml.Node, into reflect.Value, path string) {
 	if node.Kind == yaml.AliasNode {
 		d.add(node, "%s: aliases are not supported; write the value out", path)
 		return
 	}
-	if node.Kind == yaml.ScalarNode && node.ShortTag() == "!!null" {
+	if node.ShortTag() == "!!null" && into.Kind() != reflect.Interface {
+		d.empty(node, path, into.Kind())
 		return
 	}
 	switch into.Type() {
@@ -142,7 +166,7 @@ func (d *decoder) openValue(node *yaml.Node, into reflect.Value, path string) {
 		texts := map[string]string{}
 		for _, pair := range d.pairs(node, path) {
 			var text string
-			d.scalar(pair.value, reflect.ValueOf(&text).Elem(), join(path, pair.key.Value))
+			d.value(pair.value, reflect.ValueOf(&text).Elem(), join(path, pair.key.Value))
 			texts[pair.key.Value] = text
 		}
 		into.Set(reflect.ValueOf(texts))

@@ -133,7 +133,7 @@ func (c Change) write(out *bufio.Writer) {
 	case shorten(c.Old) == shorten(c.New) && !bytes.Equal(c.Old, c.New):
 		before, after = indented(c.Old), indented(c.New)
 	default:
-		fmt.Fprintf(out, "    %s: %s → %s\n", c.Field, shorten(c.Old), shorten(c.New))
+		fmt.Fprintf(out, "    %s: %s → %s\n", c.Field, shown(c.Old), shown(c.New))
 		return
 	}
 	fmt.Fprintf(out, "    %s:\n", c.Field)
@@ -144,6 +144,14 @@ func (c Change) write(out *bufio.Writer) {
 	for _, line := range added {
 		fmt.Fprintf(out, "      + %s\n", line)
 	}
+}
+
+// shown shortens a value. A key that the document leaves out has its default: "null" would read as none.
+func shown(value json.RawMessage) string {
+	if string(value) == "null" {
+		return "(left out)"
+	}
+	return shorten(value)
 }
 
 func indented(value json.RawMessage) string {

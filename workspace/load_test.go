@@ -187,6 +187,37 @@ func TestLoadErrors(t *testing.T) {
 	}
 }
 
+func TestLoadRejectsEmptyValues(t *testing.T) {
+	t.Parallel()
+	const agent, channel = "kind: agent\nname: a\n", "kind: channel\nname: a\ntype: slack\n"
+	for _, test := range []struct{ document, want string }{
+		{
+			agent + "skills:\n# - note\n",
+			"a.yaml:3:8: skills: is empty; leave the key out for its default, or write [] for an empty list",
+		},
+		{agent + "skills: [note, ~]\n", "a.yaml:3:16: skills[1]: is empty; give it a value, or leave the key out"},
+		{agent + "limits:\n", "a.yaml:3:8: limits: is empty; give it a value, or leave the key out"},
+		{agent + "limits: {day_usd: }\n", "a.yaml:3:19: limits.day_usd: is empty; give it a value, or leave the key out"},
+		{agent + "heartbeat: ~\n", "a.yaml:3:12: heartbeat: is empty; give it a value, or leave the key out"},
+		{agent + "timezone:\n", "a.yaml:3:10: timezone: is empty; give it a value, or leave the key out"},
+		{agent + "memory: ''\n", "a.yaml:3:9: memory: is empty; give it a value, or leave the key out"},
+		{goodSkill + "trust: # approve\n", "a.yaml:4:7: trust: is empty; give it a value, or leave the key out"},
+		{goodSkill + "trust: \"\"\n", "a.yaml:4:8: trust: is empty; give it a value, or leave the key out"},
+		{goodSkill + "config:\n", "a.yaml:4:8: config: is empty; give it a value, or leave the key out"},
+		{
+			channel + "secrets: {bot_token: }\n",
+			"a.yaml:4:22: secrets.bot_token: is empty; give it a value, or leave the key out",
+		},
+	} {
+		_, err := workspace.Load(files("a.yaml", test.document))
+		if err == nil || !strings.Contains(err.Error(), test.want) {
+			t.Errorf("Load(%q) = %v; want %s", test.document, err, test.want)
+		}
+	}
+	load(t, "a.yaml", "kind: skill\nname: a\nhandler: 'builtin:a'\n"+
+		"parameters: {type: object, properties: {x: {enum: [a, null], default: null}}}\n")
+}
+
 func TestLoadReportsAllErrors(t *testing.T) {
 	t.Parallel()
 	_, err := workspace.Load(files(
