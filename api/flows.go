@@ -26,7 +26,8 @@ func (s *server) flowRoutes() []route {
 		}, {
 			method: "GET", path: "/v1/requests", response: page[requests.Record]{}, handle: s.listRequests,
 			params: listParams(enumParam("kind", "Kind of the request", "document", "signature", "test"),
-				enumParam("status", "State of the request; closed: its execution ended first", "pending", "completed", "closed"),
+				enumParam("status", "State of the request; closed: its execution ended, or its action timed out, first",
+					"pending", "completed", "closed"),
 				textParam("thread_id", "Id of the thread"),
 				param{name: "execution_id", about: "Id of the execution", check: checkUUID}),
 			about: "Requests to people, newest first. An event with the request's id as key answers one.",

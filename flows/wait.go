@@ -271,6 +271,9 @@ func (m *flowRun) request(ctx context.Context, r preparedAction) (actionResult, 
 		return actionResult{}, err
 	}
 	received, err := m.await(ctx, r, wait)
+	if err == nil && received.timedOut {
+		err = requests.Close(ctx, "close", id)
+	}
 	if err != nil {
 		return actionResult{}, err
 	}

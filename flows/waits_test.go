@@ -37,6 +37,19 @@ var waitActions = map[string]struct {
 
 const sleepingFlow = "name: sleeper\nactions: [{actionType: wait_for_event, parameters: {key: wake}}]"
 
+func TestTimedOutRequestIsClosed(t *testing.T) {
+	t.Parallel()
+	w := newTestProcess(t, flowYAML("a", `
+  - {actionType: assign_test, parameters: {test: sql}, timeout: 1h, onTimeout: continue}
+  - {actionType: wait_for_event, parameters: {key: never}}`))
+	id := w.startInThread(t, "a", nil)
+	awaitWaiting(t, w.pool, id, 1)
+	pgtest.Equal(t, w.pool, "pending", `select status from agent_requests`)
+	expireWait(t, w, id, 1)
+	awaitWaiting(t, w.pool, id, 2)
+	pgtest.Equal(t, w.pool, "closed", `select status from agent_requests`)
+}
+
 func TestTimeoutContinueSetsNull(t *testing.T) {
 	t.Parallel()
 	for name, c := range waitActions {

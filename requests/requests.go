@@ -6,7 +6,7 @@
 //
 // A request is answered once: a signature or a test by its first event, documents when all items are received, in any
 // number of events. Unexpected documents and later events are stored and change nothing. A request stores an early
-// answer, so a later wait ends at once. A request is closed when its execution ends first.
+// answer, so a later wait ends at once. A request is closed when its execution ends, or its action times out, first.
 //
 // The SQL function answer_agent_request has the rules, because any client may send events.
 package requests
@@ -44,7 +44,7 @@ const (
 const (
 	Pending   = "pending"
 	Completed = "completed" // answered
-	Closed    = "closed"    // the execution ended first
+	Closed    = "closed"    // the execution ended, or its action timed out, first
 )
 
 // maxItems bounds the documents of one request.
@@ -152,6 +152,16 @@ func Ask(
 		}
 		return id, err
 	}, executions.Input(r))
+}
+
+// Close closes a pending request as the durable step name of the execution in ctx.
+func Close(ctx context.Context, name, id string) error {
+	_, err := executions.StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (bool, error) {
+		tag, err := tx.Exec(ctx, `update agent_requests set status = 'closed', completed_at = clock_timestamp()
+			where id = @id::uuid and status = 'pending'`, postgres.Strict{"id": id})
+		return postgres.Changed(tag, err, "close request")
+	})
+	return err
 }
 
 // Record is a row of agent_requests.

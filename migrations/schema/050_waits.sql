@@ -54,7 +54,8 @@ comment on column agent_requests.received is 'The received documents: name and U
 comment on column agent_requests.unexpected is 'Received documents that were not requested.';
 comment on column agent_requests.answer is 'The data of the outcome. Null: something is missing.';
 comment on column agent_requests.event_id is 'The event that completed it.';
-comment on column agent_requests.status is 'pending: open. completed: answered. closed: the execution ended first.';
+comment on column agent_requests.status is
+  'pending: open. completed: answered. closed: the execution ended, or its action timed out, first.';
 comment on column agent_requests.completed_at is 'When it was answered or closed.';
 comment on column agent_requests.documents is
   'The received documents, each with {document, url}; a stored one also with id, name, content_type, size.';
