@@ -23,17 +23,30 @@ type Shadow struct {
 	Agent        string     `json:"agent"`
 	Version      int        `json:"agent_version"`
 	Model        string     `json:"model"`
-	Status       string     `json:"status"` // status of the run; in a list the result of [Report.State]
+	Status       string     `json:"status"` // status of the run; in a list its state, see [Shadow.state]
 	Turns        int        `json:"turns"`
 	SeenAt       time.Time  `json:"-"`
 	VisibleUntil time.Time  `json:"-"` // turns that completed by then can be sampled
 	Over         bool       `json:"-"` // stopped, or its time has passed
+	Waits        bool       `json:"-"` // it runs, and no server plays it
 }
 
 const shadowColumns = `s.run_id::text, s.share, s.until, s.stopped_at, r.agent, r.agent_version as version, r.model, r.status,
 	(select count(*)::int from agent_eval_trials t where t.run_id = r.id) as turns, s.seen_at,
 	least(clock_timestamp() - interval '2 seconds', s.until, s.stopped_at) as visible_until, -- misses a slower commit
-	s.stopped_at is not null or s.until <= clock_timestamp() as over`
+	s.stopped_at is not null or s.until <= clock_timestamp() as over,
+	r.status = 'running' and r.served_until < clock_timestamp() as waits`
+
+// state returns the state of a shadow whose run has the state reported.
+func (s Shadow) state(reported string) string {
+	switch {
+	case s.Waits:
+		return "waiting for a server"
+	case s.Status == Running && s.Over:
+		return "stopping"
+	}
+	return reported
+}
 
 // PutShadow makes a run a shadow that ends after duration.
 func PutShadow(ctx context.Context, db postgres.DB, run string, share float64, duration time.Duration) error {
@@ -67,7 +80,7 @@ func Shadows(ctx context.Context, db postgres.DB, limit int) ([]Shadow, error) {
 	}
 	reports, err := Outcomes(ctx, db, runs)
 	for i := range reports { // reports and list have the same order
-		list[i].Status = reports[i].State()
+		list[i].Status = list[i].state(reports[i].State())
 	}
 	return list, err
 }

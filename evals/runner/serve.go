@@ -38,7 +38,7 @@ var errClaimLost = errors.New("the claim of the run was lost")
 // sets another time.
 type claim struct {
 	ID    string
-	Kind  string
+	Lasts bool // a shadow that has not ended
 	Until time.Time
 }
 
@@ -70,7 +70,7 @@ func (r *Runner) Serve(ctx context.Context) error {
 		failures.Log(ctx, r.Logger, "runs of evals not read, trying again", err)
 		if err == nil && c.ID != "" {
 			slot := make(chan struct{}, 1)
-			if c.Kind == evals.OfShadow {
+			if c.Lasts {
 				slot = shadows
 			}
 			slot <- struct{}{}
@@ -104,15 +104,22 @@ func (r *Runner) expireInterrupted(ctx context.Context) error {
 	return nil
 }
 
-// claimRun claims a run that no server plays, or returns an empty claim. It claims a shadow only if shadows is set.
+// claimRun claims a run that no server plays, or returns an empty claim. It claims a shadow that has not ended only if
+// shadows is set.
 func (r *Runner) claimRun(ctx context.Context, shadows bool) (claim, error) {
 	rows, err := r.Pool.Query(ctx, `
-		update agent_eval_runs set served_until = clock_timestamp() + @ttl::interval
-		 where id = (select id from agent_eval_runs
-		              where status = 'running' and served_until < statement_timestamp()
-		                and (@shadows or kind <> 'shadow')
-		              order by served_until limit 1 for update skip locked)
-		returning id::text, kind, served_until`, postgres.Strict{"ttl": serveTTL, "shadows": shadows})
+		with free as (
+		  select r.id, x.lasts
+		    from agent_eval_runs r
+		   cross join lateral (
+		         select r.kind = 'shadow' and not exists (
+		                  select from agent_eval_shadows s
+		                   where s.run_id = r.id and (s.stopped_at is not null or s.until <= clock_timestamp())) as lasts) x
+		   where r.status = 'running' and r.served_until < statement_timestamp() and (@shadows or not x.lasts)
+		   order by r.served_until limit 1 for update of r skip locked)
+		update agent_eval_runs r set served_until = clock_timestamp() + @ttl::interval
+		  from free f where r.id = f.id
+		returning r.id::text, f.lasts, r.served_until`, postgres.Strict{"ttl": serveTTL, "shadows": shadows})
 	claims, err := postgres.Collect(rows, err, "claim a run of an eval", pgx.RowToStructByPos[claim])
 	if err != nil || len(claims) == 0 {
 		return claim{}, err

@@ -177,6 +177,29 @@ func TestShadowsLeaveSlotsForOtherRuns(t *testing.T) {
 		select count(*)::int from agent_eval_runs where kind = 'shadow' and served_until > clock_timestamp()`)
 }
 
+// A shadow that waits for a slot says so. If it is stopped, a server ends it all the same.
+func TestStoppedShadowNeedsNoSlot(t *testing.T) {
+	t.Parallel()
+	w := newTestRunner(t)
+	first, second, third := w.shadow(t), w.shadow(t), w.shadow(t)
+	w.serve(t)
+	status := func(run evals.Run) (status string) {
+		list, err := evals.Shadows(t.Context(), w.pool, 3)
+		require.NoError(t, err)
+		for _, s := range list {
+			if s.RunID == run.ID {
+				status = s.Status
+			}
+		}
+		return status
+	}
+	pgtest.Eventually(t, func() bool { return status(first) == evals.Running && status(second) == evals.Running },
+		"a server plays two shadows")
+	assert.Equal(t, "waiting for a server", status(third))
+	require.NoError(t, evals.StopShadow(t.Context(), w.pool, third.ID))
+	w.awaitStatus(t, third.ID, evals.Passed)
+}
+
 // After a poll without a new turn, a shadow waits 30 s, so an idle shadow costs little.
 func TestPauseAfter(t *testing.T) {
 	t.Parallel()
