@@ -149,7 +149,8 @@ func NewCalibration(labels int, verdicts []VerdictPair) Calibration {
 	case labels < MinLabels:
 		c.Why = fmt.Sprintf("%d labels, less than %d", labels, MinLabels)
 	case len(verdicts) < MinLabels:
-		c.Why = fmt.Sprintf("it judged %d labelled answers, less than %d", len(verdicts), MinLabels)
+		c.Why = fmt.Sprintf("it gave a valid verdict about %d of %d labelled answers, less than %d", len(verdicts), labels,
+			MinLabels)
 	case c.Agreement.Low < minAgreement:
 		c.Why = fmt.Sprintf("its agreement may be as low as %.2f", c.Agreement.Low)
 	case c.FalsePass.High > maxErrorRate:

@@ -226,5 +226,6 @@ func TestNewCalibration(t *testing.T) {
 			"%d verdicts: %+v, want %q", len(c.verdicts), got, c.why)
 	}
 	got := evals.NewCalibration(40, verdicts(14, 0, 15, 0))
-	assert.Truef(t, got.Why == "it judged 29 labelled answers, less than 30", "too few verdicts: %+v", got)
+	assert.Truef(t, got.Why == "it gave a valid verdict about 29 of 40 labelled answers, less than 30",
+		"too few verdicts: %+v", got)
 }
