@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 
@@ -75,8 +76,8 @@ func checkCandidate(cmd *cobra.Command, of runner.Counterfactual, named bool) er
 	switch version := cmd.Flags().Changed("agent-version"); {
 	case version && of.Version < 1:
 		return usageError("--agent-version must be 1 or more")
-	case of.Margin < 0 || of.Margin >= 1 || of.BudgetUSD < 0:
-		return usageError("--margin must be from 0 to less than 1, and --budget not negative")
+	case !(of.Margin >= 0 && of.Margin < 1) || !(of.BudgetUSD >= 0 && of.BudgetUSD <= math.MaxFloat64): // NaN too
+		return usageError("--margin must be from 0 to less than 1, and --budget a number that is not negative")
 	case of.Model == "" && !version && !named:
 		return usageError("name the candidate: --model or --agent-version%s",
 			map[bool]string{true: ", or --candidate"}[cmd.Flags().Lookup("candidate") != nil])

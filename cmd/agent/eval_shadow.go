@@ -26,7 +26,7 @@ when its budget is used up, or by agent eval shadow stop RUN.`,
 		Example: "  agent eval shadow --share 0.02 --model gpt-5-mini --until 24h --budget 5",
 		Args:    positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if share <= 0 || share > 1 {
+			if !(share > 0 && share <= 1) { // NaN too
 				return usageError("--share must be more than 0 and at most 1")
 			}
 			if err := checkCandidate(cmd, of, false); err != nil {

@@ -105,6 +105,10 @@ func TestEvalCommands(t *testing.T) {
 		p.mustFail(2, "a trial has a number from 1 to 100", "eval", "label", id, "not due", "good", "--trial", trial)
 	}
 	p.mustFail(2, "--agent-version must be 1 or more", "eval", "shadow", "--agent-version", "-1")
+	p.mustFail(2, "--share must be more than 0", "eval", "shadow", "--model", "x", "--share", "NaN")
+	for flag, value := range map[string]string{"--margin": "NaN", "--budget": "Inf"} {
+		p.mustFail(2, "--margin must be from 0", "eval", "counterfactual", "--model", "x", flag, value)
+	}
 	p.must("eval", "label", id, "not due", "none", "--trial", "2")
 	assert.Equal(t, "", p.must("eval", "labels", "--jsonl"))
 	traceID := regexp.MustCompile(`ev_\w+`).FindString(shown)
