@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/runner"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
@@ -131,6 +132,15 @@ func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []stri
 	return c.playRuns(ctx, s, a, starts, o)
 }
 
+// refusePaused returns an error while the agent is paused: no trial would begin.
+func refusePaused(ctx context.Context, s *session) error {
+	p, err := executions.CurrentPause(ctx, s.Pool)
+	if err == nil && p.Paused {
+		err = &exitError{exitUndecided, &executions.PausedError{Pause: p}}
+	}
+	return err
+}
+
 // checkJUnit creates or empties the file, so that an error shows before any model call is billed. A remote caller's
 // file is created at the end.
 func (c *cli) checkJUnit(name string) error {
@@ -214,6 +224,9 @@ func (c *cli) playEach(
 func (c *cli) prepareRuns(
 	ctx context.Context, s *session, a *app.App, names []string, o evalOptions,
 ) ([]startRun, error) {
+	if err := refusePaused(ctx, s); err != nil {
+		return nil, err
+	}
 	if o.resume != "" {
 		run, err := findRun(ctx, s, o.resume)
 		if run.Kind == evals.OfShadow {

@@ -96,11 +96,15 @@ func (c *cli) runCounterfactual(
 		return err
 	}
 	var run evals.Run
-	var err error
-	if o.resume == "" {
+	err := refusePaused(ctx, s)
+	switch {
+	case err != nil:
+	case o.resume == "":
 		run, err = c.planCounterfactual(ctx, s, a, of, o)
-	} else if run, err = findRun(ctx, s, o.resume); err == nil && run.Kind != evals.OfCounterfactual {
-		err = hint(fmt.Errorf("run %s is no counterfactual", run.ID), "see agent eval show %s", run.ID)
+	default:
+		if run, err = findRun(ctx, s, o.resume); err == nil && run.Kind != evals.OfCounterfactual {
+			err = hint(fmt.Errorf("run %s is no counterfactual", run.ID), "see agent eval show %s", run.ID)
+		}
 	}
 	if err != nil {
 		return errors.Join(err, c.writeJUnit(o.junit, nil))

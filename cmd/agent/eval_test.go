@@ -176,6 +176,23 @@ func TestEvalRunAfterError(t *testing.T) {
 	assert.Contains(t, string(text), "<testsuites></testsuites>")
 }
 
+// During a pause no trial begins, so the command stores no run.
+func TestEvalRunWhilePaused(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	pool := pgtest.Pool(t, url, postgres.Options{})
+	p := newProgram(t, url, "AGENT_LOG_LEVEL=error")
+	p.must("apply", writeFolder(t, map[string]string{
+		"a.yaml": strings.Replace(evalWorkspace, "{cost_usd: 0.1}", "{timeout: 1s}", 1),
+	}))
+	p.must("pause", "--reason", "prices look wrong")
+	p.mustFail(3, "prices look wrong; run agent resume to end the pause", "eval", "run")
+	p.mustFail(3, "run agent resume to end the pause", "eval", "counterfactual", "--model", "offline")
+	pgtest.Equal(t, pool, 0, `select count(*)::int from agent_eval_runs`)
+	p.must("resume")
+	assert.Contains(t, p.run("eval", "run").out, "orders version 1")
+}
+
 // An outage becomes its own suite, here and through a server. Apply takes its file unchanged.
 func TestEvalAddFromOutage(t *testing.T) {
 	t.Parallel()
