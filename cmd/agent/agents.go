@@ -78,12 +78,20 @@ func modelOrOffline(text string) string {
 
 func (c *cli) agentsShowCommand() *cobra.Command {
 	var version int
+	var asYAML bool
 	cmd := &cobra.Command{
 		Use: "show NAME", Short: "Show an agent's effective values and their sources",
 		Args: positionalArgs(1, 1, "an agent's name"),
 		Long: `Show an agent's effective values with their sources: document, setting or default. Its instructions
-follow.`,
+follow. With --yaml, print its document; to go back to a version, apply its document.`,
+		Example: "  agent agents show sales --version 3 --yaml > sales.yaml",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			if cmd.Flags().Changed("version") && version < 1 {
+				return usageError("--version %d: use a number from 1", version)
+			}
+			if asYAML {
+				return c.printDocument(cmd.Context(), s, args[0], version)
+			}
 			shown, err := app.NewDirectory(s.config).Show(cmd.Context(), s.Pool, args[0], version)
 			if err != nil {
 				return agentHint(err)
@@ -92,7 +100,27 @@ follow.`,
 		}),
 	}
 	cmd.Flags().IntVar(&version, "version", 0, "this version instead of the current one")
+	cmd.Flags().BoolVar(&asYAML, "yaml", false, "print the document of the version, for agent apply")
 	return cmd
+}
+
+// printDocument prints the document of an agent's version; 0 is the current one.
+func (c *cli) printDocument(ctx context.Context, s *session, name string, version int) error {
+	a, err := findAgent(ctx, s, name, version)
+	if err == nil && !a.Declared() {
+		err = hint(fmt.Errorf("agent %s has no document: its values are settings", name), "see agent agents show %s", name)
+	}
+	if err != nil {
+		return err
+	}
+	document, err := documentOf(ctx, s, name, a.Version)
+	if err != nil {
+		return err
+	}
+	document.text = "kind: agent\n" + document.text
+	return c.print(map[string]any{"version": document.version, "document": document.text}, func(w io.Writer) {
+		fmt.Fprint(w, document.text)
+	})
 }
 
 // actingFlag filters a listing by the agent that acted.
@@ -193,5 +221,5 @@ func documentOf(ctx context.Context, s *session, name string, version int) (agen
 	if err != nil {
 		return agentVersion{}, fmt.Errorf("show agent %s: %w", name, err)
 	}
-	return agentVersion{version, string(shown)}, nil
+	return agentVersion{version, strings.Replace(string(shown), "\nskills: null\n", "\n", 1)}, nil // all skills
 }

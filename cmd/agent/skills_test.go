@@ -170,6 +170,7 @@ func TestAgentCommands(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t))
 	assert.Contains(t, p.must("agents", "ls"), "default", "0")
 	assert.Contains(t, p.must("agents", "show", "agent"), "AGENT_TIMEZONE", "limits.tokens", "AGENT_MAX_TOKENS")
+	p.mustFail(1, "agent agent has no document", "agents", "show", "agent", "--yaml")
 	const sales = "kind: agent\nname: sales\ndefault: true\ndescription: Orders.\ninstructions: You are " +
 		"Nora.\ntimezone: Europe/Madrid\n" +
 		"limits: {tokens: 60000, day_usd: 0.00001}\n"
@@ -183,6 +184,12 @@ func TestAgentCommands(t *testing.T) {
 		"60000", "0.00001", "You are Nora.")
 	assert.Contains(t, p.must("agents", "diff", "sales"), "--- sales version 1", "+++ sales version 2", "+effort: low")
 	assert.Contains(t, p.must("agents", "diff", "sales", "2", "2"), "no difference")
+	p.must("apply", writeFolder(t, map[string]string{
+		"a.yaml": p.must("agents", "show", "sales", "--version", "1", "--yaml") + billing,
+	}))
+	assert.Contains(t, p.must("agents", "diff", "sales", "1", "3"), "no difference")
+	p.must("apply", writeFolder(t, map[string]string{"a.yaml": sales + "effort: low\n" + billing}))
+	p.mustFail(2, "use a number from 1", "agents", "show", "sales", "--version", "0")
 	assert.Contains(t, p.must("agents", "diff", "billing"), "+name: billing")
 	var shown struct {
 		Values []agents.Value
@@ -211,7 +218,7 @@ func TestAgentCommands(t *testing.T) {
 		{[]string{"agents", "show", "nobody"}, 1, `there is no agent "nobody"; see agent agents ls`},
 		{[]string{"agents", "diff", "agent"}, 1, `there is no document of an agent "agent"; see agent agents ls`},
 		{[]string{"chat", "--agent", "nobody", "hello"}, 1, `find agent "nobody": no such agent; see agent agents ls`},
-		{[]string{"agents", "show", "sales", "--version", "9"}, 1, "agent sales has no version 9: the latest is 2"},
+		{[]string{"agents", "show", "sales", "--version", "9"}, 1, "agent sales has no version 9: the latest is 4"},
 		{[]string{"agents", "diff", "sales", "one"}, 2, `invalid version "one"`},
 	} {
 		got := p.run(c.args...)
