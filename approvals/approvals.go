@@ -180,13 +180,15 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Approval, error) {
 }
 
 // Approved lists unused approvals that no execution waits for, and whose skill is enabled and unchanged, oldest first.
-func Approved(ctx context.Context, db postgres.DB, limit int) ([]Approval, error) {
+// An agent selects those that it requested; "" selects all.
+func Approved(ctx context.Context, db postgres.DB, agent string, limit int) ([]Approval, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_approvals a`+joinRequester+`
 		 where a.status = 'approved' and not a.parked and a.expires_at > clock_timestamp()
 		   and exists (select from agent_skills s
 		                where s.name = a.skill_name and s.revision = a.skill_revision and s.enabled)
-		 order by a.id limit @limit`, postgres.Strict{"limit": limit})
+		   and (@agent = '' or w.agent = @agent)
+		 order by a.id limit @limit`, postgres.Strict{"agent": agent, "limit": limit})
 	return collect(rows, err)
 }
 

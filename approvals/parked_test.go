@@ -156,7 +156,7 @@ func TestParkedApprovalBelongsToItsExecution(t *testing.T) {
 	enginetest.Await(p.t, p.pool, first, executions.Completed)
 	err = callApproved(t, p.pool, ofFirst, func() { t.Error("acted") })
 	assert.Truef(t, approvals.IsUnusable(err), "use of a used approval: %v", err)
-	unused, err := approvals.Approved(t.Context(), p.pool, 5)
+	unused, err := approvals.Approved(t.Context(), p.pool, "", 5)
 	assert.Truef(t, err == nil && len(unused) == 0, "a heartbeat would make %+v, %v", unused, err)
 	// An approval without its event resumes nothing.
 	pgtest.Exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, ofSecond)

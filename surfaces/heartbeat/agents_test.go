@@ -71,7 +71,7 @@ func TestHeartbeatPerAgent(t *testing.T) {
 		!strings.Contains(prompts, "Sell more.") && !strings.Contains(prompts, "Write") && !strings.Contains(prompts,
 		"You sell."),
 		"the prompts of billing's heartbeat are %s", prompts)
-	pgtest.Equal(t, w.pool, "advance_plan billing, heartbeat_prompt billing, save_memories billing", `
+	pgtest.Equal(t, w.pool, "follow_through billing, advance_plan billing, heartbeat_prompt billing, save_memories billing", `
 		select string_agg(skill_name || ' ' || agent, ', ' order by created_at, id) from agent_activity
 		  where execution_id = $1 and kind = 'phase'`, x.ID)
 	assert.Contains(t, pgtest.Value[string](t, w.pool, `select string_agg(distinct lane, ', ') from agent_activity

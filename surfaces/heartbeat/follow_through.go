@@ -15,10 +15,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// followThrough runs approved calls, at most 20. The next heartbeat runs further ones.
+// followThrough runs approved calls of the agent, at most 20. The default agent runs those of all agents. The next
+// heartbeat runs further ones. Of two heartbeats at the same time, one consumes an approval and makes its call.
 func (b *heartbeatRun) followThrough(ctx context.Context) (phaseResult, error) {
 	granted, err := executions.Step(ctx, "granted", func(ctx context.Context) ([]approvals.Approval, error) {
-		return approvals.Approved(ctx, b.Pool, 20)
+		return approvals.Approved(ctx, b.Pool, b.agent, 20)
 	})
 	if err != nil {
 		return phaseResult{}, err

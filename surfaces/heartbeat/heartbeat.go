@@ -24,8 +24,8 @@
 // A prompt in the agent's document is a further phase, heartbeat_prompt, before reflect.
 //
 // This describes the default agent. Another agent with heartbeat: in its document has its own heartbeat, in the lane
-// "heartbeat:NAME" with its own schedule. That heartbeat works on the agent's objectives, runs the heartbeat's prompt,
-// and saves memories. [Sync] makes the schedules match the agents.
+// "heartbeat:NAME" with its own schedule. That heartbeat runs the agent's approved calls, works on its objectives,
+// runs the heartbeat's prompt, and saves memories. [Sync] makes the schedules match the agents.
 package heartbeat
 
 import (
@@ -192,10 +192,10 @@ func (b *heartbeatRun) reportToChannels(ctx context.Context, failures []error) e
 func (b *heartbeatRun) phases() []phase {
 	var list []phase
 	if b.isDefault {
-		list = append(list, phase{"self_heal", (*heartbeatRun).selfHeal},
-			phase{"follow_through", (*heartbeatRun).followThrough})
+		list = append(list, phase{"self_heal", (*heartbeatRun).selfHeal})
 	}
-	list = append(list, phase{"advance_plan", (*heartbeatRun).advancePlan})
+	list = append(list, phase{"follow_through", (*heartbeatRun).followThrough},
+		phase{"advance_plan", (*heartbeatRun).advancePlan})
 	if b.isDefault {
 		list = append(list, phase{"run_automations", (*heartbeatRun).runAutomations})
 	}

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
@@ -24,6 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -148,7 +151,7 @@ func TestStalledPromptAutomationRetries(t *testing.T) {
 		x.TraceID)
 }
 
-// The heartbeat of the default agent makes the approved calls of all agents.
+// The heartbeat of the default agent also makes the approved calls of an agent without a heartbeat.
 func TestAutomationNeedsApproval(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
@@ -198,6 +201,71 @@ func TestRunSaysWhyItsApprovalClosed(t *testing.T) {
 		got := pgtest.Value[string](t, w.pool, `select status || ' ' || error_message from agent_automation_runs`)
 		assert.Contains(t, got, "skipped "+want, awaits[len("skill drop awaits "):])
 	}
+}
+
+// newPayer returns a heartbeat with the skill pay and two agents: house, the default, and sales. Every prompt of sales
+// asks for pay.
+func newPayer(t *testing.T) (*testHeartbeat, []agents.Agent) {
+	t.Helper()
+	w := newTestHeartbeat(t)
+	w.builtins["pay"] = func(_ context.Context, c skills.Call) (any, error) {
+		w.calls.Add(string(c.Args))
+		return "receipt 7", nil
+	}
+	w.addSkill(t, skills.Definition{Name: "pay", Trust: skills.TrustApprove, Parameters: map[string]any{
+		"type": "object", "properties": map[string]any{"eur": map[string]any{"type": "integer"}},
+	}})
+	return w, w.declare(t, agents.Definition{Name: "house"},
+		agents.Definition{Name: "sales", Heartbeat: &agents.Heartbeat{Prompt: "Pay the rent."}})
+}
+
+// decide decides the pending approval.
+func (w *testHeartbeat) decide(t *testing.T, approve bool, reason string) {
+	t.Helper()
+	pending, err := approvals.Pending(t.Context(), w.pool, 5)
+	require.Truef(t, err == nil && len(pending) == 1, "pending are %+v, %v", pending, err)
+	_, err = approvals.Decide(t.Context(), w.pool, pending[0].ID, approve, "admin", reason)
+	require.NoError(t, err)
+}
+
+func TestAgentsHeartbeatRunsItsApprovedCalls(t *testing.T) {
+	t.Parallel()
+	w, all := newPayer(t)
+	w.setReplies(map[string][]modeltest.Reply{"Pay the rent": {modeltest.ToolCall("pay", `{"eur":55}`)}})
+	w.runAgent(t, all[1])
+	w.decide(t, true, "")
+	w.replyNothing()
+	other := agents.Definition{Name: "press", Heartbeat: &agents.Heartbeat{}}
+	_, err := agents.Put(t.Context(), w.pool, other)
+	require.NoError(t, err)
+	press, err := w.surface.Loop.Agents.Find(t.Context(), w.pool, "press")
+	require.NoError(t, err)
+	w.runAgent(t, press)
+	assert.Equal(t, 0, w.calls.Of(`{"eur": 55}`))
+	x := w.runAgent(t, all[1])
+	assert.Equal(t, 1, w.calls.Of(`{"eur": 55}`))
+	assert.Contains(t, strings.Join(w.traceLines(t, x.TraceID), ", "), "follow_through success, pay success")
+}
+
+func TestTwoHeartbeatsMakeAnApprovedCallOnce(t *testing.T) {
+	t.Parallel()
+	w, all := newPayer(t)
+	w.setReplies(map[string][]modeltest.Reply{"Pay the rent": {modeltest.ToolCall("pay", `{"eur":55}`)}})
+	w.runAgent(t, all[1])
+	w.decide(t, true, "")
+	w.replyNothing()
+	var group errgroup.Group
+	for _, a := range []agents.Agent{all[0], all[1]} {
+		e := w.engine(t, false)
+		group.Go(func() error {
+			_, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.SpecOf(a))
+			return err
+		})
+	}
+	require.NoError(t, group.Wait())
+	assert.Equal(t, 1, w.calls.Of(`{"eur": 55}`))
+	pgtest.Equal(t, w.pool, "consumed", `select string_agg(status, ' ') from agent_approvals`)
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where skill_name = 'pay' and status = 'success'`)
 }
 
 // newHeartbeatWithApprovals returns a heartbeat with the skill drop and two approved calls of it.
