@@ -120,10 +120,15 @@ func (h *Heartbeat) newRun(ctx context.Context, in input) (*heartbeatRun, error)
 
 // runPrompt runs the heartbeat prompt of the agent's document.
 func (b *heartbeatRun) runPrompt(ctx context.Context) (phaseResult, error) {
+	decided, err := b.decidedCalls(ctx)
+	if err != nil {
+		return phaseResult{}, err
+	}
 	var notes []memoryNote
 	outcome, err := b.Loop.Run(ctx, reason.Turn{
-		Purpose: "heartbeat_prompt", BudgetScope: budgetScope(ctx, "heartbeat_prompt"), Context: b.promptContext(),
-		System: systemPrompt("You carry out the task of your heartbeat."), Prompt: b.info.Prompt,
+		Purpose: "heartbeat_prompt", BudgetScope: budgetScope(ctx, "heartbeat_prompt"),
+		Context: b.promptContext() + "\n" + decidedContext(decided),
+		System:  systemPrompt("You carry out the task of your heartbeat."), Prompt: b.info.Prompt,
 		Scopes: []string{skills.ScopeInternal}, Tools: []reason.Tool{rememberTool(&notes)},
 	})
 	if err != nil {

@@ -268,6 +268,30 @@ func TestTwoHeartbeatsMakeAnApprovedCallOnce(t *testing.T) {
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where skill_name = 'pay' and status = 'success'`)
 }
 
+func TestPromptHasDecidedCalls(t *testing.T) {
+	t.Parallel()
+	w, all := newPayer(t)
+	last := func() string {
+		prompts := w.prompts()
+		return prompts[len(prompts)-1]
+	}
+	ask := func(args string) {
+		w.setReplies(map[string][]modeltest.Reply{"Pay the rent": {modeltest.ToolCall("pay", args)}})
+		w.runAgent(t, all[1])
+	}
+	ask(`{"eur":55}`)
+	w.decide(t, true, "")
+	ask(`{"eur":77}`)
+	assert.Contains(t, last(), `- pay {"eur":55}: approved, success, result "receipt 7"`)
+	w.decide(t, false, "not\nthis month")
+	w.replyNothing()
+	w.runAgent(t, all[1])
+	assert.Contains(t, last(), `- pay {"eur":77}: rejected, reason "not\nthis month"`)
+	assert.Truef(t, !strings.Contains(last(), "55"), "the prompt is %s", last())
+	w.runAgent(t, all[1])
+	assert.Truef(t, !strings.Contains(last(), "pay"), "the prompt is %s", last())
+}
+
 // newHeartbeatWithApprovals returns a heartbeat with the skill drop and two approved calls of it.
 func newHeartbeatWithApprovals(t *testing.T) *testHeartbeat {
 	t.Helper()
