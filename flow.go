@@ -156,13 +156,20 @@ func (f Flow[In, Out]) startSpec(ctx context.Context, in In, opts []StartOption)
 	for _, option := range opts {
 		option(&s)
 	}
-	if executions.IsReserved(f.name) {
-		return s, fmt.Errorf("start flow %s: it is Lanekeeper's own, which starts it itself", f.name)
+	if err := f.checkReserved(); err != nil {
+		return s, err
 	}
 	if _, inside := executions.Current(ctx); inside && (executions.StepKey(ctx) == "" || s.DedupeKey == "") {
 		return s, fmt.Errorf("start %s inside a flow: use Call or StartChild, or Start within a Step and with a Key", f.name)
 	}
 	return s, nil
+}
+
+func (f Flow[In, Out]) checkReserved() error {
+	if executions.IsReserved(f.name) {
+		return fmt.Errorf("start flow %s: it is Lanekeeper's own, which starts it itself", f.name)
+	}
+	return nil
 }
 
 // Handle returns the handle of an earlier execution by its id.
@@ -178,6 +185,9 @@ func (f Flow[In, Out]) handle(x executions.Execution) Handle[Out] {
 // name. A cancel of the parent cancels the child. For a child that did not complete, Call returns a *[FlowError]. After
 // a day, or longer while the child itself waits, it returns [ErrTimedOut], and the child continues.
 func (f Flow[In, Out]) Call(ctx context.Context, name string, in In) (out Out, err error) {
+	if err := f.checkReserved(); err != nil {
+		return out, err
+	}
 	c := f.child(in)
 	c.Timeout = executions.Patient
 	child, err := executions.Trigger(ctx, name, c)
@@ -191,6 +201,9 @@ func (f Flow[In, Out]) Call(ctx context.Context, name string, in In) (out Out, e
 // name. Children that are started before the first [Child.Wait] run at the same time. A cancel of the parent cancels a
 // child; the parent's end does not. Unlike the child of [Flow.Call], the child uses no lane of its parent.
 func (f Flow[In, Out]) StartChild(ctx context.Context, name string, in In) (Child[Out], error) {
+	if err := f.checkReserved(); err != nil {
+		return Child[Out]{}, err
+	}
 	id, step, err := executions.StartChild(ctx, name, f.child(in))
 	return Child[Out]{flow: f.name, step: step, id: id}, err
 }

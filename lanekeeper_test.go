@@ -576,6 +576,29 @@ func TestMisuseReturnsErrors(t *testing.T) {
 	}
 }
 
+func TestReservedFlowHasNoParent(t *testing.T) {
+	rt, pool := open(t)
+	heartbeat := lanekeeper.Remote[int, int](rt, "heartbeat")
+	call := register(t, rt, "call", func(ctx context.Context, in int) (int, error) {
+		return heartbeat.Call(ctx, "beat", in)
+	})
+	start := register(t, rt, "start", func(ctx context.Context, in int) (string, error) {
+		child, err := heartbeat.StartChild(ctx, "beat", in)
+		return child.ID(), err
+	})
+	run(t, rt)
+	called, err := call.Start(t.Context(), 1)
+	require.NoError(t, err)
+	_, err = called.Wait(t.Context())
+	assert.ErrorContains(t, err, "starts it itself")
+	started, err := start.Start(t.Context(), 1)
+	require.NoError(t, err)
+	_, err = started.Wait(t.Context())
+	assert.ErrorContains(t, err, "starts it itself")
+	n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where flow = 'heartbeat'`)
+	assert.Equal(t, 0, n, "heartbeats")
+}
+
 func TestOpenRequiresCurrentSchema(t *testing.T) {
 	pool := pgtest.Empty(t)
 	_, err := lanekeeper.Open(t.Context(), pool)
