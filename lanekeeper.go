@@ -185,7 +185,7 @@ func (r *Runtime) Run(ctx context.Context) error {
 
 // SendEvent delivers an event to the flows that wait for key in [WaitEvent]. Without such a flow, the event is kept for
 // the first one. data must survive encoding/json. A second event with the same id counts once, and with another key is
-// refused; an empty id never deduplicates.
+// refused; an empty id never deduplicates. key has at most 2,400 bytes.
 func (r *Runtime) SendEvent(ctx context.Context, key string, data any, id string) error {
 	encoded, err := encode(data)
 	if err != nil {

@@ -119,7 +119,7 @@ func StepTx[T any](
 
 // WaitEvent suspends the flow until [Runtime.SendEvent] or POST /v1/events (EVENT_COMPLETED) sends an event with key.
 // An earlier event that ended no other wait ends this wait at once. A timeout of 0 is 7 days; the longest timeout is 30
-// days. After the timeout WaitEvent returns [ErrTimedOut]. name is the step's name.
+// days. After the timeout WaitEvent returns [ErrTimedOut]. name is the step's name. key has at most 2,400 bytes.
 func WaitEvent[T any](ctx context.Context, name, key string, timeout time.Duration) (data T, err error) {
 	out, err := executions.Wait(ctx, name, executions.Event(key, timeout))
 	switch {

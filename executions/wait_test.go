@@ -213,6 +213,46 @@ func TestDeliverRejectsInvalidArguments(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_events`))
 }
 
+// A wait of an earlier version may have a longer key.
+func TestKeysOfWaitsAndEventsHaveOneLimit(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := startEngine(t, pool, eventFlow())
+	key := strings.Repeat("k", 2400)
+	refused := p.startWithInput(t, key+"k")
+	const status = `select status::text from agent_executions where id = $1::uuid`
+	pgtest.Until(t, pool, "failed", status, refused)
+	x, err := executions.Get(t.Context(), pool, refused)
+	require.NoError(t, err)
+	assert.Contains(t, postgres.Deref(x.ErrorMessage), "wait event: ", "the key of a wait has at most 2400 bytes")
+	const limit = "has at most 2400 bytes"
+	assert.ErrorContains(t, deliver(t.Context(), pool, key+"k", "{}", ""), limit)
+	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key+"k", nil, "")
+	assert.ErrorContains(t, err, limit)
+	id := p.startWithInput(t, key)
+	pgtest.Until(t, pool, "waiting", status, id)
+	pgtest.Exec(t, pool, `update agent_executions set waiting_key = waiting_key || 'k' where id = $1::uuid`, id)
+	mustDeliver(t, pool, key+"k", "{}")
+	pgtest.Until(t, pool, "completed", status, id)
+}
+
+func TestBatchSkipsWaitWithLongKey(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := newEngine(t, pool, flowMap(func(ctx context.Context) (executions.Result, error) {
+		x, _ := executions.Current(ctx)
+		var skipped []int
+		err := pool.QueryRow(ctx, `
+			select array(select lanekeeper.wait_agent_executions(
+			  array[@id]::uuid[], array[@claim]::bigint[], '{wait}', '{event}', array[repeat('k', 2401)], '{60}', '{null}', '{null}'))`,
+			postgres.Strict{"id": x.ID, "claim": x.Claim}).Scan(&skipped)
+		return resultOf(skipped, err)
+	}))
+	got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	require.NoError(t, err)
+	assert.Equal(t, "[1]", string(got.Result), "skipped waits")
+}
+
 func TestWaitingNeedsNoGoroutines(t *testing.T) { // not parallel: it counts them
 	pool := pgtest.DB(t)
 	p := startEngine(t, pool, eventFlow())

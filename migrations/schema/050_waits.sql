@@ -229,6 +229,7 @@ begin
      where t.kind in ('event', 'approval', 'delay')
        and t.step is not null
        and (t.key <> '' or t.kind = 'delay' and t.key is not null)
+       and octet_length(t.key) <= 2400
        and t.seconds between 0 and extract(epoch from interval '30 days') and t.n = array_position(p_ids, t.id)
        and (t.kind = 'delay' or pg_try_advisory_xact_lock(hashtextextended('wait ' || t.kind || ' ' || t.key, 0))));
   -- For update, because the claim is part of the key. Executions whose row is locked are left out.
@@ -368,7 +369,7 @@ comment on function lanekeeper.check_agent_event_id is
   'Refuse with 22023 an event without a name or key, with a reserved id, or too long for the indexes.';
 
 create or replace function lanekeeper.check_agent_event(p_event text, p_key text, p_data jsonb, p_id text) returns text
-language plpgsql immutable as $$
+language plpgsql stable as $$
 declare
   kind constant text := case p_event
     when 'MESSAGE_RECEIVED' then 'response'
@@ -387,6 +388,9 @@ begin
              'raise_agent_event records any other.';
   elsif p_key is null or p_key = '' then
     raise exception 'event % needs a key', p_event using errcode = '22023';
+  elsif octet_length(p_key) > 2400                          -- no wait begins with such a key; one may have begun earlier
+        and not exists (select from agent_executions x where x.waiting_for = kind and x.waiting_key = p_key) then
+    raise exception 'the key of % has at most 2400 bytes', p_event using errcode = '22023';
   end if;
   perform lanekeeper.check_agent_event_id(p_event, p_key, p_id);
   if kind in ('response', 'document', 'signature', 'test') and jsonb_typeof(p_data) <> 'object' then
