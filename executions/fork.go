@@ -201,7 +201,8 @@ func (e *Engine) checkInput(ctx context.Context, tx pgx.Tx, x Execution, s ForkS
 	}
 	switch {
 	case replayed.changed != "":
-		return &inputConflict{strings.TrimSuffix(replayed.changed, ": "+ErrChanged.Error()) +
+		conflict := strings.TrimSuffix(replayed.changed, ": "+errOtherInput.Error())
+		return &inputConflict{strings.TrimSuffix(conflict, ": "+ErrChanged.Error()) +
 			"; fork from this step or one before it"}
 	case replayed.failure != "":
 		return fmt.Errorf("%w: with this input the flow fails: %s", ErrNoFork, replayed.failure)

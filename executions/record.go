@@ -18,6 +18,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
+// errOtherInput is the ErrChanged of a step that has a record for another input.
+var errOtherInput = fmt.Errorf("its input differs between runs (time, randomness, settings), or %w", ErrChanged)
+
 // recordedResult returns the recorded result of a step if the step has a checkpoint. Otherwise it checks whether a
 // shutdown, a pause or the end of ctx prevents the step. done is false if the step is to run.
 func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (done bool, value T, err error) {
@@ -50,7 +53,7 @@ func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (done bool, 
 		return false, value, nil
 	}
 	if checkpoint.Fingerprint != s.fingerprint && checkpoint.Fingerprint != "" && s.fingerprint != "" {
-		return true, value, r.failChanged(s.key, fmt.Errorf("step %s has a record for another input: %w", s.key, ErrChanged))
+		return true, value, Changed(ctx, s.key)
 	}
 	if checkpoint.Failed {
 		failure := &StepError{Step: s.key}
@@ -61,6 +64,10 @@ func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (done bool, 
 		return true, value, failure
 	}
 	if err := json.Unmarshal(checkpoint.Output, &value); err != nil {
+		if _, wait := any(value).(Outcome); wait {
+			err = fmt.Errorf("step %s has a record, but not of a wait: %w", s.key, ErrChanged)
+			return true, value, r.failChanged(s.key, err)
+		}
 		return true, value, r.failChanged(s.key, fmt.Errorf("step %s: its record does not fit %s (%w): %w", s.key,
 			reflect.TypeFor[T](), err, ErrChanged))
 	}
@@ -81,7 +88,7 @@ func recordExpired[T any](ctx context.Context, r *run, s stepSpec) (T, error) {
 // Changed fails the execution because a step's checkpoint belongs to another input, and returns the error. Use it for a
 // step that depends on more than its [Input].
 func Changed(ctx context.Context, step string) error {
-	err := fmt.Errorf("step %s has a record for another input: %w", step, ErrChanged)
+	err := fmt.Errorf("step %s has a record for another input: %w", step, errOtherInput)
 	if r, _ := runFrom(ctx); r != nil {
 		return r.failChanged(step, err)
 	}

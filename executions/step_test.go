@@ -138,43 +138,54 @@ func TestScopesSeparateBranchResults(t *testing.T) {
 
 func TestChangedCodeFailsExecution(t *testing.T) {
 	t.Parallel()
-	cases := map[string]func(ctx context.Context, again bool) error{
-		"another input": func(ctx context.Context, again bool) error {
+	cases := map[string]struct {
+		says  string
+		price func(ctx context.Context, again bool) error
+	}{
+		"another input": {"its input differs between runs", func(ctx context.Context, again bool) error {
 			_, err := executions.Step(ctx, "price", func(context.Context) (int, error) { return 1, nil },
 				executions.Input(again))
 			return err
-		},
-		"another type": func(ctx context.Context, again bool) error {
+		}},
+		"another type": {"its record does not fit int", func(ctx context.Context, again bool) error {
 			if again {
 				_, err := executions.Step(ctx, "price", func(context.Context) (int, error) { return 1, nil })
 				return err
 			}
 			_, err := executions.Step(ctx, "price", func(context.Context) (string, error) { return "one", nil })
 			return err
-		},
-		"a wait now": func(ctx context.Context, again bool) error {
+		}},
+		"a wait now": {"has a record, but not of a wait", func(ctx context.Context, again bool) error {
 			if again {
 				_, err := executions.Wait(ctx, "price", executions.Event("price", time.Hour))
 				return err
 			}
 			_, err := executions.Step(ctx, "price", func(context.Context) (struct{}, error) { return struct{}{}, nil })
 			return err
-		},
+		}},
+		"a wait for text": {"has a record, but not of a wait", func(ctx context.Context, again bool) error {
+			if again {
+				_, err := executions.Wait(ctx, "price", executions.Event("price", time.Hour))
+				return err
+			}
+			_, err := executions.Step(ctx, "price", func(context.Context) (string, error) { return "one", nil })
+			return err
+		}},
 	}
-	for name, price := range cases {
+	for name, c := range cases {
 		for _, ignore := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s ignored=%v", name, ignore), func(t *testing.T) {
 				t.Parallel()
 				got, _ := runAndReplay(t, func(ctx context.Context, again bool) (any, error) {
-					err := price(ctx, again)
+					err := c.price(ctx, again)
 					assert.Truef(t, !again || errors.Is(err, executions.ErrChanged), "the step returned %v, not ErrChanged", err)
 					if ignore {
 						err = nil
 					}
 					return nil, err
 				})
-				assert.Truef(t, got.Status == executions.Failed && got.ErrorMessage != nil &&
-					strings.Contains(*got.ErrorMessage, "step price") && got.FailedStep != nil && *got.FailedStep == "price",
+				assert.Contains(t, postgres.Deref(got.ErrorMessage), "step price", c.says)
+				assert.Truef(t, got.Status == executions.Failed && got.FailedStep != nil && *got.FailedStep == "price",
 					"status %s, error %v, failed step %v", got.Status, postgres.Deref(got.ErrorMessage),
 					postgres.Deref(got.FailedStep))
 			})
