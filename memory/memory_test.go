@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -211,6 +212,7 @@ func TestSecretsAreNotKept(t *testing.T) {
 	} {
 		_, err := memory.Save(t.Context(), pool, note)
 		assert.Truef(t, errors.Is(err, memory.ErrSecret) && !strings.Contains(err.Error(), "hunter2"), "%s: %v", name, err)
+		assert.Equal(t, err.Error(), redact.Text(err.Error(), 0), name)
 	}
 	for name, note := range map[string]memory.Note{
 		"counts":     {Key: "token_usage", Value: map[string]any{"total_tokens": 42}},

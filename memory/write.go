@@ -53,10 +53,10 @@ const Absent = -1
 func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 	value, err := n.check()
 	if err != nil {
-		return Entry{}, fmt.Errorf("save memory %q: %w", n.Key, err)
+		return Entry{}, fmt.Errorf("memory %q not saved: %w", n.Key, err)
 	}
 	if err := checkCapacity(ctx, db, n); err != nil {
-		return Entry{}, fmt.Errorf("save memory %q: %w", n.Key, err)
+		return Entry{}, fmt.Errorf("memory %q not saved: %w", n.Key, err)
 	}
 	e, err := n.write(ctx, db, value)
 	switch refused, _ := errors.AsType[*pgconn.PgError](err); {
@@ -66,7 +66,7 @@ func Save(ctx context.Context, db postgres.DB, n Note) (Entry, error) {
 		err = fmt.Errorf("%w: value: cannot be stored: %s", ErrInvalid, refused.Message)
 	}
 	if err != nil {
-		return Entry{}, fmt.Errorf("save memory %q: %w", n.Key, err)
+		return Entry{}, fmt.Errorf("memory %q not saved: %w", n.Key, err)
 	}
 	return e, nil
 }
