@@ -121,6 +121,7 @@ func TestAnswerRequest(t *testing.T) {
 	}
 	assert.Contains(t, p.must("activity", "audit"), "raise_event")
 	id := ask("test", "{}")
+	p.mustFail(2, "--score NaN is not a finite number", "requests", "answer", id, "--score", "NaN")
 	var counted atomic.Int64
 	var together sync.WaitGroup
 	for n := range 6 {

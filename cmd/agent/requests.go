@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net/url"
 	"regexp"
 	"slices"
@@ -253,6 +254,9 @@ func (a requestAnswer) event(r requests.Record) (name string, data map[string]an
 	default:
 		if !a.hasOnly("yes", "no", "text", "score") {
 			return "", nil, usageError("a test request takes --yes, --no or --text RESULT, and --score")
+		}
+		if math.IsNaN(a.score) || math.IsInf(a.score, 0) {
+			return "", nil, usageError("--score %g is not a finite number", a.score)
 		}
 		return "TEST_COMPLETED", a.result(), nil
 	}
