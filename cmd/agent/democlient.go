@@ -20,7 +20,7 @@ type client struct {
 
 func newClient(base string, cfg config.Config) *client {
 	return &client{
-		base: base, admin: cfg.AdminToken.Reveal(), chat: browserKey(cfg),
+		base: base, admin: cfg.AdminToken.Reveal(), chat: browserKey(cfg, nil),
 		http: &http.Client{Transport: &http.Transport{}, Timeout: 2 * time.Minute},
 	}
 }

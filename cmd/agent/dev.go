@@ -181,11 +181,11 @@ func (c *cli) runDev(
 			if err := c.firstHeartbeat(ctx, s, a); err != nil {
 				return err
 			}
-			acting, err := a.Loop.Agents.Default(ctx, s.Pool)
+			all, err := a.Loop.Agents.List(ctx, s.Pool)
 			if err != nil {
 				return err
 			}
-			c.printWelcome(s, listener, about, acting, opts)
+			c.printWelcome(s, listener, about, all, opts)
 			return c.watchDev(ctx, s, opts)
 		})
 	if err == nil {
@@ -245,8 +245,9 @@ func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app.App) error 
 }
 
 // printWelcome prints the addresses and credentials of the running agent.
-func (c *cli) printWelcome(s *session, listener net.Listener, about string, acting agents.Agent, opts devOptions) {
+func (c *cli) printWelcome(s *session, listener net.Listener, about string, all []agents.Agent, opts devOptions) {
 	base := "http://" + listener.Addr().String()
+	acting := all[0] // the default agent
 	kept, asClient := "DATABASE_URL", ""
 	if s.server != nil {
 		asClient = fmt.Sprintf("\n  SQL client   psql '%s'", clientURL(s.url))
@@ -267,7 +268,7 @@ func (c *cli) printWelcome(s *session, listener net.Listener, about string, acti
 
   In another terminal, in this folder:  agent operate · agent trace last · agent skills ls · agent lanes ls · `+
 		`agent executions ls`,
-		base, s.config.AdminToken.Reveal(), browserKey(s.config), s.displayURL(), asClient, kept, about,
+		base, s.config.AdminToken.Reveal(), browserKey(s.config, all), s.displayURL(), asClient, kept, about,
 		acting.Heartbeat.Cron, acting.Timezone)
 	if opts.dir == "" {
 		c.infof("  broken_on_purpose always fails: run agent heartbeat until self-heal disables it.")
@@ -287,11 +288,14 @@ func clientURL(address string) string {
 	return u.String()
 }
 
-// browserKey returns a chat key for the local browser, preferably one for browsers.
-func browserKey(cfg config.Config) string {
-	names := cfg.Chat.BrowserKeys
+// browserKey returns a chat key for the local browser, preferably one for browsers that reaches the default agent.
+func browserKey(cfg config.Config, all []agents.Agent) string {
+	names := slices.Sorted(slices.Values(cfg.Chat.BrowserKeys))
 	if len(names) == 0 {
-		names = slices.Collect(maps.Keys(cfg.ChatKeys))
+		names = slices.Sorted(maps.Keys(cfg.ChatKeys))
 	}
-	return cfg.ChatKeys[slices.Min(names)].Reveal()
+	i := slices.IndexFunc(names, func(name string) bool {
+		return slices.ContainsFunc(agents.ReachedBy(all, name), func(a agents.Agent) bool { return a.Default })
+	})
+	return cfg.ChatKeys[names[max(i, 0)]].Reveal()
 }

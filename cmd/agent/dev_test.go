@@ -8,7 +8,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -125,6 +127,17 @@ func TestDevAppliesWorkspaceOfFolder(t *testing.T) {
 	testkit.WriteFile(t, filepath.Join(workspaceDir, "people", "nora.yml"), "kind: agent\nname: nora\n")
 	p := program{t, []string{"DATABASE_URL=" + pgtest.URL(t), "AGENT_LISTEN=127.0.0.1:0"}}.start("dev")
 	p.find(t, "applied workspace: 1 agent\n")
+}
+
+func TestBrowserKeyReachesDefaultAgent(t *testing.T) {
+	all := []agents.Agent{
+		{Definition: agents.Definition{Name: "sales", Default: true}},
+		{Definition: agents.Definition{Name: "audit", Keys: []string{"aud"}}},
+	}
+	cfg := config.Config{ChatKeys: map[string]config.Secret{"aud": "one", "web": "two"}}
+	assert.Equal(t, "two", browserKey(cfg, all))
+	cfg.Chat.BrowserKeys = []string{"aud"}
+	assert.Equal(t, "one", browserKey(cfg, all))
 }
 
 // The first run prints the trace, the addresses and what it created.
