@@ -1,15 +1,19 @@
 package app
 
 import (
+	"bytes"
 	"crypto/hkdf"
 	"crypto/sha256"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"net/http"
+	"strings"
 
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/engineroom"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
@@ -229,7 +233,7 @@ func (a *App) channelEndpoints() []api.Endpoint {
 }
 
 func (a *App) mcpEndpoints() []api.Endpoint {
-	handler := a.MCPServer.Handler()
+	handler := withProblems(a.MCPServer.Handler(), a.Log)
 	var all []api.Endpoint
 	for _, method := range []string{"POST", "GET", "DELETE"} {
 		all = append(all, api.Endpoint{
@@ -240,6 +244,39 @@ func (a *App) mcpEndpoints() []api.Endpoint {
 	}
 	return all
 }
+
+// withProblems makes problems of the plain texts with which the library of the protocol refuses requests.
+func withProblems(next http.Handler, log *slog.Logger) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		next.ServeHTTP(&problemWriter{ResponseWriter: w, r: r, log: log}, r)
+	})
+}
+
+type problemWriter struct {
+	http.ResponseWriter
+	r       *http.Request
+	log     *slog.Logger
+	refusal int // the status of an error whose text comes next; 0 for none
+}
+
+func (w *problemWriter) WriteHeader(status int) {
+	if status >= http.StatusBadRequest && strings.HasPrefix(w.Header().Get("Content-Type"), "text/plain") {
+		w.refusal = status
+		return
+	}
+	w.ResponseWriter.WriteHeader(status)
+}
+
+func (w *problemWriter) Write(b []byte) (int, error) {
+	if w.refusal == 0 {
+		return w.ResponseWriter.Write(b)
+	}
+	problem.Write(w.ResponseWriter, w.r, problem.New(w.refusal, "%s", bytes.TrimSpace(b)), "", w.log)
+	return len(b), nil
+}
+
+// Unwrap supports http.ResponseController.
+func (w *problemWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
 // metricsEndpoints serves Prometheus without a token. It exposes counts and names, never content.
 func (a *App) metricsEndpoints() []api.Endpoint {
