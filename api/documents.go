@@ -62,11 +62,10 @@ func (s *server) rawHandler(rt route, handle func(http.ResponseWriter, request) 
 
 // addDocument stores an upload of at most documentBytes, and its entry in the audit log in the same transaction.
 func (s *server) addDocument(w http.ResponseWriter, r request) error {
-	form, err := documents.ReadForm(r.Request, s.documentBytes, true)
+	u, err := documents.ReadForm(r.Request, s.documentBytes, true)
 	if err != nil {
 		return err
 	}
-	u := form.Upload
 	if name := r.query["name"]; name != "" {
 		u.Name = name
 	}

@@ -17,28 +17,23 @@ const FormOverhead = 64 << 10
 // ErrForm reports a body without a file.
 var ErrForm = errors.New("the body has no file")
 
-// Form is an upload over HTTP: the file and the form's other fields.
-type Form struct {
-	Upload
-	Fields map[string]string
-}
-
 // ReadForm reads an upload: a form (multipart/form-data) with one part named file or, if raw is set, the bare body as
-// the file, without a name. It returns [ErrForm] or [ErrTooLarge].
-func ReadForm(r *http.Request, maxBytes int64, raw bool) (Form, error) {
+// the file, without a name. It drops the form's other fields. It returns [ErrForm] or [ErrTooLarge].
+func ReadForm(r *http.Request, maxBytes int64, raw bool) (Upload, error) {
 	mediaType, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
-	f := Form{Upload: Upload{ContentType: mediaType, MaxBytes: maxBytes}, Fields: map[string]string{}}
+	u := Upload{ContentType: mediaType, MaxBytes: maxBytes}
 	switch {
 	case err == nil && mediaType == "multipart/form-data" && params["boundary"] != "":
-		return f, f.readParts(multipart.NewReader(r.Body, params["boundary"]))
+		err = u.readParts(multipart.NewReader(r.Body, params["boundary"]))
+		return u, err
 	case raw && (err != nil || mediaType != "multipart/form-data"):
-		f.Content, err = readLimited(r.Body, maxBytes)
-		return f, err
+		u.Content, err = readLimited(r.Body, maxBytes)
+		return u, err
 	}
-	return f, fmt.Errorf("%w: send multipart/form-data with a part named file, of at most %d bytes", ErrForm, maxBytes)
+	return u, fmt.Errorf("%w: send multipart/form-data with a part named file, of at most %d bytes", ErrForm, maxBytes)
 }
 
-func (f *Form) readParts(form *multipart.Reader) error {
+func (u *Upload) readParts(form *multipart.Reader) error {
 	for found := false; ; {
 		part, err := form.NextPart()
 		switch {
@@ -52,20 +47,19 @@ func (f *Form) readParts(form *multipart.Reader) error {
 			return fmt.Errorf("%w: the form has two parts named file", ErrForm)
 		case part.FormName() == "file":
 			found = true
-			f.Name, f.ContentType = fileName(part), part.Header.Get("Content-Type")
-			if f.Content, err = readLimited(part, f.MaxBytes); err != nil {
+			u.Name, u.ContentType = fileName(part), part.Header.Get("Content-Type")
+			if u.Content, err = readLimited(part, u.MaxBytes); err != nil {
 				return err
 			}
 			continue
 		}
-		value, err := readLimited(part, FormOverhead)
+		_, err = readLimited(part, FormOverhead)
 		switch {
 		case errors.Is(err, ErrTooLarge): // the message of ErrTooLarge is about the document
 			return fmt.Errorf("%w: the field %.40q is too long", ErrForm, part.FormName())
 		case err != nil:
 			return err
 		}
-		f.Fields[part.FormName()] = string(value)
 	}
 }
 

@@ -31,12 +31,11 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 	if err != nil {
 		return err
 	}
-	form, err := documents.ReadForm(r, c.DocumentBytes, false)
+	u, err := documents.ReadForm(r, c.DocumentBytes, false)
 	if err != nil {
 		return fileError(err)
 	}
 	caller := (&UserMessage{Owner: c.Visitor(r), Secret: secret}).principal()
-	u := form.Upload
 	u.By, u.TraceID = caller, string(id)
 	if name := r.Header.Get(threadHeader); name != "" {
 		thread, known, err := threads.Resolve(r.Context(), c.Front, caller, name)
@@ -58,9 +57,7 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 	if created {
 		w.Header().Set(visitorHeader, secret)
 	}
-	resp := newFile(d)
-	resp.Purpose = form.Fields["purpose"]
-	return writeFileJSON(w, resp)
+	return writeFileJSON(w, newFile(d))
 }
 
 // fileError converts an error of a document to a *Refusal for the visitor.

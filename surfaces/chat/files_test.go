@@ -54,9 +54,10 @@ func TestVisitorsFileIsShownToModel(t *testing.T) {
 	client := p.official("site", option.WithHeader("X-Thread-Id", "ada"))
 	up, err := client.Files.New(t.Context(), openai.FileNewParams{
 		File:    openai.File(strings.NewReader("id,total\n1,9.50\n"), "../orders.csv", "text/csv"),
-		Purpose: openai.FilePurposeUserData,
+		Purpose: openai.FilePurposeAssistants,
 	})
-	require.Truef(t, err == nil && up.Filename == "orders.csv" && up.Bytes == 16, "%+v, %v", up, err)
+	require.Truef(t, err == nil && up.Filename == "orders.csv" && up.Bytes == 16 &&
+		up.Purpose == openai.FileObjectPurposeUserData, "%+v, %v", up, err)
 	other := p.official("shop")
 	_, err = other.Chat.Completions.New(t.Context(), withFile(up.ID))
 	refusal(t, err, 404, "file_not_found")
