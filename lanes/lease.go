@@ -286,7 +286,7 @@ func (k *Keeper) loseLocked(h *hold, reason string) (notify func()) {
 	leases := k.remove(h)
 	h.state = lost
 	return func() {
-		close(h.lost)
+		defer close(h.lost) // its readers find the cause of the contexts
 		if !h.policy.cancels {
 			k.log.InfoContext(h.logCtx, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token",
 				h.token, "reason", reason)

@@ -1,7 +1,9 @@
 package lanes
 
 import (
+	"cmp"
 	"context"
+	"fmt"
 	"strings"
 	"time"
 
@@ -153,23 +155,61 @@ func (k *Keeper) renew(ctx context.Context, holds []*hold) error {
 	if err != nil {
 		return err
 	}
-	type grantKey struct {
-		lane  string
-		token int64
-	}
 	byGrant := make(map[grantKey]renewal, len(renewals))
 	for _, r := range renewals {
 		byGrant[grantKey{r.Lane, r.FencingToken}] = r
 	}
+	var lost renewParams
+	for _, h := range holds {
+		if r := byGrant[grantKey{h.lane, h.token}]; !r.Renewed && !r.Busy {
+			lost.add(h)
+		}
+	}
+	breaks := k.readBreaks(ctx, lost)
 	for i, h := range holds {
+		grant := grantKey{h.lane, h.token}
 		ttl := time.Duration(params.ttls[i]) * time.Second
-		k.applyRenewal(h, byGrant[grantKey{h.lane, h.token}], sentAt, ttl)
+		k.applyRenewal(h, byGrant[grant], sentAt, ttl, breaks[grant])
 	}
 	return nil
 }
 
-// applyRenewal applies the result of one renewal.
-func (k *Keeper) applyRenewal(h *hold, r renewal, sentAt time.Time, ttl time.Duration) {
+type grantKey struct {
+	lane  string
+	token int64
+}
+
+// readBreaks returns who broke the lanes of grants, and why. A break is older than its notification, and an error only
+// hides the reason.
+func (k *Keeper) readBreaks(ctx context.Context, lost renewParams) map[grantKey]string {
+	if len(lost.lanes) == 0 {
+		return nil
+	}
+	list, err := postgres.Rows[struct {
+		Lane         string
+		FencingToken int64
+		By, Reason   string
+	}](ctx, k.db, "read breaks of lanes", `
+		select b.lane, b.fencing_token, coalesce(nullif(a.input ->> 'by', ''), 'an admin') as by,
+		       coalesce(a.input ->> 'reason', '') as reason
+		  from unnest(@lanes::text[], @tokens::bigint[]) b (lane, fencing_token)
+		 cross join lateral (
+		   select a.input from agent_activity a
+		    where a.skill_name = 'break_lane' and a.lane = b.lane and a.input ->> 'fencing_token' = b.fencing_token::text
+		      and a.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '1 day')
+		    order by a.id desc limit 1) a`, postgres.Strict{"lanes": lost.lanes, "tokens": lost.tokens})
+	if err != nil {
+		k.log.WarnContext(ctx, "breaks of lanes not read", "error", err)
+	}
+	breaks := map[grantKey]string{}
+	for _, b := range list {
+		breaks[grantKey{b.Lane, b.FencingToken}] = fmt.Sprintf("%s broke it: %s", b.By, b.Reason)
+	}
+	return breaks
+}
+
+// applyRenewal applies the result of one renewal. lossReason is the reason of a break; empty without one.
+func (k *Keeper) applyRenewal(h *hold, r renewal, sentAt time.Time, ttl time.Duration, lossReason string) {
 	k.mu.Lock()
 	notify := func() {}
 	switch {
@@ -181,7 +221,7 @@ func (k *Keeper) applyRenewal(h *hold, r renewal, sentAt time.Time, ttl time.Dur
 	case r.Busy:
 		h.renewAt = time.Now().Add(lockedRetryDelay)
 	default:
-		notify = k.loseLocked(h, "the database reports that it ended or was taken")
+		notify = k.loseLocked(h, cmp.Or(lossReason, "the database reports that it ended or was taken"))
 	}
 	k.mu.Unlock()
 	notify()

@@ -7,6 +7,7 @@
 package lanerun
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -127,7 +128,7 @@ func runHeld(lease *lanes.Lease, argv []string, stdio Stdio) (int, error) {
 		case <-stop:
 			cause = context.Cause(lease.Context())
 		case <-lost:
-			cause = lanes.ErrLost
+			cause = cmp.Or(context.Cause(lease.Context()), lanes.ErrLost)
 		}
 		stop, lost, kill = nil, nil, time.After(grace)
 		group.signal(syscall.SIGTERM)

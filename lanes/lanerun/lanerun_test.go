@@ -146,7 +146,8 @@ func TestLostLaneKillsProcessGroup(t *testing.T) {
 	pid, done := start(t.Context(), t, newKeeper(t, db), "sleep 60 & wait")
 	broken, err := lanes.Break(t.Context(), db, "job", "test")
 	require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
-	if got := testkit.Receive(t, done); got.code != lanerun.ExitFailed || !errors.Is(got.err, lanes.ErrLost) {
+	if got := testkit.Receive(t, done); got.code != lanerun.ExitFailed || !errors.Is(got.err, lanes.ErrLost) ||
+		!strings.HasSuffix(got.err.Error(), "an admin broke it: test") {
 		t.Errorf("lost: %+v, want exit code 1 and ErrLost", got)
 	}
 	gone(t, pid)
