@@ -284,3 +284,25 @@ func TestDiffOfKeyLeftOut(t *testing.T) {
 	require.NoError(t, diff.WriteText(&text))
 	assert.Contains(t, text.String(), "    skills: [\"a\"] → (left out)\n")
 }
+
+func TestApplyWarnsOfKeyThatNoAgentNames(t *testing.T) {
+	t.Parallel()
+	const sales, billing = "kind: agent\nname: sales\ndefault: true\n", "---\nkind: agent\nname: billing\n"
+	const keys = "keys: [bill, web]\n"
+	want := []string{
+		"no agent names the chat key bill any more; its visitors now reach sales",
+		"no agent names the chat key web any more; its visitors now reach sales",
+	}
+	for name, next := range map[string]string{"removed": sales, "no keys": sales + billing + "keys: []\n"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			assert.NoDiff(t, nil, apply(t, pool, load(t, "a.yaml", sales+billing+keys)).Warnings)
+			assert.NoDiff(t, want, apply(t, pool, load(t, "a.yaml", next)).Warnings)
+		})
+	}
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "a.yaml", sales+billing+keys))
+	moved := apply(t, pool, load(t, "a.yaml", sales+keys+billing))
+	assert.NoDiff(t, nil, moved.Warnings)
+}

@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -56,7 +58,7 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Di
 	if !errors.Is(err, errRollback) {
 		return Diff{}, wrap("plan workspace", err)
 	}
-	diff.Warnings = append(warnings, gateWarnings(refused)...)
+	diff.Warnings = slices.Concat(warnings, diff.Warnings, gateWarnings(refused))
 	return diff, nil
 }
 
@@ -81,7 +83,7 @@ func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (D
 	if err != nil {
 		return Diff{}, wrap("apply workspace", err)
 	}
-	diff.Warnings = append(warnings, gateWarnings(refused)...)
+	diff.Warnings = slices.Concat(warnings, diff.Warnings, gateWarnings(refused))
 	return diff, nil
 }
 
@@ -135,6 +137,10 @@ func Lock(ctx context.Context, tx pgx.Tx) error {
 // applyAll applies all kinds and checks their references. The caller holds [Lock].
 func applyAll(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error) {
 	diff := Diff{Items: []Item{}}
+	before, err := (&agents.Directory{}).List(ctx, tx)
+	if err != nil {
+		return Diff{}, err
+	}
 	for _, t := range kindTables(w, o) {
 		items, err := t.apply(ctx, tx, o)
 		if err != nil {
@@ -157,6 +163,9 @@ func applyAll(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, err
 		return Diff{}, err
 	}
 	if err := checkRemoved(ctx, tx, diff); err != nil {
+		return Diff{}, err
+	}
+	if diff.Warnings, err = agentWarnings(ctx, tx, before); err != nil {
 		return Diff{}, err
 	}
 	if w.AfterApply == nil {

@@ -29,8 +29,9 @@ const (
 
 // Diff lists the effects of an apply by kind and name.
 type Diff struct {
-	Items    []Item   `json:"items"`
-	Warnings []string `json:"warnings,omitempty"` // checks that the apply could not make, refusals of gates
+	Items []Item `json:"items"`
+	// checks that the apply could not make, effects of changed agents, refusals of gates
+	Warnings []string `json:"warnings,omitempty"`
 }
 
 // Item is one row. An update has Changes, with secrets redacted. So has a removal that leaves a paused objective.

@@ -171,7 +171,7 @@ func (c *cli) namedDatabases(s *session) *databases.Client {
 	return &databases.Client{DB: s.Pool, Getenv: c.getenv}
 }
 
-// printWarnings prints the checks that an apply could not make.
+// printWarnings prints the warnings of an apply.
 func (c *cli) printWarnings(diff workspace.Diff) {
 	for _, warning := range diff.Warnings {
 		c.infof("warning: %s", printable(warning))
