@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -15,7 +16,8 @@ func agentWarnings(ctx context.Context, db postgres.DB, before []agents.Agent) (
 	if err != nil {
 		return nil, err
 	}
-	return keyWarnings(before, after), nil
+	threads, err := threadWarnings(ctx, db, before, after)
+	return append(keyWarnings(before, after), threads...), err
 }
 
 // keyWarnings reports chat keys that no agent names any more. They reach the default agent.
@@ -37,4 +39,35 @@ func keysOf(all []agents.Agent) (keys []string) {
 	}
 	slices.Sort(keys)
 	return slices.Compact(keys)
+}
+
+// threadWarnings reports threads of visitors whose agent their chat key reached before, and does not reach any more.
+func threadWarnings(ctx context.Context, db postgres.DB, before, after []agents.Agent) ([]string, error) {
+	if slices.EqualFunc(before, after, func(a, b agents.Agent) bool {
+		return a.Name == b.Name && a.Default == b.Default && slices.Equal(a.Keys, b.Keys)
+	}) {
+		return nil, nil
+	}
+	type group struct {
+		Key, Agent string
+		Threads    int64
+	}
+	groups, err := postgres.Rows[group](ctx, db, "count threads", `
+		select owner as key, agent, count(*) as threads from agent_threads where owner_kind in ('key', 'visitor')
+		 group by owner, agent order by owner, agent`)
+	var warnings []string
+	for _, g := range groups {
+		if now := agents.Acting(after, g.Agent).Name; reaches(before, g.Key, g.Agent) && !reaches(after, g.Key, g.Agent) {
+			warnings = append(warnings, fmt.Sprintf("%s of the chat key %s %s to agent %s, which the key no longer reaches; "+
+				"their visitors get thread_agent until they start another thread", human.Counted(g.Threads, "thread"), g.Key,
+				map[bool]string{true: "belongs", false: "belong"}[g.Threads == 1], now))
+		}
+	}
+	return warnings, err
+}
+
+// reaches reports whether a chat key reaches the agent of a thread. The default agent answers threads of removed ones.
+func reaches(all []agents.Agent, key, agent string) bool {
+	acting := agents.Acting(all, agent)
+	return slices.ContainsFunc(agents.ReachedBy(all, key), func(a agents.Agent) bool { return a.Name == acting.Name })
 }

@@ -306,3 +306,21 @@ func TestApplyWarnsOfKeyThatNoAgentNames(t *testing.T) {
 	moved := apply(t, pool, load(t, "a.yaml", sales+keys+billing))
 	assert.NoDiff(t, nil, moved.Warnings)
 }
+
+func TestApplyWarnsOfThreadsOutOfReach(t *testing.T) {
+	t.Parallel()
+	const sales, full, isDefault = "kind: agent\nname: sales\n", "---\nkind: agent\nname: full\n", "default: true\n"
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "a.yaml", sales+isDefault+full))
+	for _, thread := range []string{
+		"'1', 'chat', 'sales', 'web', 'key'", "'2', 'chat', 'sales', 'web', 'visitor'", "'3', 'chat', 'full', 'web', 'key'",
+		"'4', 'slack', 'sales', 'channel desk', 'channel'", "'5', 'chat', 'sales', 'shop', 'key'",
+	} {
+		pgtest.Exec(t, pool, `insert into agent_threads (id, channel, agent, owner, owner_kind) values (`+thread+`)`)
+	}
+	diff := apply(t, pool, load(t, "a.yaml", sales+"keys: [shop]\n"+full+isDefault))
+	want := []string{"2 threads of the chat key web belong to agent sales, which the key no longer reaches; their visitors get " +
+		"thread_agent until they start another thread"}
+	assert.NoDiff(t, want, diff.Warnings)
+	assert.NoDiff(t, nil, apply(t, pool, load(t, "a.yaml", sales+"keys: [shop]\n"+full+isDefault)).Warnings)
+}
