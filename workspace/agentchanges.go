@@ -16,8 +16,17 @@ func agentWarnings(ctx context.Context, db postgres.DB, before []agents.Agent) (
 	if err != nil {
 		return nil, err
 	}
-	threads, err := threadWarnings(ctx, db, before, after)
-	return append(keyWarnings(before, after), threads...), err
+	warnings := keyWarnings(before, after)
+	for _, check := range []func(ctx context.Context, db postgres.DB, before, after []agents.Agent) ([]string, error){
+		threadWarnings, memoryWarnings,
+	} {
+		found, err := check(ctx, db, before, after)
+		if err != nil {
+			return nil, err
+		}
+		warnings = append(warnings, found...)
+	}
+	return warnings, nil
 }
 
 // keyWarnings reports chat keys that no agent names any more. They reach the default agent.
@@ -70,4 +79,26 @@ func threadWarnings(ctx context.Context, db postgres.DB, before, after []agents.
 func reaches(all []agents.Agent, key, agent string) bool {
 	acting := agents.Acting(all, agent)
 	return slices.ContainsFunc(agents.ReachedBy(all, key), func(a agents.Agent) bool { return a.Name == acting.Name })
+}
+
+// memoryWarnings reports agents that had their own memory and have another one now.
+func memoryWarnings(ctx context.Context, db postgres.DB, before, after []agents.Agent) (warnings []string, _ error) {
+	for _, a := range after {
+		if a.Memory == agents.MemoryOwn || agents.Acting(before, a.Name).Name != a.Name ||
+			agents.Acting(before, a.Name).Memory != agents.MemoryOwn {
+			continue
+		}
+		entries, err := postgres.Values[int64](ctx, db, "count memory", `
+			select count(*) from agent_memory
+			 where owner = @agent and (expires_at is null or expires_at > clock_timestamp())`,
+			postgres.Strict{"agent": a.Name})
+		if err != nil {
+			return nil, err
+		}
+		if n := entries[0]; n > 0 {
+			warnings = append(warnings, fmt.Sprintf("agent %s no longer reads its own memory (entries: %d); "+
+				"it would with memory: own", a.Name, n))
+		}
+	}
+	return warnings, nil
 }

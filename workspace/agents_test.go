@@ -324,3 +324,16 @@ func TestApplyWarnsOfThreadsOutOfReach(t *testing.T) {
 	assert.NoDiff(t, want, diff.Warnings)
 	assert.NoDiff(t, nil, apply(t, pool, load(t, "a.yaml", sales+"keys: [shop]\n"+full+isDefault)).Warnings)
 }
+
+func TestApplyWarnsOfOwnMemoryLeftBehind(t *testing.T) {
+	t.Parallel()
+	const agent = "kind: agent\nname: billing\n"
+	pool := pgtest.DB(t)
+	apply(t, pool, load(t, "a.yaml", agent+"memory: own\n"))
+	pgtest.Exec(t, pool, `insert into agent_memory (owner, key, value, expires_at) values ('billing', 'a', '1', null),
+		('billing', 'b', '1', null), ('', 'c', '1', null), ('billing', 'old', '1', clock_timestamp())`)
+	assert.NoDiff(t, nil, apply(t, pool, load(t, "a.yaml", agent+"memory: own\ntimezone: Europe/Madrid\n")).Warnings)
+	diff := apply(t, pool, load(t, "a.yaml", agent+"memory: shared\n"))
+	assert.NoDiff(t, []string{"agent billing no longer reads its own memory (entries: 2); it would with memory: own"},
+		diff.Warnings)
+}
