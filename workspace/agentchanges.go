@@ -18,7 +18,7 @@ func agentWarnings(ctx context.Context, db postgres.DB, before []agents.Agent) (
 	}
 	warnings := keyWarnings(before, after)
 	for _, check := range []func(ctx context.Context, db postgres.DB, before, after []agents.Agent) ([]string, error){
-		threadWarnings, memoryWarnings,
+		threadWarnings, memoryWarnings, approvalWarnings,
 	} {
 		found, err := check(ctx, db, before, after)
 		if err != nil {
@@ -101,4 +101,33 @@ func memoryWarnings(ctx context.Context, db postgres.DB, before, after []agents.
 		}
 	}
 	return warnings, nil
+}
+
+// approvalWarnings reports open approvals of agents that were removed, or that lost the skill. An approved call is made
+// nevertheless.
+func approvalWarnings(ctx context.Context, db postgres.DB, before, after []agents.Agent) ([]string, error) {
+	type group struct {
+		Agent, Skill string
+		Approvals    int64
+	}
+	groups, err := postgres.Rows[group](ctx, db, "count approvals", `
+		select coalesce(n.agent, x.agent) as agent, a.skill_name as skill, count(*) as approvals
+		  from agent_approvals a
+		  join agent_executions x on x.id = a.execution_id
+		  left join agent_activity n on n.id = a.activity_id
+		 where a.status in ('pending', 'approved') and a.expires_at > clock_timestamp() group by 1, 2 order by 1, 2`)
+	var warnings []string
+	for _, g := range groups {
+		if may(before, g.Agent, g.Skill) && !may(after, g.Agent, g.Skill) {
+			warnings = append(warnings, fmt.Sprintf("%s of agent %s for skill %s %s open; see agent approvals ls",
+				human.Counted(g.Approvals, "open approval"), g.Agent, g.Skill,
+				map[bool]string{true: "stays", false: "stay"}[g.Approvals == 1]))
+		}
+	}
+	return warnings, err
+}
+
+// may reports whether an agent of the list may call a skill.
+func may(all []agents.Agent, agent, skill string) bool {
+	return slices.ContainsFunc(all, func(a agents.Agent) bool { return a.Name == agent && a.May(skill) })
 }

@@ -337,3 +337,32 @@ func TestApplyWarnsOfOwnMemoryLeftBehind(t *testing.T) {
 	assert.NoDiff(t, []string{"agent billing no longer reads its own memory (entries: 2); it would with memory: own"},
 		diff.Warnings)
 }
+
+func TestApplyWarnsOfOpenApprovals(t *testing.T) {
+	t.Parallel()
+	const sales = goodSkill + "---\nkind: agent\nname: sales\ndefault: true\n"
+	const billing = "---\nkind: agent\nname: billing\n"
+	for name, next := range map[string]string{"removed": sales, "no skill": sales + billing + "skills: []\n"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := pgtest.DB(t)
+			apply(t, pool, load(t, "a.yaml", sales+billing))
+			pgtest.Exec(t, pool, `
+				with asked as (
+				  insert into agent_activity (trace_id, agent, skill_name, status)
+				  select 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', v, 'a', 'pending_approval'
+				    from unnest('{billing,sales}'::text[]) v returning id, agent),
+				x as (insert into agent_executions (flow, surface, agent, trace_id)
+				      select 'heartbeat', 'heartbeat', agent, 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE' from asked returning id, agent)
+				insert into agent_approvals (trace_id, execution_id, activity_id, skill_name, skill_revision, arguments,
+				  arguments_hash, status, expires_at)
+				select 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', x.id, asked.id, 'a', 1, '{}', x.agent, 'pending',
+				       clock_timestamp() + interval '1 day'
+				  from asked join x using (agent)`)
+			diff := apply(t, pool, load(t, "a.yaml", next))
+			assert.NoDiff(t, []string{"1 open approval of agent billing for skill a stays open; see agent approvals ls"},
+				diff.Warnings)
+			assert.NoDiff(t, nil, apply(t, pool, load(t, "a.yaml", next+"timezone: Europe/Madrid\n")).Warnings)
+		})
+	}
+}
