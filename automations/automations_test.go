@@ -101,8 +101,11 @@ func TestValidate(t *testing.T) {
 			},
 			[]string{"name: ", "cron: ", "timezone: ", "event: ", "skill: ", "max_attempts: "},
 		},
-		"never fires":   {with(func(d *automations.Definition) { d.Cron = "0 0 31 2 *" }), []string{"cron: "}},
-		"zone alone":    {with(func(d *automations.Definition) { d.Cron = "TZ=UTC" }), []string{"cron: "}},
+		"never fires": {with(func(d *automations.Definition) { d.Cron = "0 0 31 2 *" }), []string{"cron: "}},
+		"zone alone":  {with(func(d *automations.Definition) { d.Cron = "TZ=UTC" }), []string{"cron: "}},
+		"two zones": {with(func(d *automations.Definition) {
+			d.Cron, d.Timezone = "CRON_TZ=America/New_York 30 2 * * *", "Europe/Madrid"
+		}), []string{"cron: runs in America/New_York, and timezone names Europe/Madrid; keep one of them"}},
 		"negative":      {with(func(d *automations.Definition) { d.Cron = "@every -1s" }), []string{"cron: "}},
 		"local zone":    {with(func(d *automations.Definition) { d.Timezone = "Local" }), []string{"timezone: "}},
 		"trigger":       {with(func(d *automations.Definition) { d.Trigger = "moon" }), []string{"trigger: "}},

@@ -174,7 +174,7 @@ func TestUpcomingTimesAreInTheAutomationsZone(t *testing.T) {
 		missed[2].After(missed[1]), "missed times: %v", missed)
 	a.Enabled = false
 	assert.Equal(t, 0, len(a.Upcoming(3)))
-	put(t, pool, automations.Definition{Name: "b", Cron: "CRON_TZ=Europe/Madrid 30 2 * * *", Timezone: "America/Bogota"})
+	put(t, pool, automations.Definition{Name: "b", Cron: "CRON_TZ=Europe/Madrid 30 2 * * *"})
 	for _, at := range get(t, pool, "b").Upcoming(3) {
 		assert.Equal(t, "02:30 Europe/Madrid", at.Format("15:04 ")+at.Location().String())
 	}

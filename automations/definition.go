@@ -157,6 +157,8 @@ func (r *resolved) checkSchedule() (problems fielderr.List) {
 		problems.Add("cron", "say when it runs: a cron such as \"*/30 * * * *\", an event, or a signal")
 	} else if r.schedule, err = schedule.Parse(r.Cron, zone); err != nil {
 		problems.Add("cron", "%w", err)
+	} else if own := r.schedule.Location(); r.Timezone != defaultZone && own.String() != zone.String() {
+		problems.Add("cron", "runs in %s, and timezone names %s; keep one of them", own, zone)
 	}
 	return problems
 }
