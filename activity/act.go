@@ -28,6 +28,13 @@ type unchanged struct{}
 // Recorded identifies the row of an act.
 type Recorded struct{ TraceID, ActivityID string }
 
+type recordedKey struct{}
+
+// WithRecorded returns a context in which [Record] also stores the row of its act in r.
+func WithRecorded(ctx context.Context, r *Recorded) context.Context {
+	return context.WithValue(ctx, recordedKey{}, r)
+}
+
 // Record makes an admin's change and writes its row, in one transaction. The row has the trace a.TraceID, or a new one.
 // change gets that trace and returns the output of the row; for Unchanged there is no row.
 func Record(
@@ -46,6 +53,9 @@ func Record(
 		r.ActivityID, err = Note(ctx, tx, a.entry(ctx, r.TraceID), Outcome{Output: output})
 		return err
 	})
+	if into, ok := ctx.Value(recordedKey{}).(*Recorded); ok && err == nil && r.ActivityID != "" {
+		*into = r
+	}
 	return r, err
 }
 

@@ -1,6 +1,7 @@
 package api_test
 
 import (
+	"encoding/json"
 	"net/http"
 	"strings"
 	"testing"
@@ -10,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/principals"
@@ -223,6 +225,34 @@ func TestReasonOfPairingIsChecked(t *testing.T) {
 		for path, body := range map[string]string{"pair": `{"code":"abcd2345"`, "support/unpair": `{"sender":"7"`} {
 			got := a.raw("POST", "/v1/channels/"+path, body+`,"reason":"`+reason+`"}`, asAdmin())
 			a.checkProblem(got, http.StatusBadRequest, words)
+		}
+	}
+}
+
+func TestChangesOfPrincipalsNameTheirTrace(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	key := a.tokenOf("bert")
+	session := a.sessionOf("bert")
+	for path, body := range map[string]string{
+		"POST /v1/tokens":                          `{"principal":"bert","scopes":["*"],"reason":"why not"}`,
+		"POST /v1/principals":                      `{"name":"carl","role":"viewer","reason":"why not"}`,
+		"PATCH /v1/principals/bert":                `{"role":"approver","reason":"why not"}`,
+		"POST /v1/principals/bert/login_links":     `{"reason":"why not"}`,
+		"POST /v1/principals/bert/identities":      `{"issuer":"slack:T","subject":"U1","reason":"why not"}`,
+		"POST /v1/sessions/" + session + "/revoke": `{"reason":"why not"}`,
+		"POST /v1/tokens/" + key + "/revoke":       `{"reason":"why not"}`,
+	} {
+		method, path, _ := strings.Cut(path, " ")
+		w := a.raw(method, path, body, asAdmin())
+		id := w.Header().Get("X-Trace-Id")
+		pgtest.Equal(t, a.pool, 1, `select count(*) from agent_activity where trace_id = @id`, postgres.Strict{"id": id})
+		var c change
+		require.NoError(t, json.Unmarshal(w.Body.Bytes(), &c))
+		if strings.Contains(w.Body.String(), `"activity_id"`) {
+			assert.Equal(t, id, c.TraceID, path)
+			pgtest.Equal(t, a.pool, c.ActivityID, `select id::text from agent_activity where trace_id = @id`,
+				postgres.Strict{"id": id})
 		}
 	}
 }

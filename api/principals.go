@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
@@ -122,6 +123,21 @@ func withID(handle func(r request, id string) (response, error)) func(request) (
 	}
 }
 
+// withRow adds the trace and the row of an act of package principals to the response.
+func withRow(handle func(request) (response, error)) func(request) (response, error) {
+	return func(r request) (response, error) {
+		var row activity.Recorded
+		r.Request = r.WithContext(activity.WithRecorded(r.Context(), &row))
+		resp, err := handle(r)
+		resp.trace = row.TraceID
+		if c, ok := resp.body.(change); ok {
+			c.TraceID, c.ActivityID = row.TraceID, row.ActivityID
+			resp.body = c
+		}
+		return resp, err
+	}
+}
+
 func (s *server) listPrincipals(r request) (response, error) {
 	list, err := principals.List(r.Context(), s.pool)
 	return response{body: pageOf(list, "")}, err
@@ -220,7 +236,7 @@ func (s *server) revokeSession(r request, id string) (response, error) {
 // principalRoutes returns the routes that manage principals and their rights.
 func (s *server) principalRoutes() []route {
 	of := []param{textParam("principal", "Name or id of a principal")}
-	return []route{
+	list := []route{
 		{
 			method: "GET", path: "/v1/me", response: me{}, handle: s.getMe,
 			about: "The caller: its principal, role and scopes.",
@@ -271,4 +287,8 @@ func (s *server) principalRoutes() []route {
 			about:  "End a session, at once and everywhere.",
 		},
 	}
+	for i := range list {
+		list[i].handle = withRow(list[i].handle)
+	}
+	return list
 }
