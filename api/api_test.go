@@ -348,6 +348,38 @@ func TestEndpointsAreDocumented(t *testing.T) {
 	assert.Truef(t, len(named) == 2, "parameters are %v", named)
 }
 
+func TestOpenAPIListsClosedSets(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	components := a.doc["components"].(map[string]any)["schemas"].(map[string]any)
+	for field, want := range map[string]string{
+		"StartRequest.on_lost": "[fail hand_on resume]", "StartRequest.queue": "[background interactive]",
+		"ReleaseRequest.status":      "[completed failed waiting]",
+		"ReleaseRequest.waiting_for": "[agent approval delay document event response signature test]",
+		"DecisionRequest.decision":   "[approve reject]", "ConflictDecision.decision": "[keep take]",
+		"Wait.waiting_for":                  "[agent approval delay document event lane response signature test]",
+		"ExecutionStatus.status":            "[pending running waiting completed failed timeout cancelled]",
+		"executions_Execution.on_lost":      "[fail hand_on resume]",
+		"executions_Execution.queue":        "[background interactive]",
+		"executions_Execution.waiting_for":  "[agent approval delay document event lane response signature test]",
+		"executions_WaitingRow.waiting_for": "[agent approval delay document event lane response signature test]",
+		"approvals_Approval.status":         "[pending approved rejected expired consumed]",
+		"SkillRow.trust":                    "[auto notify approve]",
+		"ExecutionDetail.queue":             "[background interactive]",
+		"activity_Row.status":               "[running success error pending_approval skipped unknown]",
+		"NewPrincipal.role":                 "[none viewer operator approver admin]",
+	} {
+		component, name, _ := strings.Cut(field, ".")
+		schema, _ := components[component].(map[string]any)
+		require.Truef(t, schema != nil, "no component %s", component)
+		property := schema["properties"].(map[string]any)[name].(map[string]any)
+		if either, has := property["anyOf"].([]any); has { // nullable
+			property = either[0].(map[string]any)
+		}
+		assert.Equal(t, want, fmt.Sprint(property["enum"]), field)
+	}
+}
+
 // Every operation is complete: path parameters, response descriptions, valid schemas, security.
 func TestOpenAPIOperationsAreComplete(t *testing.T) {
 	t.Parallel()

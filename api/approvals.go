@@ -2,6 +2,7 @@ package api
 
 import (
 	"errors"
+	"slices"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -52,13 +53,15 @@ func (s *server) getApproval(r request) (response, error) {
 	return response{body: a, trace: a.TraceID}, err
 }
 
+var approvalDecisions = []string{"approve", "reject"}
+
 type decisionRequest struct {
 	Decision string `json:"decision"` // approve or reject
 	Reason   string `json:"reason,omitempty"`
 }
 
 func (d decisionRequest) check() error {
-	if d.Decision != "approve" && d.Decision != "reject" {
+	if !slices.Contains(approvalDecisions, d.Decision) {
 		return problem.BadBody("decision is %.60q; use approve or reject", d.Decision)
 	}
 	return checkReason(d.Reason)

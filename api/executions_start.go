@@ -43,6 +43,9 @@ type startRequest struct {
 	Labels executions.Labels `json:"labels,omitempty"`
 }
 
+// lossPolicies are the values of on_lost.
+var lossPolicies = []string{"fail", "hand_on", "resume"}
+
 type executionStatus struct {
 	ID      string            `json:"id"`
 	TraceID string            `json:"trace_id"`
@@ -63,7 +66,7 @@ func (b startRequest) check() error {
 		return problem.BadBody("wait_for_completion needs parent_id: the execution that waits")
 	case b.CanInheritLock != nil && !b.WaitForCompletion:
 		return problem.BadBody("can_inherit_lock needs wait_for_completion: only a waiting parent lends its lanes")
-	case !slices.Contains([]string{"", "fail", "hand_on", "resume"}, b.OnLost):
+	case b.OnLost != "" && !slices.Contains(lossPolicies, b.OnLost):
 		return problem.BadBody("on_lost is %.60q; use fail, hand_on (external workers) or resume (flows)", b.OnLost)
 	case b.OnLost == "resume" && executions.IsExternal(b.Flow):
 		return problem.BadBody("on_lost is resume; external executions accept fail or hand_on")

@@ -342,13 +342,16 @@ type releaseRequest struct {
 	Timeout       json.RawMessage   `json:"timeout,omitempty"` // seconds, or text such as "24h" or "7d"
 }
 
+// releaseStatuses are the statuses that a release may set.
+var releaseStatuses = []string{string(executions.Completed), string(executions.Failed), string(executions.Waiting)}
+
 // maxSummary bounds the summary of a result, and an error's message, in bytes.
 const maxSummary = 64 << 10
 
 func (r releaseRequest) check() error {
 	waiting := r.Status == executions.Waiting
 	switch {
-	case !slices.Contains([]executions.Status{executions.Completed, executions.Failed, executions.Waiting}, r.Status):
+	case !slices.Contains(releaseStatuses, string(r.Status)):
 		return problem.BadBody("status is %.60q; use completed, failed or waiting", r.Status)
 	case !waiting && (r.WaitingFor != "" || r.WaitingKey != "" || isSet(r.Timeout)):
 		return problem.BadBody("waiting_for, waiting_key and timeout belong to status waiting, not %s", r.Status)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"maps"
 	"net/http"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -111,13 +112,15 @@ func (b memoryWrite) check() error {
 	return reasonRequest{b.Reason}.check()
 }
 
+var conflictDecisions = []string{"keep", "take"}
+
 type conflictDecision struct {
 	Decision string `json:"decision"` // keep, or take
 	Reason   string `json:"reason"`
 }
 
 func (d conflictDecision) check() error {
-	if d.Decision != "keep" && d.Decision != "take" {
+	if !slices.Contains(conflictDecisions, d.Decision) {
 		return problem.BadBody("decision is %.60q; use keep (the stored value) or take (the late value)", d.Decision)
 	}
 	return reasonRequest{d.Reason}.check()

@@ -17,9 +17,8 @@ func (s *server) monitorRoutes() []route {
 			about: "Number of pending, running and waiting executions, with their mean age in seconds.",
 		}, {
 			method: "GET", path: "/v1/monitor/waiting", response: page[executions.WaitingRow]{}, handle: s.listWaiting,
-			params: []param{enumParam("for", "Kind of the wait", "response", "agent", "document", "signature", "test", "event",
-				"delay", "approval", "lane")},
-			about: "Waiting executions, the nearest deadline first; at most 500.",
+			params: []param{enumParam("for", "Kind of the wait", executions.WaitKinds()...)},
+			about:  "Waiting executions, the nearest deadline first; at most 500.",
 		}, {
 			method: "GET", path: "/v1/monitor/stuck", response: page[executions.WaitingRow]{}, handle: s.listStuck,
 			about: "Executions waiting past their deadline without an update for an hour; at most 500.",

@@ -13,9 +13,13 @@ import (
 	"strings"
 	"unicode"
 
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/principals"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // openAPI serves the OpenAPI document of the routes.
@@ -324,6 +328,30 @@ type schemas struct {
 
 var rawType = reflect.TypeFor[json.RawMessage]()
 
+// typeEnums has the values of types with a closed set.
+var typeEnums = map[reflect.Type][]string{
+	reflect.TypeFor[executions.Status](): executions.Statuses(),
+	reflect.TypeFor[activity.Status]():   activity.Statuses(),
+	reflect.TypeFor[principals.Role]():   principals.Roles(),
+}
+
+// fieldEnums has the values of text fields with a closed set, by component and field.
+var fieldEnums = map[string][]string{
+	"StartRequest.on_lost":              lossPolicies,
+	"StartRequest.queue":                {executions.Background, executions.Interactive},
+	"ReleaseRequest.status":             releaseStatuses,
+	"ReleaseRequest.waiting_for":        slices.DeleteFunc(executions.WaitKinds(), func(kind string) bool { return kind == "lane" }),
+	"DecisionRequest.decision":          approvalDecisions,
+	"ConflictDecision.decision":         conflictDecisions,
+	"Wait.waiting_for":                  executions.WaitKinds(),
+	"executions_Execution.on_lost":      lossPolicies,
+	"executions_Execution.queue":        {executions.Background, executions.Interactive},
+	"executions_Execution.waiting_for":  executions.WaitKinds(),
+	"executions_WaitingRow.waiting_for": executions.WaitKinds(),
+	"approvals_Approval.status":         approvalStatuses(),
+	"skills_Skill.trust":                skills.Trusts(),
+}
+
 // schema describes the JSON of a type. A kind that it does not list counts as an integer.
 func (s *schemas) schema(t reflect.Type) object {
 	switch t {
@@ -331,6 +359,9 @@ func (s *schemas) schema(t reflect.Type) object {
 		return object{"type": "string", "format": "date-time"}
 	case rawType:
 		return object{"description": "Any JSON."}
+	}
+	if values, closed := typeEnums[t]; closed {
+		return object{"type": "string", "enum": values}
 	}
 	switch t.Kind() {
 	case reflect.Pointer:
@@ -355,7 +386,7 @@ func (s *schemas) schema(t reflect.Type) object {
 
 // nullable extends a schema by null.
 func nullable(schema object) object {
-	if name, plain := schema["type"].(string); plain {
+	if name, plain := schema["type"].(string); plain && schema["enum"] == nil {
 		schema["type"] = []string{name, "null"}
 		return schema
 	}
@@ -383,10 +414,21 @@ func (s *schemas) fields(t reflect.Type) object {
 		if !f.IsExported() || !tagged || name == "-" || name == "" {
 			continue
 		}
-		properties[name] = s.schema(f.Type)
-		if f.Tag.Get("nullable") == "true" { // a slice that may be null, not only empty
-			properties[name] = nullable(s.schema(f.Type))
+		property := s.schema(f.Type)
+		owner := t
+		if n := len(f.Index) - 1; n > 0 { // the field of an embedded struct
+			owner = t.FieldByIndex(f.Index[:n]).Type
 		}
+		if values, closed := fieldEnums[componentName(owner)+"."+name]; closed {
+			property = object{"type": "string", "enum": values}
+			if f.Type.Kind() == reflect.Pointer {
+				property = nullable(property)
+			}
+		}
+		if f.Tag.Get("nullable") == "true" { // a slice that may be null, not only empty
+			property = nullable(property)
+		}
+		properties[name] = property
 		if !strings.Contains(options, "omit") {
 			required = append(required, name)
 		}

@@ -54,6 +54,9 @@ var waitEvents = map[string]string{
 	"delay": "SCHEDULE_REACHED", "approval": "APPROVAL_DECIDED", "lane": "LANE_FREED",
 }
 
+// WaitKinds returns the kinds of waits, sorted.
+func WaitKinds() []string { return slices.Sorted(maps.Keys(waitEvents)) }
+
 // Delay waits for d, by the database's clock. The limit is MaxWait.
 func Delay(d time.Duration) WaitFor { return WaitFor{kind: "delay", timeout: d} }
 

@@ -56,6 +56,9 @@ const (
 	TrustApprove = "approve" // calls need an admin's approval
 )
 
+// Trusts returns the trust levels.
+func Trusts() []string { return []string{TrustAuto, TrustNotify, TrustApprove} }
+
 // Sources of a declaration.
 const (
 	SourceWorkspace = "workspace"
@@ -190,7 +193,7 @@ func resolve(d Definition) (resolved, error) {
 		add(fmt.Errorf("description: must have at most %d bytes and no NUL character", maxDescription))
 	}
 	add(oneOf("scope", r.scope, ScopeInternal, ScopeExternal, ScopeBoth)...)
-	add(oneOf("trust", r.trust, TrustAuto, TrustNotify, TrustApprove)...)
+	add(oneOf("trust", r.trust, Trusts()...)...)
 	if r.fourEyes && r.trust != TrustApprove {
 		add(fmt.Errorf("approvals: four_eyes needs trust: %s", TrustApprove))
 	}
