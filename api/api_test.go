@@ -342,6 +342,28 @@ func TestEndpointsAreDocumented(t *testing.T) {
 	} {
 		assert.Truef(t, op(at[0], at[1])["responses"].(map[string]any)[status] != nil, "%v has no %s", at, status)
 	}
+	headers := func(op map[string]any) string {
+		names := []string{}
+		for _, p := range op["parameters"].([]any) {
+			if p := p.(map[string]any); p["in"] == "header" {
+				names = append(names, p["name"].(string))
+			}
+		}
+		for status, described := range op["responses"].(map[string]any) {
+			sent, _ := described.(map[string]any)["headers"].(map[string]any)
+			for name := range sent {
+				if status < "300" {
+					names = append(names, status+" "+name)
+				}
+			}
+		}
+		slices.Sort(names)
+		return strings.Join(names, ", ")
+	}
+	assert.Equal(t, "200 Idempotent-Replayed, 200 X-Thread-Id, 200 X-Trace-Id, Idempotency-Key, X-Thread-Join", headers(chat))
+	assert.Equal(t, "201 Idempotent-Replayed, Idempotency-Key", headers(op("/v1/executions", "post")))
+	assert.Equal(t, "200 X-Trace-Id, Last-Event-ID", headers(op("/v1/executions/{id}/events", "get")))
+	assert.True(t, op("/webhooks/{endpoint}", "post")["responses"].(map[string]any)["401"] != nil, "a webhook has no 401")
 	upload := op("/v1/documents", "post")["requestBody"].(map[string]any)["content"].(map[string]any)
 	assert.Truef(t, upload["multipart/form-data"] != nil && len(upload) == 1, "an upload is %v", upload)
 	named := op("/chat/{file}", "get")["parameters"].([]any)

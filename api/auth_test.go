@@ -53,8 +53,9 @@ func accessEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
 			Method: "POST", Path: "/v1/chat/completions", About: "Chat.", Access: api.Visitor,
-			Body: message{}, Response: message{},
-			Stream: true, OpenAIErrors: true, MaxBody: 100, Idempotent: true, Handler: h,
+			Body: message{}, Response: message{}, Headers: map[string]string{"X-Thread-Join": "A join token."},
+			ResponseHeaders: map[string]string{"X-Thread-Id": "The thread."},
+			Stream:          true, OpenAIErrors: true, MaxBody: 100, Idempotent: true, Handler: h,
 		},
 		{Method: "GET", Path: "/v1/models", About: "Models.", Access: api.Visitor, OpenAIErrors: true, Handler: h},
 		{
@@ -62,7 +63,10 @@ func accessEndpoints() []api.Endpoint {
 			ContentType: "text/event-stream",
 			Stream:      true, Handler: h,
 		},
-		{Method: "POST", Path: "/webhooks/{endpoint}", About: "Webhooks.", Access: api.Public, Status: 202, Handler: h},
+		{
+			Method: "POST", Path: "/webhooks/{endpoint}", About: "Webhooks.", Access: api.Public, Status: 202, Handler: h,
+			Errors: []int{http.StatusUnauthorized},
+		},
 		{
 			Method: "GET", Path: "/chat/{file...}", About: "A page.", Access: api.Public, ContentType: "text/html",
 			Query: map[string]string{"dark": "Colours."}, Handler: h,

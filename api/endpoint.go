@@ -23,6 +23,10 @@ type Endpoint struct {
 	Body, Response any
 	// Query documents the query parameters.
 	Query map[string]string
+	// Headers documents the request headers, and ResponseHeaders those of a successful response.
+	Headers, ResponseHeaders map[string]string
+	// Errors documents the error statuses of a Public endpoint, besides those of all routes.
+	Errors []int
 	// Status documents the success status; 200 when 0.
 	Status int
 	// OptionalBody documents that the request may have no body. Its content type is not checked.
@@ -90,6 +94,7 @@ func (e Endpoint) route() (route, error) {
 		response: e.Response, status: e.Status, optionalBody: e.OptionalBody, deferred: e.Deferred,
 		alreadyDone: e.AlreadyDone, contentType: e.ContentType, stream: e.Stream, finite: e.Finite, openAI: e.OpenAIErrors,
 		maxBody: e.MaxBody, acceptsKey: e.Idempotent,
+		headers: e.Headers, sends: e.ResponseHeaders, errors: e.Errors,
 		crossOrigin: strings.HasPrefix(e.Path, webhooks), page: e.Page, httpHandler: e.Handler, expect: e.Expect,
 		busy: e.Busy,
 	}

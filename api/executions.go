@@ -42,6 +42,7 @@ func (s *server) executionRoutes() []route {
 		}, {
 			method: "GET", path: "/v1/executions/{id}/events", contentType: "text/event-stream", stream: true,
 			httpHandler: http.HandlerFunc(s.followExecution), noContent: "Last-Event-ID is the end",
+			headers: map[string]string{"Last-Event-ID": "The id of the last event that the client has seen."},
 			about: "The status of an execution as server-sent events: event status, data {id, trace_id, status, " +
 				"waiting_for, at}. First the current state (for external executions the changes since " +
 				"Last-Event-ID), then the changes until the end. 204 if Last-Event-ID is the end.",

@@ -31,7 +31,10 @@ import (
 
 const (
 	keyHeader = "Idempotency-Key"
-	maxKey    = 255
+	// replayedHeader marks a stored response.
+	replayedHeader = "Idempotent-Replayed"
+
+	maxKey = 255
 	// keyLease is the lease of an attempt.
 	keyLease = 30 * time.Second
 	// keyTTL is the lifetime of a key.
@@ -214,7 +217,7 @@ func (s *server) replay(w http.ResponseWriter, r *http.Request, rt route, prior 
 		for name, value := range prior.header() {
 			w.Header().Set(name, value)
 		}
-		w.Header().Set("Idempotent-Replayed", "true")
+		w.Header().Set(replayedHeader, "true")
 		w.WriteHeader(prior.Status)
 		if _, err := w.Write(prior.Body); err != nil {
 			s.log.DebugContext(r.Context(), "write response", "path", problem.Path(r), "error", err)

@@ -172,6 +172,11 @@ func (s *schemas) parameters(rt route) []object {
 			"schema": object{"type": "string"},
 		})
 	}
+	for _, name := range slices.Sorted(maps.Keys(rt.headers)) {
+		list = append(list, object{
+			"name": name, "in": "header", "description": rt.headers[name], "schema": object{"type": "string"},
+		})
+	}
 	for _, p := range rt.params {
 		schema := object{"type": "string", "minLength": 1, "maxLength": maxText}
 		switch {
@@ -246,6 +251,15 @@ func headersOf(rt route) object {
 	if strings.Contains(rt.path, "{") || rt.httpHandler != nil {
 		headers["X-Trace-Id"] = object{"description": "The trace of the response.", "schema": object{"type": "string"}}
 	}
+	for name, about := range rt.sends {
+		headers[name] = object{"description": about, "schema": object{"type": "string"}}
+	}
+	if rt.acceptsKey && rt.secret == "" {
+		headers[replayedHeader] = object{
+			"description": "true: the stored response to the first request with the " + keyHeader + ".",
+			"schema":      object{"type": "string", "enum": []string{"true"}},
+		}
+	}
 	if rt.hasETag {
 		headers["ETag"] = object{"description": "The revision of the shown object.", "schema": object{"type": "string"}}
 	}
@@ -280,7 +294,7 @@ func (s *schemas) responseContent(rt route) object {
 
 // errorStatuses lists the error statuses of a route.
 func errorStatuses(rt route) []int {
-	var list []int
+	list := slices.Clone(rt.errors)
 	if rt.access != Public {
 		list = append(list, http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden,
 			http.StatusInternalServerError, http.StatusServiceUnavailable)

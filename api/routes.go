@@ -18,6 +18,9 @@ type route struct {
 	scopes       []principals.Scope              // of Admin routes, from scopes.go; one suffices
 	secret       string                          // the response has a secret and is not stored: what to do if it got lost
 	params       []param                         // of the query; the server rejects others
+	headers      map[string]string               // of the request, with their descriptions
+	sends        map[string]string               // headers of a successful response
+	errors       []int                           // error statuses of a public route
 	body         any                             // zero value of the request body; nil for none
 	response     any                             // zero value of the response body
 	status       int                             // of the response; 200 when 0

@@ -104,6 +104,25 @@ func (a *App) operateEndpoints() []api.Endpoint {
 	}
 }
 
+const (
+	visitorToken  = "X-Visitor-Token"
+	threadName    = "X-Thread-Id"
+	aboutVisitor  = "The secret of a visitor; new requests one, which the response has."
+	aboutNewToken = "The secret of a new visitor."
+	aboutThread   = "The visitor's name for the thread."
+)
+
+// The headers that identify a visitor and select a thread, in requests and responses.
+var (
+	visitorHeaders = map[string]string{visitorToken: aboutVisitor}
+	messageHeaders = map[string]string{
+		visitorToken: aboutVisitor, threadName: aboutThread,
+		"X-Thread-Join": "A join token, which admits the visitor to its thread.",
+	}
+	answerHeaders = map[string]string{threadName: aboutThread, visitorToken: aboutNewToken}
+	threadHeaders = map[string]string{threadName: aboutThread}
+)
+
 func (a *App) chatEndpoints() []api.Endpoint {
 	limit := int64(a.Config.Chat.MaxBytes)
 	return []api.Endpoint{
@@ -111,8 +130,9 @@ func (a *App) chatEndpoints() []api.Endpoint {
 			Method: "POST", Path: "/v1/chat/completions", Access: api.Visitor, Body: json.RawMessage{},
 			Response: json.RawMessage{},
 			Stream:   true, Finite: true, OpenAIErrors: true, MaxBody: limit, Handler: a.Chat.CompletionsHandler(),
+			Headers: messageHeaders, ResponseHeaders: answerHeaders,
 			About: "OpenAI's chat completions, streamed or not. X-Thread-Id, metadata.thread_id or user select the thread; " +
-				"the response names it in X-Thread-Id. X-Visitor-Token is a visitor's secret (new requests one), X-Thread-Join a join token.",
+				"the response names it in X-Thread-Id.",
 		}, {
 			Method: "GET", Path: "/v1/chat/completions/{id}", Access: api.Visitor, Response: json.RawMessage{}, Stream: true,
 			Finite: true, OpenAIErrors: true, Deferred: true,
@@ -121,25 +141,29 @@ func (a *App) chatEndpoints() []api.Endpoint {
 				"include_activity": "Whether a stream has the activity, as in stream_options",
 			},
 			Handler: a.Chat.CompletionHandler(),
-			About:   "A finished or running completion, for a client that lost its connection; ?stream=true attaches to it.",
+			Headers: visitorHeaders, ResponseHeaders: threadHeaders,
+			About: "A finished or running completion, for a client that lost its connection; ?stream=true attaches to it.",
 		}, {
 			Method: "POST", Path: "/v1/responses", Access: api.Visitor, Body: json.RawMessage{},
 			Response: json.RawMessage{}, Stream: true, Finite: true, OpenAIErrors: true, MaxBody: limit,
-			Handler: a.Chat.ResponsesHandler(),
+			Handler: a.Chat.ResponsesHandler(), Headers: messageHeaders, ResponseHeaders: answerHeaders,
 			About: "OpenAI's Responses, streamed or not, on the same threads. The thread is conversation, " +
 				"else that of previous_response_id, else X-Thread-Id, else new. background: true returns at once.",
 		}, {
 			Method: "GET", Path: "/v1/responses/{id}", Access: api.Visitor, Response: json.RawMessage{},
 			Query:  map[string]string{"stream": "true attaches to it"},
 			Stream: true, Finite: true, OpenAIErrors: true, Handler: a.Chat.ResponseHandler(),
+			Headers: visitorHeaders, ResponseHeaders: threadHeaders,
 			About: "The current state of a response; ?stream=true attaches to it.",
 		}, {
 			Method: "POST", Path: "/v1/responses/{id}/cancel", Access: api.Visitor, Body: json.RawMessage{},
 			Response: json.RawMessage{}, OpenAIErrors: true, Handler: a.Chat.CancelResponseHandler(),
+			Headers: visitorHeaders, ResponseHeaders: threadHeaders,
 			About: "Cancel a running response. Its text so far stays in the thread.",
 		}, {
 			Method: "GET", Path: "/v1/responses/{id}/input_items", Access: api.Visitor, Response: json.RawMessage{},
-			OpenAIErrors: true, Handler: a.Chat.InputItemsHandler(), About: "The input messages of a response.",
+			OpenAIErrors: true, Handler: a.Chat.InputItemsHandler(),
+			Headers: visitorHeaders, ResponseHeaders: threadHeaders, About: "The input messages of a response.",
 		}, {
 			Method: "DELETE", Path: "/v1/responses/{id}", Access: api.Visitor, Response: json.RawMessage{},
 			OpenAIErrors: true, Handler: a.Chat.DeleteResponseHandler(),
@@ -147,8 +171,8 @@ func (a *App) chatEndpoints() []api.Endpoint {
 		}, {
 			Method: "GET", Path: "/v1/conversations/{id}/items", Access: api.Visitor, Response: json.RawMessage{},
 			OpenAIErrors: true,
-			Handler:      a.Chat.ConversationItemsHandler(),
-			About:        "OpenAI's list of the items of a conversation. Unfinished answers have the status in_progress.",
+			Handler:      a.Chat.ConversationItemsHandler(), Headers: visitorHeaders,
+			About: "OpenAI's list of the items of a conversation. Unfinished answers have the status in_progress.",
 			Query: map[string]string{
 				"after": "The id of the item that the page follows", "limit": "Page size, at most 100", "order": "desc, or asc",
 			},
@@ -162,26 +186,33 @@ func (a *App) visitorEndpoints() []api.Endpoint {
 		{
 			Method: "POST", Path: "/v1/files", Access: api.Visitor, Body: api.FileForm{}, Response: json.RawMessage{},
 			OpenAIErrors: true, MaxBody: int64(a.Config.DocumentMaxBytes) + documents.FormOverhead,
-			Handler: a.Chat.FilesHandler(),
+			Handler: a.Chat.FilesHandler(), ResponseHeaders: map[string]string{visitorToken: aboutNewToken},
+			Headers: map[string]string{
+				visitorToken: aboutVisitor, threadName: "The visitor's name for a thread that gets the file if it exists.",
+			},
 			About: "OpenAI's file upload. A message refers to the file by id. An unused file of a visitor with a token is " +
 				"deleted after an hour, that of a key after a day.",
 		}, {
 			Method: "GET", Path: "/v1/files", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
-			Handler: a.Chat.FileListHandler(), About: "The caller's files.",
+			Handler: a.Chat.FileListHandler(),
+			Headers: visitorHeaders, About: "The caller's files.",
 			Query: map[string]string{
 				"after": "The id that the page follows", "limit": "Page size, at most 10000", "order": "desc, or asc",
 				"purpose": "user_data",
 			},
 		}, {
 			Method: "GET", Path: "/v1/files/{id}", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
-			Handler: a.Chat.FileHandler(), About: "A file of the caller.",
+			Handler: a.Chat.FileHandler(),
+			Headers: visitorHeaders, About: "A file of the caller.",
 		}, {
 			Method: "GET", Path: "/v1/files/{id}/content", Access: api.Visitor, ContentType: "application/octet-stream",
 			OpenAIErrors: true,
-			Handler:      a.Chat.FileContentHandler(), About: "The content of a file, always as an attachment.",
+			Handler:      a.Chat.FileContentHandler(),
+			Headers:      visitorHeaders, About: "The content of a file, always as an attachment.",
 		}, {
 			Method: "DELETE", Path: "/v1/files/{id}", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
-			Handler: a.Chat.DeleteFileHandler(), About: "Delete a file. 409 if a message or flow uses it.",
+			Handler: a.Chat.DeleteFileHandler(),
+			Headers: visitorHeaders, About: "Delete a file. 409 if a message or flow uses it.",
 		}, {
 			Method: "GET", Path: "/v1/models", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.Chat.ModelsHandler(), About: "OpenAI's list of models: the agent.",
@@ -204,13 +235,19 @@ func (a *App) webhookEndpoints() []api.Endpoint {
 			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{},
 			Response: webhook.Response{}, Status: 202,
 			AlreadyDone: true, MaxBody: webhooks.MaxBodyBytes, Expect: a.Webhook.Expect, Busy: a.Webhook.Busy,
-			Handler: a.Webhook.Receive(),
+			Handler: a.Webhook.Receive(), Errors: []int{
+				http.StatusBadRequest, http.StatusUnauthorized, http.StatusNotFound, http.StatusInternalServerError,
+				http.StatusServiceUnavailable,
+			},
 			About: "Receive a webhook: verify, store and acknowledge it with its trace. A repeated delivery returns 200 with " +
 				"the first trace.",
 		}, {
 			Method: "GET", Path: "/webhooks/{endpoint}", Access: api.Public, ContentType: "text/plain",
-			Handler: a.Webhook.Challenge(),
-			About:   "Answer Meta's challenge: echo hub.challenge to a caller with the endpoint's verify token.",
+			Handler: a.Webhook.Challenge(), Errors: []int{
+				http.StatusBadRequest, http.StatusForbidden, http.StatusNotFound, http.StatusInternalServerError,
+				http.StatusServiceUnavailable,
+			},
+			About: "Answer Meta's challenge: echo hub.challenge to a caller with the endpoint's verify token.",
 			Query: map[string]string{
 				"hub.mode": "subscribe", "hub.verify_token": "The endpoint's verify token", "hub.challenge": "The text to echo",
 			},
