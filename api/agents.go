@@ -30,7 +30,7 @@ func (s *server) agentRoutes() []route {
 
 type listedAgent struct {
 	agents.Agent
-	Today daybudgets.Standing `json:"today"` // usage since midnight UTC
+	Today daybudgets.Standing `json:"today" doc:"usage since midnight UTC"`
 }
 
 func (s *server) listAgents(r request) (response, error) {

@@ -370,6 +370,21 @@ func TestEndpointsAreDocumented(t *testing.T) {
 	assert.Truef(t, len(named) == 2, "parameters are %v", named)
 }
 
+func TestOpenAPIDescribesFields(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	components := a.doc["components"].(map[string]any)["schemas"].(map[string]any)
+	for field, want := range map[string]string{
+		"StartRequest.progress_seconds": "0 is no bound", "ReleaseRequest.timeout": "seconds, or text such as 24h or 7d",
+		"StartRequest.on_lost":    "external: fail (default) or hand_on; other flows: resume (default) or fail",
+		"LockResponse.checkpoint": "the latest; null before the first",
+	} {
+		component, name, _ := strings.Cut(field, ".")
+		property := components[component].(map[string]any)["properties"].(map[string]any)[name].(map[string]any)
+		assert.Equal(t, want, fmt.Sprint(property["description"]), field)
+	}
+}
+
 func TestOpenAPIListsClosedSets(t *testing.T) {
 	t.Parallel()
 	a := start(t)

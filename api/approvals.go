@@ -56,7 +56,7 @@ func (s *server) getApproval(r request) (response, error) {
 var approvalDecisions = []string{"approve", "reject"}
 
 type decisionRequest struct {
-	Decision string `json:"decision"` // approve or reject
+	Decision string `json:"decision"`
 	Reason   string `json:"reason,omitempty"`
 }
 

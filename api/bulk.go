@@ -20,7 +20,7 @@ const (
 
 // bulkRequest applies one action to several executions.
 type bulkRequest struct {
-	Action string   `json:"action"` // retry or cancel
+	Action string   `json:"action" doc:"retry or cancel"`
 	IDs    []string `json:"ids"`
 	Reason string   `json:"reason"`
 }
@@ -47,18 +47,18 @@ func (b bulkRequest) check() error {
 type bulkItem struct {
 	ID          string            `json:"id"`
 	TraceID     string            `json:"trace_id,omitempty"`
-	ExecutionID string            `json:"execution_id,omitempty"` // the new execution of a retry
-	Status      executions.Status `json:"status,omitempty"`       // of the new execution, or after the cancel
-	Error       string            `json:"error,omitempty"`        // of a rejected action
+	ExecutionID string            `json:"execution_id,omitempty" doc:"the new execution of a retry"`
+	Status      executions.Status `json:"status,omitempty" doc:"of the new execution, or after the cancel"`
+	Error       string            `json:"error,omitempty" doc:"of a rejected action"`
 	// CancelRequested and Detail are those of the cancel.
 	CancelRequested bool   `json:"cancel_requested,omitempty"`
 	Detail          string `json:"detail,omitempty"`
 }
 
 type bulkResponse struct {
-	Done    int        `json:"done"` // with requested cancels
+	Done    int        `json:"done" doc:"with requested cancels"`
 	Refused int        `json:"refused"`
-	Detail  string     `json:"detail"` // a sentence
+	Detail  string     `json:"detail" doc:"a sentence"`
 	Items   []bulkItem `json:"items"`
 }
 

@@ -19,8 +19,8 @@ type EvalStarter interface {
 // newEvalRun requests a run of a suite.
 type newEvalRun struct {
 	Suite  string `json:"suite"`
-	Model  string `json:"model,omitempty"`  // default the agent's
-	Trials int    `json:"trials,omitempty"` // default the suite's
+	Model  string `json:"model,omitempty" doc:"default the agent's"`
+	Trials int    `json:"trials,omitempty" doc:"default the suite's"`
 }
 
 func (b newEvalRun) check() error {

@@ -40,7 +40,7 @@ type eventRequest struct {
 	Event string          `json:"event"`
 	Key   string          `json:"key"`
 	Data  json.RawMessage `json:"data,omitempty"`
-	ID    string          `json:"id,omitempty"` // idempotency id
+	ID    string          `json:"id,omitempty" doc:"idempotency id"`
 }
 
 // eventResponse lists the resumed executions.

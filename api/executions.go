@@ -76,14 +76,14 @@ func (s *server) listExecutions(r request) (response, error) {
 // executionDetail is a redacted execution with its latest checkpoint and open wait.
 type executionDetail struct {
 	executions.Execution
-	ResultAltered bool                   `json:"result_altered"` // result differs from the flow's: redacted, cut or hidden
+	ResultAltered bool                   `json:"result_altered" doc:"result differs from the flow's: redacted, cut or hidden"`
 	Labels        executions.Labels      `json:"labels"`
-	Checkpoint    *executions.Checkpoint `json:"checkpoint"` // the latest checkpoint; null before the first
-	Waits         []wait                 `json:"waits"`      // the open ones
+	Checkpoint    *executions.Checkpoint `json:"checkpoint" doc:"the latest checkpoint; null before the first"`
+	Waits         []wait                 `json:"waits" doc:"the open ones"`
 }
 
 type wait struct {
-	Number int             `json:"number"` // 1 for the first wait
+	Number int             `json:"number" doc:"1 for the first wait"`
 	For    string          `json:"waiting_for"`
 	Key    string          `json:"waiting_key"`
 	Until  *time.Time      `json:"waiting_until"`

@@ -40,9 +40,8 @@ func (s *server) forkRoutes() []route {
 
 // forkRequest names the step to restart from.
 type forkRequest struct {
-	// a recorded step or scope, or the waiting step; empty: after the last checkpoint
-	From   string          `json:"from,omitempty"`
-	Input  json.RawMessage `json:"input,omitempty"` // default the original's
+	From   string          `json:"from,omitempty" doc:"a recorded step or scope, or the waiting step; empty: after the last checkpoint"`
+	Input  json.RawMessage `json:"input,omitempty" doc:"default the original's"`
 	Latest bool            `json:"latest,omitempty"`
 	Reason string          `json:"reason,omitempty"`
 }

@@ -22,25 +22,20 @@ import (
 )
 
 type startRequest struct {
-	Flow     string          `json:"flow"`
-	Input    json.RawMessage `json:"input,omitempty"`
-	ThreadID string          `json:"thread_id,omitempty"`
-	ChatKey  string          `json:"chat_key,omitempty"` // gets access to the thread under its id
-	ParentID string          `json:"parent_id,omitempty"`
-	// With WaitForCompletion the parent waits: a cancel reaches the child, and the child uses the parent's thread.
-	// The parent then releases its lock with waiting_for agent.
-	WaitForCompletion bool `json:"wait_for_completion,omitempty"`
-	// with wait_for_completion: inherit the parent's lanes; default true
-	CanInheritLock *bool `json:"can_inherit_lock,omitempty"`
+	Flow              string          `json:"flow"`
+	Input             json.RawMessage `json:"input,omitempty"`
+	ThreadID          string          `json:"thread_id,omitempty"`
+	ChatKey           string          `json:"chat_key,omitempty" doc:"gets access to the thread under its id"`
+	ParentID          string          `json:"parent_id,omitempty"`
+	WaitForCompletion bool            `json:"wait_for_completion,omitempty" doc:"the parent waits: a cancel reaches the child, and the child uses the parent's thread; the parent then releases its lock with waiting_for agent"`
+	CanInheritLock    *bool           `json:"can_inherit_lock,omitempty" doc:"with wait_for_completion: inherit the parent's lanes; default true"`
 
-	// external: fail (default) or hand_on; other flows: resume (default) or fail
-	OnLost          string `json:"on_lost,omitempty"`
-	ProgressSeconds int    `json:"progress_seconds,omitempty"` // 0 is no bound
-	Queue           string `json:"queue,omitempty"`            // background (default) or interactive
-	Priority        int    `json:"priority,omitempty"`         // 1 first … 4 last; default 2
-	Reason          string `json:"reason,omitempty"`           // for the audit log
-	// the subject, such as {"order": "A-1001"}; at most 8 labels
-	Labels executions.Labels `json:"labels,omitempty"`
+	OnLost          string            `json:"on_lost,omitempty" doc:"external: fail (default) or hand_on; other flows: resume (default) or fail"`
+	ProgressSeconds int               `json:"progress_seconds,omitempty" doc:"0 is no bound"`
+	Queue           string            `json:"queue,omitempty" doc:"default background"`
+	Priority        int               `json:"priority,omitempty" doc:"1 first … 4 last; default 2"`
+	Reason          string            `json:"reason,omitempty" doc:"for the audit log"`
+	Labels          executions.Labels `json:"labels,omitempty" doc:"the subject, such as order: A-1001; at most 8 labels"`
 }
 
 // lossPolicies are the values of on_lost.

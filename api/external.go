@@ -57,8 +57,8 @@ func (s *server) workerRoutes() []route {
 
 // lockRequest requests the lock on an execution.
 type lockRequest struct {
-	Owner      string `json:"owner"`                 // one process of a worker
-	TTLSeconds *int   `json:"ttl_seconds,omitempty"` // default 30
+	Owner      string `json:"owner" doc:"one process of a worker"`
+	TTLSeconds *int   `json:"ttl_seconds,omitempty" doc:"default 30"`
 }
 
 // maxOwner bounds an owner in characters, as the SQL functions do.
@@ -81,8 +81,8 @@ type lockResponse struct {
 	LockID      string                     `json:"lock_id"`
 	ExpiresAt   time.Time                  `json:"expires_at"`
 	Execution   executions.Execution       `json:"execution"`
-	Checkpoint  *executions.Checkpoint     `json:"checkpoint"`  // the latest; null before the first
-	Checkpoints map[string]json.RawMessage `json:"checkpoints"` // output by step
+	Checkpoint  *executions.Checkpoint     `json:"checkpoint" doc:"the latest; null before the first"`
+	Checkpoints map[string]json.RawMessage `json:"checkpoints" doc:"output by step"`
 }
 
 func lockOf(lock executions.RunLock) lockResponse {
@@ -122,13 +122,12 @@ func ttl(seconds *int) time.Duration {
 
 // claimRequest requests locks on executions of flows.
 type claimRequest struct {
-	Flows       []string `json:"flows"` // external, or external:NAME
+	Flows       []string `json:"flows" doc:"external, or external:NAME"`
 	Owner       string   `json:"owner"`
-	TTLSeconds  *int     `json:"ttl_seconds,omitempty"`  // default 30
-	Max         *int     `json:"max,omitempty"`          // locks; default 1
-	WaitSeconds float64  `json:"wait_seconds,omitempty"` // wait for the first execution; default 0, at most 30
-	// LockIDs are the worker's locks. The response repeats other locks of the owner.
-	LockIDs []string `json:"lock_ids,omitempty"`
+	TTLSeconds  *int     `json:"ttl_seconds,omitempty" doc:"default 30"`
+	Max         *int     `json:"max,omitempty" doc:"locks; default 1"`
+	WaitSeconds float64  `json:"wait_seconds,omitempty" doc:"wait for the first execution; default 0, at most 30"`
+	LockIDs     []string `json:"lock_ids,omitempty" doc:"the worker's locks; the response repeats other locks of the owner"`
 }
 
 const (
@@ -257,7 +256,7 @@ type heartbeatsResponse struct {
 type lockState struct {
 	LockID          string             `json:"lock_id"`
 	ExecutionID     *string            `json:"execution_id"`
-	Live            bool               `json:"live"` // false: void
+	Live            bool               `json:"live" doc:"false: void"`
 	ExpiresAt       *time.Time         `json:"expires_at"`
 	Status          *executions.Status `json:"status"`
 	CancelRequested bool               `json:"cancel_requested"`
@@ -339,7 +338,7 @@ type releaseRequest struct {
 	ErrorMessage  string            `json:"error_message,omitempty"`
 	WaitingFor    string            `json:"waiting_for,omitempty"`
 	WaitingKey    string            `json:"waiting_key,omitempty"`
-	Timeout       json.RawMessage   `json:"timeout,omitempty"` // seconds, or text such as "24h" or "7d"
+	Timeout       json.RawMessage   `json:"timeout,omitempty" doc:"seconds, or text such as 24h or 7d"`
 }
 
 // releaseStatuses are the statuses that a release may set.

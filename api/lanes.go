@@ -39,7 +39,7 @@ const runPrefix = "execution:"
 type laneBreak struct {
 	Lane       string `json:"lane"`
 	Broken     bool   `json:"broken"`
-	Holder     string `json:"holder"` // the former holder
+	Holder     string `json:"holder" doc:"the former holder"`
 	TraceID    string `json:"trace_id"`
 	ActivityID string `json:"activity_id"`
 }

@@ -97,7 +97,7 @@ func (s *server) listMemory(r request) (response, error) {
 
 type memoryWrite struct {
 	Value      json.RawMessage `json:"value"`
-	TTLSeconds float64         `json:"ttl_seconds,omitempty"` // 0 means for ever
+	TTLSeconds float64         `json:"ttl_seconds,omitempty" doc:"0 means for ever"`
 	Reason     string          `json:"reason"`
 }
 
@@ -115,7 +115,7 @@ func (b memoryWrite) check() error {
 var conflictDecisions = []string{"keep", "take"}
 
 type conflictDecision struct {
-	Decision string `json:"decision"` // keep, or take
+	Decision string `json:"decision"`
 	Reason   string `json:"reason"`
 }
 

@@ -335,7 +335,8 @@ func content(mediaType string, schema object) object {
 type object = map[string]any
 
 // schemas derives JSON Schema 2020-12 from the Go types of requests and responses. Those types have no MarshalJSON of
-// their own, and only slices tagged nullable may be nil. Named structs become referenced components.
+// their own, and only slices tagged nullable may be nil. Named structs become referenced components. The tag doc
+// describes a field.
 type schemas struct {
 	components object
 }
@@ -354,7 +355,7 @@ var fieldEnums = map[string][]string{
 	"StartRequest.on_lost":              lossPolicies,
 	"StartRequest.queue":                {executions.Background, executions.Interactive},
 	"ReleaseRequest.status":             releaseStatuses,
-	"ReleaseRequest.waiting_for":        slices.DeleteFunc(executions.WaitKinds(), func(kind string) bool { return kind == "lane" }),
+	"ReleaseRequest.waiting_for":        withoutLane(executions.WaitKinds()),
 	"DecisionRequest.decision":          approvalDecisions,
 	"ConflictDecision.decision":         conflictDecisions,
 	"Wait.waiting_for":                  executions.WaitKinds(),
@@ -364,6 +365,11 @@ var fieldEnums = map[string][]string{
 	"executions_WaitingRow.waiting_for": executions.WaitKinds(),
 	"approvals_Approval.status":         approvalStatuses(),
 	"skills_Skill.trust":                skills.Trusts(),
+}
+
+// withoutLane returns the waits of external workers, which do not wait for lanes.
+func withoutLane(kinds []string) []string {
+	return slices.DeleteFunc(kinds, func(kind string) bool { return kind == "lane" })
 }
 
 // schema describes the JSON of a type. A kind that it does not list counts as an integer.
@@ -441,6 +447,9 @@ func (s *schemas) fields(t reflect.Type) object {
 		}
 		if f.Tag.Get("nullable") == "true" { // a slice that may be null, not only empty
 			property = nullable(property)
+		}
+		if about := f.Tag.Get("doc"); about != "" {
+			property["description"] = about
 		}
 		properties[name] = property
 		if !strings.Contains(options, "omit") {

@@ -18,10 +18,10 @@ type me struct {
 	Name      string     `json:"name"`
 	Kind      string     `json:"kind"`
 	Role      string     `json:"role"`
-	Scopes    []string   `json:"scopes"` // role ∩ scopes of the token
+	Scopes    []string   `json:"scopes" doc:"role ∩ scopes of the token"`
 	TokenID   string     `json:"token_id,omitempty"`
 	SessionID string     `json:"session_id,omitempty"`
-	ExpiresAt *time.Time `json:"expires_at"` // of the session or token
+	ExpiresAt *time.Time `json:"expires_at" doc:"of the session or token"`
 }
 
 func (s *server) getMe(r request) (response, error) {
@@ -46,7 +46,7 @@ type principalDetail struct {
 
 type newPrincipal struct {
 	Name   string          `json:"name"`
-	Kind   string          `json:"kind,omitempty"` // user (default) or service
+	Kind   string          `json:"kind,omitempty" doc:"user (default) or service"`
 	Role   principals.Role `json:"role"`
 	Reason string          `json:"reason"`
 }
@@ -64,11 +64,10 @@ type identityRequest struct {
 }
 
 type tokenRequest struct {
-	Principal string   `json:"principal"`
-	Name      string   `json:"name,omitempty"`
-	Scopes    []string `json:"scopes"`
-	// seconds, or text such as "90d"; a token without it does not expire
-	ExpiresIn json.RawMessage `json:"expires_in,omitempty"`
+	Principal string          `json:"principal"`
+	Name      string          `json:"name,omitempty"`
+	Scopes    []string        `json:"scopes"`
+	ExpiresIn json.RawMessage `json:"expires_in,omitempty" doc:"seconds, or text such as 90d; without it the token does not expire"`
 	Reason    string          `json:"reason"`
 }
 
@@ -79,7 +78,7 @@ type newToken struct {
 }
 
 type loginLink struct {
-	Path      string    `json:"path"` // of the login page, with the secret
+	Path      string    `json:"path" doc:"of the login page, with the secret"`
 	ExpiresAt time.Time `json:"expires_at"`
 }
 

@@ -26,12 +26,12 @@ const (
 )
 
 type health struct {
-	Status string `json:"status"` // ok
+	Status string `json:"status" doc:"ok"`
 }
 
 type readiness struct {
-	Status string           `json:"status"` // ready or unready
-	Checks map[string]check `json:"checks"` // database, schema, writes, worker, draining
+	Status string           `json:"status" doc:"ready or unready"`
+	Checks map[string]check `json:"checks" doc:"database, schema, writes, worker, draining"`
 }
 
 // check is one condition of readiness.

@@ -46,11 +46,11 @@ type skillRow struct {
 // skillHealth is a skill's health in the last 7 days. Percentiles are accurate to 2.5 per cent.
 type skillHealth struct {
 	Calls       int64    `json:"calls"`
-	SuccessRate *float64 `json:"success_rate"` // 0 to 1; null without calls
-	Streak      int64    `json:"streak"`       // failures in a row up to now
+	SuccessRate *float64 `json:"success_rate" doc:"0 to 1; null without calls"`
+	Streak      int64    `json:"streak" doc:"failures in a row up to now"`
 	P50MS       *float64 `json:"p50_ms"`
 	P95MS       *float64 `json:"p95_ms"`
-	State       string   `json:"state"` // enabled, on trial, disabled
+	State       string   `json:"state" doc:"enabled, on trial, disabled"`
 }
 
 // skillChange is the result of enabling or disabling a skill. Changed is false if the action had no effect.
@@ -58,7 +58,7 @@ type skillChange struct {
 	Name        string   `json:"name"`
 	Enabled     bool     `json:"enabled"`
 	Changed     bool     `json:"changed"`
-	Automations []string `json:"automations"` // restored or paused with the skill
+	Automations []string `json:"automations" doc:"restored or paused with the skill"`
 	TraceID     string   `json:"trace_id"`
 	ActivityID  string   `json:"activity_id"`
 }

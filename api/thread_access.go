@@ -41,9 +41,9 @@ func (s *server) accessRoutes() []route {
 }
 
 type joinTokenRequest struct {
-	Reusable    bool            `json:"reusable,omitempty"`     // any number of visitors may join with it, not only one
-	ExpiresIn   json.RawMessage `json:"expires_in,omitempty"`   // seconds, or text such as 24h or 7d; default 24h
-	ExecutionID string          `json:"execution_id,omitempty"` // expires with this execution
+	Reusable    bool            `json:"reusable,omitempty" doc:"any number of visitors may join with it, not only one"`
+	ExpiresIn   json.RawMessage `json:"expires_in,omitempty" doc:"seconds, or text such as 24h or 7d; default 24h"`
+	ExecutionID string          `json:"execution_id,omitempty" doc:"expires with this execution"`
 }
 
 func (i joinTokenRequest) check() error {
@@ -95,10 +95,10 @@ func (s *server) checkLive(ctx context.Context, execution string) error {
 
 // accessRequest names a participant by exactly one of Key, Flow and Webhook.
 type accessRequest struct {
-	Key     string `json:"key,omitempty"` // name of a chat key
+	Key     string `json:"key,omitempty" doc:"name of a chat key"`
 	Flow    string `json:"flow,omitempty"`
-	Webhook string `json:"webhook,omitempty"` // an endpoint
-	Name    string `json:"name,omitempty"`    // the thread's name for the key or endpoint; default its id
+	Webhook string `json:"webhook,omitempty" doc:"an endpoint"`
+	Name    string `json:"name,omitempty" doc:"the thread's name for the key or endpoint; default its id"`
 }
 
 func (b accessRequest) principal() threads.Principal {
@@ -135,7 +135,7 @@ func (b accessRequest) check() error {
 type accessResponse struct {
 	ID       string `json:"id"`
 	ThreadID string `json:"thread_id"`
-	Name     string `json:"name"` // the thread's name for the participant
+	Name     string `json:"name" doc:"the thread's name for the participant"`
 }
 
 func (s *server) grantAccess(r request) (response, error) {

@@ -133,11 +133,11 @@ func (s *server) queued(r request, thread string) (rows []threads.Message, err e
 
 type threadRequest struct {
 	ID          string `json:"id"`
-	Channel     string `json:"channel,omitempty"` // chat (default), webhook or log
-	Target      string `json:"target,omitempty"`  // the outgoing target of channel webhook
+	Channel     string `json:"channel,omitempty" doc:"chat (default), webhook or log"`
+	Target      string `json:"target,omitempty" doc:"the outgoing target of channel webhook"`
 	Participant string `json:"participant,omitempty"`
-	Owner       string `json:"owner,omitempty"`        // a chat key with access; empty: no access until an admin grants it
-	IdleSeconds *int   `json:"idle_seconds,omitempty"` // idle time after which other senders may send; default 600
+	Owner       string `json:"owner,omitempty" doc:"a chat key with access; empty: no access until an admin grants it"`
+	IdleSeconds *int   `json:"idle_seconds,omitempty" doc:"idle time after which other senders may send; default 600"`
 }
 
 // maxIdle bounds idle_seconds: 30 days.
@@ -215,7 +215,7 @@ func (s *server) createThread(ctx context.Context, tx pgx.Tx, o threadRequest) (
 
 // titleRequest names a thread.
 type titleRequest struct {
-	Title *string `json:"title"` // required; "" removes the title
+	Title *string `json:"title" doc:"required; an empty one removes the title"`
 }
 
 func (b titleRequest) check() error {
