@@ -235,24 +235,34 @@ const (
 	maxCalls  = 64 << 10
 )
 
-// storeVerdict stores the verdict of a trial, unless the trial has one.
+// storeVerdict stores the verdict of a trial, unless the trial has one. It adds the worst case of the calls of lost
+// claims to the cost.
 func storeVerdict(ctx context.Context, db postgres.DB, run string, t evals.Trial) error {
 	reasons := make([]string, len(t.Reasons))
 	for i, why := range t.Reasons {
 		reasons[i] = redact.Text(why, 1000)
 	}
 	_, err := db.Exec(ctx, `
+		with lost as (
+		  select a.purpose = @judge as judge, a.cost_usd as usd,
+		         lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens
+		    from agent_activity a
+		   where a.trace_id = @trace_id and a.kind = 'model' and a.status = 'unknown' and a.error_class = 'interrupted')
 		update agent_eval_trials
 		   set verdict = @verdict, reasons = @reasons, answer = @answer, calls = @calls, iterations = @iterations,
-		       tokens = @tokens, cost_usd = @cost_usd, duration_ms = @duration_ms, trace_id = @trace_id,
-		       judgements = @judgements, judge_tokens = @judge_tokens, judge_usd = @judge_usd,
+		       tokens = @tokens + (select coalesce(sum(tokens), 0) from lost where not judge),
+		       cost_usd = @cost_usd + (select coalesce(sum(usd), 0) from lost where not judge),
+		       duration_ms = @duration_ms, trace_id = @trace_id, judgements = @judgements,
+		       judge_tokens = @judge_tokens + (select coalesce(sum(tokens), 0) from lost where judge),
+		       judge_usd = @judge_usd + (select coalesce(sum(usd), 0) from lost where judge),
 		       finished_at = clock_timestamp()
 		 where run_id = @run and case_name = @case and trial = @trial and verdict is null`,
 		postgres.Strict{
 			"verdict": t.Verdict, "reasons": reasons, "answer": redact.Text(t.Answer, maxAnswer),
 			"calls": t.Calls, "iterations": t.Iterations, "tokens": t.Tokens, "cost_usd": t.CostUSD,
 			"duration_ms": t.DurationMS, "trace_id": t.TraceID, "run": run, "case": t.Case, "trial": t.Trial,
-			"judgements": append([]evals.Judgement{}, t.Judgements...), "judge_tokens": t.JudgeTokens, "judge_usd": t.JudgeUSD,
+			"judge": evals.PurposeJudge, "judgements": append([]evals.Judgement{}, t.Judgements...),
+			"judge_tokens": t.JudgeTokens, "judge_usd": t.JudgeUSD,
 		})
 	if err != nil {
 		return fmt.Errorf("store verdict: %w", err)

@@ -382,6 +382,30 @@ func TestInterruptedTrialDoesNotFailByItsLatency(t *testing.T) {
 	assert.Equal(t, evals.Failed, w.run(t, d, runner.Options{}).Status, "a run that was not interrupted")
 }
 
+// A call whose process died counts at its worst case, as in the ledger.
+func TestInterruptedCallCostsItsWorstCase(t *testing.T) {
+	t.Parallel()
+	w := newTestRunner(t)
+	ctx, interrupt := context.WithCancel(t.Context())
+	defer interrupt()
+	var calls atomic.Int32
+	w.script(func(string, []string) modeltest.Reply {
+		if calls.Add(1) == 1 {
+			interrupt()
+			return modeltest.Hang()
+		}
+		return modeltest.Text("It is not due.").WithUsage(1000, 10, 0)
+	})
+	d := ordersSuite()
+	d.Cases, d.Trials = d.Cases[:1], 1
+	run := w.start(t, d, runner.Options{})
+	require.Error(t, w.runner.Work(ctx, run, 1, func(evals.Trial) {}), "the run was not interrupted")
+	require.NoError(t, w.runner.Work(t.Context(), run, 1, func(evals.Trial) {}))
+	pgtest.Equal(t, w.pool, true, `
+		select t.cost_usd = round(b.cost_usd, 6) and t.tokens = b.tokens and b.unknown_tokens > 0
+		  from agent_eval_trials t join agent_budgets b on b.scope = 'eval:' || t.run_id`)
+}
+
 // A restart of the database fails no run.
 func TestRunWaitsForUnavailableDatabase(t *testing.T) {
 	t.Parallel()
