@@ -125,7 +125,7 @@ func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []stri
 			return errors.Join(err, c.writeJUnit(o.junit, nil))
 		}
 	}
-	starts, err := c.prepareRuns(ctx, s, a, names, o)
+	starts, err := c.prepareRuns(ctx, s, a, slices.Compact(slices.Sorted(slices.Values(names))), o)
 	if err != nil {
 		return errors.Join(err, c.writeJUnit(o.junit, nil))
 	}

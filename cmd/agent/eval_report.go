@@ -147,9 +147,9 @@ func writeEvalReport(w io.Writer, r evals.Report) {
 		fmt.Fprintf(w, "calibration of judges: %s besides\n", human.Money(r.CalibrationUSD))
 	}
 	if r.Comparison != nil {
-		fmt.Fprintf(w, "%s: %+.2f (%.2f to %.2f) against run %s of version %d, %s\n", r.Comparison.Answer,
-			r.Comparison.Difference, r.Difference.Low, r.Difference.High, r.Against.ID, r.Against.Version,
-			printable(r.Against.Model))
+		fmt.Fprintf(w, "%s: %+.2f (%.2f to %.2f) against run %s of %s version %d, agent %s version %d, model %s\n",
+			r.Comparison.Answer, r.Comparison.Difference, r.Difference.Low, r.Difference.High, r.Against.ID, r.Suite,
+			r.Against.Version, r.Against.Agent, r.Against.AgentVersion, printable(r.Against.Model))
 	}
 	if r.Control.Answer == stats.Better || r.Control.Answer == stats.Worse {
 		fmt.Fprintln(w, "warning: the even trials of this run differ from its odd ones; do not trust a comparison")

@@ -75,9 +75,11 @@ func TestEvalCommands(t *testing.T) {
 	p.mustFail(2, `"other" is not the id (uuid) of a run; see agent eval ls --runs`, "eval", "run", "--against", "other")
 	assert.Equal(t, calls, len(server.Requests()))
 
-	undecided := p.run("eval", "run", "orders", "--against", "last")
-	assert.Truef(t, undecided.code == 3 && strings.Contains(undecided.out, "undecided: +0.00 (-1.00 to 1.00) against run"),
+	undecided := p.run("eval", "run", "orders", "orders", "--against", "last")
+	assert.Truef(t, undecided.code == 3 && strings.Count(undecided.out, "orders version 1, agent ") == 2,
 		"exit %d: %s%s", undecided.code, undecided.out, undecided.err)
+	assert.Contains(t, undecided.out, "undecided: +0.00 (-1.00 to 1.00) against run ")
+	assert.Contains(t, undecided.out, " of orders version 1, agent agent version 0, model gpt-4o-mini")
 	due = true
 	junit := filepath.Join(dir, "evals.xml")
 	failed := p.run("eval", "run", "--junit", junit)
