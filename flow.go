@@ -1,11 +1,13 @@
 package lanekeeper
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -37,8 +39,9 @@ func ProgressTimeout(d time.Duration) FlowOption {
 	return func(s *executions.Spec) { s.ProgressSeconds = int(math.Ceil(d.Seconds())) }
 }
 
-// Register names a durable function, before [Runtime.Run]. In and Out must survive encoding/json. All programs on the
-// database share the names: every process that registers a name runs the executions that were started under it.
+// Register names a durable function, before [Runtime.Run]. In and Out must survive encoding/json. An input with U+0000
+// is refused; in results U+FFFD replaces it. All programs on the database share the names: every process that registers
+// a name runs the executions that were started under it.
 func Register[In, Out any](
 	r *Runtime, name string, fn func(context.Context, In) (Out, error), opts ...FlowOption,
 ) (Flow[In, Out], error) {
@@ -108,6 +111,24 @@ func encode(value any) (json.RawMessage, error) {
 	return json.Marshal(value)
 }
 
+// checkStorable refuses a key or a JSON value that PostgreSQL cannot store. The server's error would also end the
+// caller's transaction.
+func checkStorable(key string, value json.RawMessage) error {
+	if strings.ContainsRune(key, 0) {
+		return errors.New("PostgreSQL cannot store the character U+0000: remove it from the key or id")
+	}
+	for i := 0; i < len(value); i++ {
+		if value[i] != '\\' {
+			continue
+		}
+		if bytes.HasPrefix(value[i:], []byte(`\u0000`)) {
+			return errors.New("PostgreSQL cannot store the character U+0000: remove it from the value")
+		}
+		i++
+	}
+	return nil
+}
+
 // StartOption configures one start.
 type StartOption func(*executions.Spec)
 
@@ -152,9 +173,16 @@ func (f Flow[In, Out]) StartTx(ctx context.Context, tx pgx.Tx, in In, opts ...St
 
 func (f Flow[In, Out]) startSpec(ctx context.Context, in In, opts []StartOption) (executions.Spec, error) {
 	s := f.spec
-	s.Input = in
+	input, err := encode(in)
+	s.Input = input
 	for _, option := range opts {
 		option(&s)
+	}
+	if err == nil {
+		err = checkStorable(s.DedupeKey, input)
+	}
+	if err != nil {
+		return s, fmt.Errorf("start flow %s: %w", f.name, err)
 	}
 	if err := f.checkReserved(); err != nil {
 		return s, err

@@ -188,8 +188,11 @@ func (r *Runtime) Run(ctx context.Context) error {
 // refused; an empty id never deduplicates. key has at most 2,400 bytes.
 func (r *Runtime) SendEvent(ctx context.Context, key string, data any, id string) error {
 	encoded, err := encode(data)
+	if err == nil {
+		err = checkStorable(key+id, encoded)
+	}
 	if err != nil {
-		return fmt.Errorf("send event %s: %w", key, err)
+		return fmt.Errorf("send event %q: %w", key, err)
 	}
 	_, err = r.engine.Deliver(ctx, r.pool, eventCompleted, key, encoded, id)
 	return err

@@ -503,6 +503,24 @@ func TestStartTxFollowsTransaction(t *testing.T) {
 	assert.Truef(t, err == nil && got == "kept", "%q, %v", got, err)
 }
 
+func TestUnstorableTextLeavesTransactionIntact(t *testing.T) {
+	rt, pool := open(t)
+	echo := register(t, rt, "echo", func(_ context.Context, text string) (string, error) { return text, nil })
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	const want = "PostgreSQL cannot store the character U+0000: remove it from "
+	_, err = echo.StartTx(t.Context(), tx, "a\x00b")
+	assert.ErrorContains(t, err, want+"the value")
+	_, err = echo.StartTx(t.Context(), tx, "ab", lanekeeper.Key("a\x00b"))
+	assert.ErrorContains(t, err, want+"the key or id")
+	_, err = echo.StartTx(t.Context(), tx, `a\u0000b`)
+	require.NoError(t, err)
+	require.NoError(t, tx.Commit(t.Context()))
+	assert.ErrorContains(t, rt.SendEvent(t.Context(), "a\x00b", 1, ""), want+"the key or id")
+	assert.ErrorContains(t, rt.SendEvent(t.Context(), "ab", "a\x00b", ""), want+"the value")
+	assert.ErrorContains(t, rt.SendEvent(t.Context(), "ab", 1, "a\x00b"), want+"the key or id")
+}
+
 func TestHandleWaitsAndCancels(t *testing.T) {
 	rt, _ := open(t)
 	sleeper := register(t, rt, "sleeper", func(ctx context.Context, _ string) (string, error) {

@@ -48,8 +48,8 @@ func StepKey(ctx context.Context) string {
 // Step runs fn once and records its result. Later runs of the flow get the record. An error is a result too, and Step
 // returns it as a *[StepError]. fn may run again if the process dies, or another branch waits, before the record: see
 // [StepKey]. Order distinguishes steps of one name, so parallel branches each need a [Scope]. T must survive
-// encoding/json: the first run gets the value of fn, and later runs get the decoded record. Step also records the error
-// of a ctx that the flow limited itself, such as a timeout.
+// encoding/json: the first run gets the value of fn, and later runs get the decoded record. In both, U+FFFD replaces
+// U+0000. Step also records the error of a ctx that the flow limited itself, such as a timeout.
 func Step[T any](
 	ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...StepOption,
 ) (T, error) {
