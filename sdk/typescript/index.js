@@ -1,5 +1,6 @@
 // Durable workers for Lanekeeper. index.d.ts has the documentation.
 import { randomUUID } from "node:crypto";
+import { setMaxListeners } from "node:events";
 import { hostname } from "node:os";
 import { setTimeout as pause } from "node:timers/promises";
 import { Worker as Thread } from "node:worker_threads";
@@ -40,6 +41,10 @@ export class RequestError extends Error {
     this.status = status;
     this.holder = holder;
   }
+}
+
+for (const [name, type] of Object.entries({ FlowError, ResultError, TimeoutError, LostError, RequestError })) {
+  Object.defineProperty(type.prototype, "name", { value: name, configurable: true, writable: true });
 }
 
 export class Result {
@@ -200,6 +205,7 @@ class Run {
     this.id = lock.execution.id;
     this.traceId = lock.execution.trace_id;
     this.signal = this.#abort.signal;
+    setMaxListeners(0, this.signal); // each of many steps at once listens
   }
 
   get lockId() { return this.#lockId; }
@@ -357,6 +363,8 @@ export class Worker {
     if (name !== "external" && !name.startsWith("external:")) {
       throw new TypeError(`flow ${name}: a worker's flows are external or external:NAME`);
     }
+    if (typeof handler !== "function") throw new TypeError(`flow ${name}: a function is required`);
+    if (this.#flows.has(name)) throw new TypeError(`flow ${name}: the name is registered already`);
     this.#flows.set(name, handler);
   }
 

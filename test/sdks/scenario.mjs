@@ -51,6 +51,7 @@ worker.flow("external:odd", (input) => {
     case "error with NUL": throw new Error("a\0b");
     case "huge error": throw new Error("x".repeat(3 << 20));
     case "stopped": throw new LostError("it was lost");
+    case "infinity": throw new Error("JSON.stringify makes it null");
     case "value": return new Result(1n, "a number");
     case "summary": return new Result(1, {});
     case "key": return worker.client.start("external:scenario", {}, { key: "\u2713" });
@@ -110,6 +111,23 @@ worker.flow("external:broken", async (input, run) => {
   if (input.step) await run.step("read", in_broken_function);
   await run.step("other", in_broken_function).catch(() => {});
   in_broken_function();
+});
+
+worker.flow("external:register", () => {
+  const errors = [];
+  for (const [name, handler] of [["external:twice", 5], ["external:twice", () => {}], ["external:twice", () => {}]]) {
+    try {
+      worker.flow(name, handler);
+    } catch (error) {
+      errors.push(error.message);
+    }
+  }
+  return errors.join("; ");
+});
+
+worker.flow("external:many", async (input, run) => {
+  const steps = Array.from({ length: 20 }, (_, n) => run.step(`step ${n}`, async () => n));
+  return `${(await Promise.all(steps)).length} steps`;
 });
 
 // What a client does besides, from within a step.

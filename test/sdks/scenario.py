@@ -81,6 +81,8 @@ def odd(input, run):
             return Result(1, b"1")
         case "key":
             return worker.client.start("external:scenario", key="\u2713")
+        case "infinity":
+            return worker.client.start("external:scenario", float("inf"))
 
 
 # A name that looks like the key of a repeated step.
@@ -135,6 +137,20 @@ def broken(input, run):
     except KeyError:
         pass
     in_broken_function(None)
+
+
+@worker.flow("external:register")
+def register(input, run):
+    async def coroutine(input, run):
+        pass
+
+    errors = []
+    for handler in (coroutine, lambda input, run: None, lambda input, run: None):
+        try:
+            worker.flow("external:twice")(handler)
+        except (TypeError, ValueError) as error:
+            errors.append(str(error))
+    return "; ".join(errors)
 
 
 # What a client does besides, from within a step.

@@ -297,6 +297,25 @@ func TestErrorHasItsStepTypeAndPlace(t *testing.T) {
 	})
 }
 
+func TestFlowsAreCheckedAtRegistration(t *testing.T) {
+	eachSDK(t, func(w *testEnv) {
+		w.worker("first", w.base, 30)
+		w.checkEnd(w.start("external:register", `{}`), "completed", "flow external:twice: "+
+			w.text("a function is required", "a plain function is required, not async def")+
+			"; flow external:twice: the name is registered already")
+	})
+}
+
+func TestManyStepsAtOnceLogNoWarning(t *testing.T) {
+	onlyTypeScript(t, func(w *testEnv) {
+		worker := w.worker("first", w.base, 30)
+		id := w.start("external:many", `{}`)
+		w.checkEnd(id, "completed", "20 steps")
+		worker.Stop()
+		assert.Truef(w, !strings.Contains(worker.Err.String(), "Warning"), "the log is %s", worker.Err.String())
+	})
+}
+
 func TestStepKeysAreUnique(t *testing.T) {
 	eachSDK(t, func(w *testEnv) {
 		w.worker("first", w.base, 30)
@@ -320,9 +339,10 @@ func TestOddEndFailsFlow(t *testing.T) {
 		for end, want := range map[string][2]string{
 			"error without text": {"unknown error", "NoText"}, "error of nothing": {"unknown error", "BaseException"},
 			"error with NUL": {"a\ufffdb", "a\ufffdb"}, "huge error": {strings.Repeat("x", 1000), strings.Repeat("x", 1000)},
-			"stopped": {"it was lost", "it was lost"},
+			"stopped": {"LostError: it was lost", "LostError: it was lost"},
 			"key":     {"ByteString", "latin-1"}, "value": {"serialize", "serializable"},
-			"summary": {"result_summary must be a string", "serializable"},
+			"infinity": {"", "ValueError: Out of range float values"},
+			"summary":  {"result_summary must be a string", "serializable"},
 		} {
 			text := w.text(want[0], want[1])
 			status, got := w.waitEnded(w.start("external:odd", fmt.Sprintf(`{"end":%q}`, end)))

@@ -103,7 +103,7 @@ class Connection:
     ) -> Any:
         """Returns the JSON of a response. stop ends the repetition with Stopped, attempts with the last error, and
         deadline, of time.monotonic, with TimeoutError."""
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
         if data is not None and len(data) > MAX_BODY:
             raise RequestError(413, f"the body is larger than {MAX_BODY} bytes")
         wait = 0.1

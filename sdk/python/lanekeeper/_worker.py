@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -211,6 +212,10 @@ class Worker:
             raise ValueError(f"flow {name}: a worker's flows are external or external:NAME")
 
         def register(handler: Handler) -> Handler:
+            if not callable(handler) or inspect.iscoroutinefunction(handler):
+                raise TypeError(f"flow {name}: a plain function is required, not async def")
+            if name in self._flows:
+                raise ValueError(f"flow {name}: the name is registered already")
             self._flows[name] = handler
             return handler
 
