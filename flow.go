@@ -41,7 +41,8 @@ func ProgressTimeout(d time.Duration) FlowOption {
 
 // Register names a durable function, before [Runtime.Run]. In and Out must survive encoding/json. An input with U+0000
 // is refused; in results U+FFFD replaces it. All programs on the database share the names: every process that registers
-// a name runs the executions that were started under it.
+// a name runs the executions that were started under it. An input, a result of a flow or step, and the data of an event
+// have at most 16 MiB.
 func Register[In, Out any](
 	r *Runtime, name string, fn func(context.Context, In) (Out, error), opts ...FlowOption,
 ) (Flow[In, Out], error) {
@@ -111,9 +112,15 @@ func encode(value any) (json.RawMessage, error) {
 	return json.Marshal(value)
 }
 
-// checkStorable refuses a key or a JSON value that PostgreSQL cannot store. The server's error would also end the
-// caller's transaction.
+// maxValue bounds an input or the data of an event, as in SQL.
+const maxValue = 16 << 20
+
+// checkStorable refuses a key or a JSON value that PostgreSQL cannot store, or that is too large. The server's error
+// would also end the caller's transaction.
 func checkStorable(key string, value json.RawMessage) error {
+	if len(value) > maxValue {
+		return fmt.Errorf("the value has %d bytes, more than 16 MiB", len(value))
+	}
 	if strings.ContainsRune(key, 0) {
 		return errors.New("PostgreSQL cannot store the character U+0000: remove it from the key or id")
 	}

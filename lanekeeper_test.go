@@ -521,6 +521,15 @@ func TestUnstorableTextLeavesTransactionIntact(t *testing.T) {
 	assert.ErrorContains(t, rt.SendEvent(t.Context(), "ab", 1, "a\x00b"), want+"the key or id")
 }
 
+func TestValueOver16MiBIsRefused(t *testing.T) {
+	rt, _ := open(t)
+	echo := register(t, rt, "echo", func(_ context.Context, text string) (string, error) { return text, nil })
+	large := strings.Repeat("x", 16<<20)
+	_, err := echo.Start(t.Context(), large)
+	assert.ErrorContains(t, err, "start flow echo: the value has 16777218 bytes, more than 16 MiB")
+	assert.ErrorContains(t, rt.SendEvent(t.Context(), "k", large, ""), "more than 16 MiB")
+}
+
 func TestHandleWaitsAndCancels(t *testing.T) {
 	rt, _ := open(t)
 	sleeper := register(t, rt, "sleeper", func(ctx context.Context, _ string) (string, error) {

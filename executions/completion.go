@@ -42,7 +42,7 @@ type completionResult struct {
 func (r *run) complete(
 	ctx context.Context, last *deferredCheckpoint, status Status, result Result, failure error,
 ) error {
-	value, _, err := encode(result.Value)
+	value, _, err := encodeResult(result.Value)
 	if err != nil {
 		status, failure, value = Failed, fmt.Errorf("encode result: %w", err), nil
 	}

@@ -24,6 +24,18 @@ func encode(v any) (text json.RawMessage, altered bool, err error) {
 	return text, true, err
 }
 
+// maxResult bounds a stored result, as check_agent_size does for the functions in SQL.
+const maxResult = 16 << 20
+
+// encodeResult is encode for the result of a step or flow.
+func encodeResult(v any) (text json.RawMessage, altered bool, err error) {
+	text, altered, err = encode(v)
+	if err == nil && len(text) > maxResult {
+		err = fmt.Errorf("it has %d bytes, more than 16 MiB", len(text))
+	}
+	return text, altered, err
+}
+
 // sanitize returns the JSON of v with the replacements of encode.
 func sanitize(v any) (text json.RawMessage, altered bool, err error) {
 	if text, err = safeMarshal(v); err != nil {

@@ -147,9 +147,9 @@ func recordResult[T any](
 	if failure != nil {
 		stored = failure
 	}
-	output, altered, err := encode(stored)
+	output, altered, err := encodeResult(stored)
 	if err != nil {
-		failure = &StepError{Step: s.key, Class: "result", Message: "the result cannot be stored: " + err.Error()}
+		failure = unstorableResult(s, err)
 		if output, altered, err = encode(failure); err != nil {
 			return zero, fmt.Errorf("step %s: encode its error: %w", s.key, err)
 		}
@@ -163,8 +163,7 @@ func recordResult[T any](
 	}
 	switch {
 	case failure == nil && unstorable(err): // such as a number that is too large for jsonb
-		return recordResult(ctx, r, s, effect, zero,
-			&StepError{Step: s.key, Class: "result", Message: "the result cannot be stored: " + err.Error()})
+		return recordResult(ctx, r, s, effect, zero, unstorableResult(s, err))
 	case err != nil:
 		return zero, err
 	case failure != nil:
@@ -175,6 +174,11 @@ func recordResult[T any](
 	}
 	r.setFailedStep("")
 	return value, err
+}
+
+func unstorableResult(s stepSpec, err error) *StepError {
+	return &StepError{Step: s.key, Class: "result", Message: fmt.Sprintf(
+		"the result of step %s cannot be stored: %v", s.key, err)}
 }
 
 // flushAndRecord writes the deferred checkpoint and then the result of a step.

@@ -24,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // quotaError is an error with a class, like that of a client library.
@@ -323,6 +324,34 @@ func TestStepNeedsName(t *testing.T) {
 		return nil, err
 	})
 	assert.True(t, got.Status == executions.Failed && postgres.Deref(got.ErrorMessage) == "a step needs a name", got)
+}
+
+func TestResultOver16MiBIsRefused(t *testing.T) {
+	t.Parallel()
+	large := strings.Repeat("x", 16<<20)
+	const limit = "it has 16777218 bytes, more than 16 MiB"
+	for name, c := range map[string]struct {
+		says string
+		flow func(ctx context.Context) (any, error)
+	}{
+		"step": {"the result of step make cannot be stored: " + limit, func(ctx context.Context) (any, error) {
+			return executions.Step(ctx, "make", func(context.Context) (string, error) { return large, nil })
+		}},
+		"transaction": {"encode the result of step make: " + limit, func(ctx context.Context) (any, error) {
+			return executions.StepTx(ctx, "make", func(context.Context, pgx.Tx) (string, error) { return large, nil })
+		}},
+		"flow": {"encode result: " + limit, func(context.Context) (any, error) { return large, nil }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			p := newEngine(t, pgtest.DB(t), flowMap(func(ctx context.Context) (executions.Result, error) {
+				return resultOf(c.flow(ctx))
+			}))
+			got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+			assert.Truef(t, err == nil && got.Status == executions.Failed && postgres.Deref(got.ErrorMessage) == c.says,
+				"%s, %.200q, %v", got.Status, postgres.Deref(got.ErrorMessage), err)
+		})
+	}
 }
 
 // createEffects creates a table for the effects of StepTx. The function counts its rows.

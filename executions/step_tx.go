@@ -113,8 +113,8 @@ func tryTx[T any](
 		if tx.Conn().PgConn().TxStatus() == 'I' { // by the text of a statement
 			return errTxEnded
 		}
-		if output, altered, err = encode(value); err != nil {
-			return fmt.Errorf("encode result: %w", err)
+		if output, altered, err = encodeResult(value); err != nil {
+			return fmt.Errorf("encode the result of step %s: %w", s.key, err)
 		}
 		b := &pgx.Batch{}
 		variables = r.pendingVariables()
@@ -248,7 +248,7 @@ func (r *run) queueCompletionLock(b *pgx.Batch) {
 
 // queueResult queues the completion of the execution.
 func (r *run) queueResult(b *pgx.Batch, result Result) (*completionResult, error) {
-	value, _, err := encode(result.Value)
+	value, _, err := encodeResult(result.Value)
 	if err != nil {
 		return nil, fmt.Errorf("encode result: %w", err)
 	}
