@@ -449,3 +449,29 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 	answer, err = call(t, pool, "skill_list", `{"words":"memory delete"}`)
 	assert.Truef(t, err == nil && column(t, answer, "skills", "name") == "memory_forget", "got %v, %v", answer, err)
 }
+
+func TestOtherAgentsObjectiveIsNotChanged(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for _, d := range []agents.Definition{{Name: "sales", Default: true}, {Name: "billing"}, {Name: "full"}} {
+		_, err := agents.Put(t.Context(), pool, d)
+		require.NoError(t, err)
+	}
+	for _, d := range []objectives.Definition{
+		{Name: "bill", Goal: "Bill.", Agent: "billing", Steps: []string{"send"}}, {Name: "tidy", Goal: "Be tidy."},
+	} {
+		_, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace)
+		require.NoError(t, err)
+	}
+	const want = `objective "bill" belongs to agent billing; only that agent and the default agent change it`
+	_, err := callAs(t, pool, "full", "objective_update", `{"objective": "bill", "note": "mine"}`)
+	assert.ErrorContains(t, err, want)
+	_, err = callAs(t, pool, "full", "objective_advance", `{"objective": "bill", "step": "send", "result": "sent"}`)
+	assert.ErrorContains(t, err, want)
+	pgtest.Equal(t, pool, "", `select string_agg(note, '') from agent_objectives`)
+	for _, allowed := range [][2]string{{"billing", "bill"}, {"sales", "bill"}, {"full", "tidy"}} {
+		_, err := callAs(t, pool, allowed[0], "objective_update", fmt.Sprintf(`{"objective": %q, "add_steps": ["go"]}`,
+			allowed[1]))
+		assert.NoError(t, err)
+	}
+}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
@@ -118,6 +119,31 @@ func objectivePropose(ctx context.Context, db postgres.Beginner, who acting, arg
 }
 
 const waitsForAdmin = "a proposal: nothing is done about it until an administrator accepts it"
+
+// ownedObjective refuses a change of an objective that names another agent, except by the default agent.
+func ownedObjective[A interface{ objective() string }](
+	directory *agents.Directory, change func(ctx context.Context, db postgres.Beginner, who acting, args A) (any, error),
+) func(ctx context.Context, db postgres.Beginner, who acting, args A) (any, error) {
+	return func(ctx context.Context, db postgres.Beginner, who acting, args A) (any, error) {
+		o, err := objectives.Get(ctx, db, args.objective())
+		if err != nil {
+			return nil, invalidIf(err, objectives.ErrNotFound)
+		}
+		all, err := directory.List(ctx, db)
+		if err != nil {
+			return nil, err
+		}
+		owner, caller := agents.Acting(all, o.Agent), agents.Acting(all, who.Agent)
+		if o.Agent != "" && owner.Name != caller.Name && !caller.Default {
+			return nil, invalid(fmt.Sprintf("objective %q belongs to agent %s; only that agent and the default agent change it",
+				o.Name, owner.Name))
+		}
+		return change(ctx, db, who, args)
+	}
+}
+
+func (a objectiveUpdateArgs) objective() string  { return a.Objective }
+func (a objectiveAdvanceArgs) objective() string { return a.Objective }
 
 type objectiveUpdateArgs struct {
 	Objective string   `json:"objective"`

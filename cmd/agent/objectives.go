@@ -121,6 +121,7 @@ func writeObjective(w io.Writer, o shownObjective) {
 		{"status", o.Status},
 		{"reached when", o.SuccessCriteria},
 		{"progress", fmt.Sprintf("%d of %d steps (%s), %d failed", o.Done, o.Total, human.Percent(o.Progress), o.Failed)},
+		{"agent", o.Agent},
 		{"priority", fmt.Sprint(o.Priority)},
 		{"round", fmt.Sprint(o.Round)},
 		{"every", every},
