@@ -113,8 +113,11 @@ func TestSameCallHasOneApproval(t *testing.T) {
 	first := requestApproval(t, pool, s, `{"table":"x","n":1}`)
 	assert.Equal(t, first, requestApproval(t, pool, s, `{"n": 1, "table": "x"}`))
 	assert.True(t, requestApproval(t, pool, s, `{"table":"y","n":1}`) != first, "another call led to the same approval")
-	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'pending_approval'
-		and skill_name = 'drop'`))
+	assert.Equal(t, 3, pgtest.Value[int](t, pool, `select count(distinct trace_id) from agent_activity
+		where status = 'pending_approval' and skill_name = 'drop'`))
+	pgtest.Equal(t, pool, 2, `select count(*) from agent_activity where output ->> 'approval_id' = $1`, first)
+	pgtest.Equal(t, pool, true, `select activity_id = (select min(n.id::text)::uuid from agent_activity n
+		where n.output ->> 'approval_id' = a.id::text) from agent_approvals a where id::text = $1`, first)
 	pending, err := approvals.Pending(t.Context(), pool, 10)
 	require.NoError(t, err)
 	require.Equal(t, 2, len(pending), "pending approvals")

@@ -18,7 +18,7 @@ import (
 )
 
 // Ask requests an approval as a durable step. Without Park, a second request for the same call returns the open
-// approval.
+// approval. A request of another execution has its own activity; the approval names that of the first.
 func Ask(ctx context.Context, r Request) (Approval, error) {
 	hash, err := Hash(r.Args)
 	if err != nil {
@@ -31,15 +31,15 @@ func Ask(ctx context.Context, r Request) (Approval, error) {
 			}
 		}
 		asked, fresh, err := insert(ctx, tx, r, hash)
-		if err != nil || !fresh {
+		current, _ := executions.Current(ctx)
+		if err != nil || !fresh && postgres.Deref(asked.ExecutionID) == current.ID {
 			return asked, err
 		}
-		current, _ := executions.Current(ctx)
 		note, err := activity.Note(ctx, tx, activity.Entry{
 			Skill: r.Skill, SkillID: r.SkillID, Claim: current.Claim, Kind: activity.KindCall, Input: r.Args,
 		}, activity.Outcome{Status: activity.PendingApproval, Output: map[string]string{"approval_id": asked.ID}})
-		if err != nil {
-			return Approval{}, err
+		if err != nil || !fresh {
+			return asked, err
 		}
 		_, err = tx.Exec(ctx, `
 			with noted as (update agent_approvals set activity_id = @note where id = @id returning id)
