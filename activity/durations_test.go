@@ -2,6 +2,7 @@ package activity_test
 
 import (
 	"fmt"
+	"math"
 	"testing"
 	"time"
 
@@ -29,5 +30,12 @@ func TestModelDurationsDoNotDependOnTheCollation(t *testing.T) {
 			now.AddDate(0, 0, 1))
 		require.NoError(t, err)
 		assert.Equal(t, want, fmt.Sprint(got), collation)
+	}
+}
+
+func TestPercentilesOfShortDurationsAreExact(t *testing.T) {
+	for ms := 1; ms < 20; ms++ {
+		bucket := int32(math.Floor(math.Log(float64(ms)) / math.Log(1.05)))
+		assert.Equal(t, float64(ms), *activity.Percentile(0.95, []int32{bucket}, []int64{3}))
 	}
 }

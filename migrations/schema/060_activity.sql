@@ -349,8 +349,12 @@ begin
                and (u.hour at time zone 'UTC')::date >= (p_since at time zone 'UTC')::date) y
      where cardinality(p_skills) > 0 group by y.skill, y.bucket),
   ladder as (
-    -- The middle of a bucket.
-    select b.skill, case when b.bucket < 0 then 0 else power(1.05::float8, b.bucket + 0.5::float8) end as ms,
+    -- The only whole number of a bucket, or its middle.
+    select b.skill,
+           case when b.bucket < 0 then 0
+                when ceil(power(1.05::float8, b.bucket)) + 1 >= power(1.05::float8, b.bucket + 1)
+                  then ceil(power(1.05::float8, b.bucket))
+                else power(1.05::float8, b.bucket + 0.5::float8) end as ms,
            sum(b.calls) over (partition by b.skill order by b.bucket) as upto,
            sum(b.calls) over (partition by b.skill) - 1 as last
       from lasted b where b.skill = any (p_skills)),
