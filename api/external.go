@@ -354,6 +354,9 @@ func (r releaseRequest) check() error {
 		return problem.BadBody("status is %.60q; use completed, failed or waiting", r.Status)
 	case !waiting && (r.WaitingFor != "" || r.WaitingKey != "" || isSet(r.Timeout)):
 		return problem.BadBody("waiting_for, waiting_key and timeout belong to status waiting, not %s", r.Status)
+	case waiting && r.WaitingFor == "":
+		return problem.BadBody("waiting_for is missing; use response, agent, document, signature, test, event, delay or " +
+			"approval")
 	case waiting && (r.ResultSummary != "" || isSet(r.Result)):
 		return problem.BadBody("result_summary and result exclude status waiting")
 	case r.ErrorMessage != "" && r.Status != executions.Failed:

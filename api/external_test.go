@@ -246,7 +246,7 @@ func TestInvalidExternalRequests(t *testing.T) {
 		{"DELETE", held, `{"status":"cancelled"}`, 400, "completed, failed or waiting"},
 		{"DELETE", held, `{"status":"completed","waiting_for":"event"}`, 400, "status waiting"},
 		{"DELETE", held, `{"status":"completed","error_message":"x"}`, 400, "status failed"},
-		{"DELETE", held, `{"status":"waiting"}`, 400, "response, agent"},
+		{"DELETE", held, `{"status":"waiting"}`, 400, "waiting_for is missing; use response, agent"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"lane","waiting_key":"x"}`, 400, "response, agent"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"event"}`, 400, "wait for event needs a key"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"w"}`, 400, "the id of an execution"},

@@ -214,6 +214,13 @@ func TestUsedEventIDIsRefused(t *testing.T) {
 		_, err := pool.Exec(t.Context(), query)
 		assert.Truef(t, postgres.IsCode(err, "22023"), "%s: error %v, want SQLSTATE 22023", query, err)
 	}
+	for query, says := range map[string]string{
+		`select raise_agent_event('', 'one')`:      "needs a name, and a key that is not null",
+		`select fence_agent_execution(null, null)`: "of execution null is stale",
+	} {
+		_, err := pool.Exec(t.Context(), query)
+		assert.Contains(t, fmt.Sprint(err), says)
+	}
 	assert.Equal(t, executions.Waiting, getExecution(t, pool, id).Status)
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_events`))
 }

@@ -404,6 +404,13 @@ func TestInvalidInputChangesNothing(t *testing.T) {
 			wantCode(t, err, "22023")
 		})
 	}
+	for query, says := range map[string]string{
+		`select await_agent_lock('held', 'b', 60, -1)`: "give 1 to 60; up to 2592000 counts as 60",
+		`select fence_agent_lock(null, null)`:          "token null of lane null is stale",
+	} {
+		_, err := db.Exec(t.Context(), query)
+		assert.Contains(t, fmt.Sprint(err), says)
+	}
 	assert.ErrorIs(t, lanes.Prune(t.Context(), db, -30*24*time.Hour), lanes.ErrInvalid)
 	for _, reason := range []any{nil, "", "  "} {
 		_, err := db.Exec(t.Context(), `select break_agent_lock('held', $1)`, reason)

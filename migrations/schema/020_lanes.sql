@@ -214,7 +214,8 @@ begin
   select l.expires_at into ends from agent_locks l
    where l.lane = p_lane and l.fencing_token = p_fencing_token for key share;
   if not found or ends <= clock_timestamp() then
-    raise exception 'token % of lane % is stale: the lane was lost', p_fencing_token, quote_literal(left(p_lane, 255))
+    raise exception 'token % of lane % is stale: the lane was lost', coalesce(p_fencing_token::text, 'null'),
+      coalesce(quote_literal(left(p_lane, 255)), 'null')
       using errcode = 'LK001', hint = 'Stop the work: another run may hold the lane.';
   end if;
 end $$;
@@ -496,7 +497,7 @@ declare
   ttl   int := case when p_hand_over then p_ttl_seconds else 0 end;
 begin
   if (p_patience_seconds between 1 and 2592000) is not true then
-    raise exception 'patience of % seconds for lane % is not valid: give 1 to 2592000 (30 days)',
+    raise exception 'patience of % seconds for lane % is not valid: give 1 to 60; up to 2592000 counts as 60',
       coalesce(p_patience_seconds::text, 'null'), coalesce(quote_literal(left(p_lane, 40)), 'null')
       using errcode = '22023';
   end if;

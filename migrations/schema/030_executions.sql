@@ -664,7 +664,7 @@ begin
     return true;
   end if;
   raise exception '% of execution % is stale: the run was handed on, ended, or its worker''s lease expired',
-    case when p_claim >= 0 then 'claim ' || p_claim else 'the lock' end, p_id
+    case when p_claim >= 0 then 'claim ' || p_claim else 'the lock' end, coalesce(p_id::text, 'null')
     using errcode = 'LK001', hint = 'Stop the work: another worker has the run, or it has ended.';
 end $$;
 comment on function fence_agent_execution is

@@ -357,7 +357,7 @@ create or replace function lanekeeper.check_agent_event_id(p_event text, p_key t
 language plpgsql immutable as $$
 begin
   if p_event is null or p_event = '' or p_key is null then
-    raise exception 'an event needs a name and a key' using errcode = '22023';
+    raise exception 'an event needs a name, and a key that is not null' using errcode = '22023';
   elsif p_id like 'completed %' or p_id like 'approval %' and p_event <> 'APPROVAL_DECIDED' then
     raise exception 'id % of an event is reserved', quote_literal(left(p_id, 60)) using errcode = '22023',
       hint = 'The end of an execution and the decision on an approval have such ids.';
@@ -366,7 +366,7 @@ begin
   end if;
 end $$;
 comment on function lanekeeper.check_agent_event_id is
-  'Refuse with 22023 an event without a name or key, with a reserved id, or too long for the indexes.';
+  'Refuse with 22023 an event without a name, with a null key, with a reserved id, or too long for the indexes.';
 
 create or replace function lanekeeper.check_agent_event(p_event text, p_key text, p_data jsonb, p_id text) returns text
 language plpgsql stable as $$
