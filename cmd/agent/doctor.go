@@ -150,25 +150,7 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	if err := migrations.CheckClient(ctx, s.Pool); err != nil {
 		add("client role", warning{err}, "")
 	}
-	var workers, stuck int
-	var pending bool
-	err = s.Pool.QueryRow(ctx, `
-		select (select count(*) from agent_workers where kind = 'process' and expires_at > clock_timestamp()),
-		       (select count(*) from agent_executions_stuck),
-		       exists (select from agent_executions where status = 'pending')`).Scan(&workers, &stuck, &pending)
-	alive := fmt.Sprintf("%d alive", workers)
-	if workers == 0 {
-		alive = "none alive: only `agent heartbeat` runs heartbeats; start `agent serve` or `agent dev`"
-	}
-	if err == nil && workers == 0 && pending {
-		add("workers", warning{errors.New("executions are pending and no process is alive; start `agent serve`")}, "")
-	} else {
-		add("workers", err, alive)
-	}
-	if err == nil && stuck > 0 {
-		err = fmt.Errorf("%d %s stuck; check that `agent serve` runs", stuck, plural("execution", stuck))
-	}
-	add("executions", err, "none stuck")
+	diagnoseWork(ctx, s, add)
 	diagnosePause(ctx, s, add)
 	diagnoseAutomations(ctx, s, add)
 	diagnoseCounts(ctx, s, add)
@@ -185,6 +167,29 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 	diagnoseChannels(ctx, s, add)
 	c.diagnoseNamed(ctx, s, add)
 	diagnoseEmbedding(ctx, s, add)
+}
+
+// diagnoseWork reports processes, and executions that none runs.
+func diagnoseWork(ctx context.Context, s *session, add func(string, error, string) bool) {
+	var workers, stuck int
+	var pending bool
+	err := s.Pool.QueryRow(ctx, `
+		select (select count(*) from agent_workers where kind = 'process' and expires_at > clock_timestamp()),
+		       (select count(*) from agent_executions_stuck),
+		       exists (select from agent_executions where status = 'pending' and not is_external)`).
+		Scan(&workers, &stuck, &pending)
+	switch {
+	case err != nil || workers > 0:
+		add("workers", err, fmt.Sprintf("%d alive", workers))
+	case pending:
+		add("workers", warning{errors.New("executions are pending and no process is alive; start `agent serve`")}, "")
+	default:
+		add("workers", nil, "none alive: only `agent heartbeat` runs heartbeats; start `agent serve` or `agent dev`")
+	}
+	if err == nil && stuck > 0 {
+		err = fmt.Errorf("%d %s stuck; check that `agent serve` runs", stuck, plural("execution", stuck))
+	}
+	add("executions", err, "none stuck")
 }
 
 // diagnosePause reports what stops autonomous work.

@@ -58,6 +58,9 @@ func TestDoctorWarnsOfMissingProcessAndRights(t *testing.T) {
 	got := p.must("doctor")
 	assert.True(t, !strings.Contains(got, "client role") && strings.Contains(got, "ok   workers"), got)
 	p.must("executions", "start", "external:work")
+	assert.Contains(t, p.must("doctor"), "ok   workers")
+	pgtest.Exec(t, db, `insert into agent_executions (trace_id, surface, flow, status)
+		values (lanekeeper.agent_trace_id('fl'), 'flow', 'orders', 'pending')`)
 	pgtest.Exec(t, db, `revoke select on agent_locks_live from agent_client`)
 	assert.Contains(t, p.must("doctor"),
 		"WARN workers        executions are pending and no process is alive; start `agent serve`",
