@@ -324,7 +324,7 @@ type FlowError struct {
 
 // Error names the execution, its status and the cause.
 func (e *FlowError) Error() string {
-	return fmt.Sprintf("execution %s of flow %s: %s: %s", e.ID, e.Flow, e.Status, e.Message)
+	return strings.TrimSuffix(fmt.Sprintf("execution %s of flow %s: %s: %s", e.ID, e.Flow, e.Status, e.Message), ": ")
 }
 
 // decode reads a recorded value. An absent value decodes to the zero value.

@@ -188,6 +188,9 @@ func (r *Runtime) Run(ctx context.Context) error {
 // refused; an empty id never deduplicates. key has at most 2,400 bytes.
 func (r *Runtime) SendEvent(ctx context.Context, key string, data any, id string) error {
 	encoded, err := encode(data)
+	if err == nil && key == "" {
+		err = errors.New("a key is required")
+	}
 	if err == nil {
 		err = checkStorable(key+id, encoded)
 	}

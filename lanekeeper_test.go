@@ -574,6 +574,7 @@ func TestMisuseReturnsErrors(t *testing.T) {
 	_, noFunction := lanekeeper.Register[int, int](rt, "nobody", nil)
 	_, unprintable := lanekeeper.Register(rt, "a\x00b", func(context.Context, string) (string, error) { return "", nil })
 	_, badPriority := echo.Start(t.Context(), "x", lanekeeper.Priority(9))
+	_, badLimit := lanekeeper.Remote[string, string](rt, "echo", lanekeeper.MaxLostWorkers(-1)).Start(t.Context(), "x")
 	_, reservedStart := lanekeeper.Remote[int, int](rt, "heartbeat").Start(t.Context(), 1)
 	_, reservedName := lanekeeper.Register(rt, "heartbeat",
 		func(context.Context, string) (string, error) { return "", nil })
@@ -592,7 +593,9 @@ func TestMisuseReturnsErrors(t *testing.T) {
 		"starts it itself":                        reservedStart,
 		"a function is required":                  noFunction,
 		"without NUL":                             unprintable,
-		"priority must be 1 to 4":                 badPriority,
+		"priority must be 1 to 4, got 9":          badPriority,
+		"lost workers must be 1 or more, got -1":  badLimit,
+		`send event "": a key is required`:        rt.SendEvent(t.Context(), "", 1, ""),
 		"decode the input of flow echo as string": mistyped,
 		"use Call":                                inside,
 		"register before Run":                     late,
@@ -601,6 +604,8 @@ func TestMisuseReturnsErrors(t *testing.T) {
 	} {
 		assert.ErrorContains(t, err, want)
 	}
+	assert.Equal(t, "execution 1 of flow echo: cancelled",
+		(&lanekeeper.FlowError{Flow: "echo", ID: "1", Status: "cancelled"}).Error())
 }
 
 func TestReservedFlowHasNoParent(t *testing.T) {

@@ -233,9 +233,13 @@ func (s Spec) insertParams(claimedByCaller bool) (insertParams, error) {
 	p.Agent, p.Queue, p.OnLost = cmp.Or(s.Agent, defaultAgent), cmp.Or(s.Queue, Background),
 		cmp.Or(s.OnLost, defaultOnLost)
 	p.Priority, p.MaxAttempts = cmp.Or(s.Priority, defaultPriority), cmp.Or(s.MaxAttempts, defaultMaxAttempts)
-	if p.Priority < 1 || p.Priority > 4 || p.MaxAttempts < 1 || p.ProgressSeconds < 0 {
-		return insertParams{}, fmt.Errorf("priority must be 1 to 4, max attempts 1 or more, progress seconds 0 or more; "+
-			"got %d, %d and %d", p.Priority, p.MaxAttempts, p.ProgressSeconds)
+	switch {
+	case p.Priority < 1 || p.Priority > 4:
+		return insertParams{}, fmt.Errorf("priority must be 1 to 4, got %d", p.Priority)
+	case p.MaxAttempts < 1:
+		return insertParams{}, fmt.Errorf("the number of lost workers must be 1 or more, got %d", p.MaxAttempts)
+	case p.ProgressSeconds < 0:
+		return insertParams{}, fmt.Errorf("the progress timeout must be 0 seconds or more, got %d", p.ProgressSeconds)
 	}
 	return p, nil
 }
