@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"os/signal"
+	"syscall"
 
 	"github.com/lanekeeper/lanekeeper"
 	"github.com/lanekeeper/lanekeeper/server"
@@ -19,7 +20,7 @@ func ship(ctx context.Context, order string) (string, error) {
 }
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	settings := map[string]string{
 		"DATABASE_URL": os.Getenv("DATABASE_URL"), "AGENT_ADMIN_TOKEN": os.Getenv("AGENT_ADMIN_TOKEN"),
