@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"net/http"
 	"os"
 	"os/exec"
 	"strings"
@@ -408,4 +409,11 @@ func TestDecisionReportsTurnEndedElsewhere(t *testing.T) {
 	got := d.runWith(t.Context(), strings.NewReader("/approve "+id+"\n"), "operate", "--session", "ses_1")
 	assert.Equal(t, 0, got.code, got.err)
 	assert.Equal(t, "It is over.\n", got.out)
+}
+
+func TestFailedTurnNamesItsTrace(t *testing.T) {
+	t.Parallel()
+	server := modeltest.New(t, modeltest.Refusal(http.StatusBadRequest, "invalid_request_error", "bad", "no", 0))
+	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=k", "AGENT_MODEL=m")
+	p.mustFail(1, "; see agent trace op_", "operate", "hello")
 }

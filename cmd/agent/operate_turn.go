@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/app"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
@@ -98,6 +99,9 @@ func (o *operator) turnError(ctx context.Context, done operate.Done, err error) 
 	case ctx.Err() != nil:
 		return &exitError{exitInterrupted, nil}
 	case err != nil:
+		if failed, ok := errors.AsType[*problem.Problem](err); ok && failed.TraceID != "" {
+			err = hint(err, "see agent trace %s", failed.TraceID)
+		}
 		return &tracedError{err, o.lastTrace}
 	case done.Ended == operate.WaitingApproval:
 		return &tracedError{hint(errors.New("the turn waits for approval"),
