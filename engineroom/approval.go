@@ -171,7 +171,9 @@ func (room *Room) approvalAfter(ctx context.Context, req *pageRequest) (any, err
 		         then left(a.consumed_for, 36)::uuid end
 		  left join lateral (
 		    select x.status, x.kind, x.skill_name, x.error_message, x.output, x.trace_id, x.duration_ms from agent_activity x
-		     where x.execution_id = u.id and x.step = substr(a.consumed_for, 38) and x.id >= a.id
+		     where x.execution_id = u.id and x.id >= a.id
+		       and (x.step = substr(a.consumed_for, 38)
+		            or right(x.step, length(a.consumed_for) - 36) = '/' || substr(a.consumed_for, 38)) -- within a phase
 		     order by x.id desc limit 1) c on true
 		 where a.id = @id`, postgres.Strict{"id": req.Subject})
 	if err != nil {
