@@ -116,6 +116,6 @@ func TestApprovalShowsOutcome(t *testing.T) {
 		update agent_approvals set consumed_for = $2::text || ' call 1/drop' where id = $1::uuid returning id::text`, id, x)
 	body := wantTexts(t, server.URL+"/approvals/"+id, "was used", "/executions/"+x, "rows", "17", "40 ms", "dropped it")
 	assert.True(t, !strings.Contains(body, "hunter22"), "the page shows a secret of the result")
-	pgtest.Exec(t, pool, `update agent_activity set step = 'follow_through/call 1/drop' where skill_name = 'drop'`)
+	insert(t, pool, `update agent_activity set step = 'follow_through/call 1/drop' where skill_name = 'drop' returning id::text`)
 	wantTexts(t, server.URL+"/approvals/"+id, "was used", "17", "40 ms") // a heartbeat's step is within a phase
 }
