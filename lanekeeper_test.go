@@ -588,19 +588,19 @@ func TestMisuseReturnsErrors(t *testing.T) {
 	_, late := lanekeeper.Register(rt, "late", func(context.Context, string) (string, error) { return "", nil })
 	_, unknown := echo.Handle("00000000-0000-7000-8000-000000000000").Wait(t.Context())
 	for want, err := range map[string]error{
-		"registered already":                      duplicate,
-		"Lanekeeper's own":                        reservedName,
-		"starts it itself":                        reservedStart,
-		"a function is required":                  noFunction,
-		"without NUL":                             unprintable,
-		"priority must be 1 to 4, got 9":          badPriority,
-		"lost workers must be 1 or more, got -1":  badLimit,
-		`send event "": a key is required`:        rt.SendEvent(t.Context(), "", 1, ""),
-		"decode the input of flow echo as string": mistyped,
-		"use Call":                                inside,
-		"register before Run":                     late,
-		"no such execution":                       unknown,
-		"runs already":                            rt.Run(t.Context()),
+		"registered already":                     duplicate,
+		"Lanekeeper's own":                       reservedName,
+		"starts it itself":                       reservedStart,
+		"a function is required":                 noFunction,
+		"without NUL":                            unprintable,
+		"priority must be 1 to 4, got 9":         badPriority,
+		"lost workers must be 1 or more, got -1": badLimit,
+		`send event "": a key is required`:       rt.SendEvent(t.Context(), "", 1, ""),
+		"decode the input of flow echo":          mistyped,
+		"use Call":                               inside,
+		"register before Run":                    late,
+		"no such execution":                      unknown,
+		"runs already":                           rt.Run(t.Context()),
 	} {
 		assert.ErrorContains(t, err, want)
 	}
