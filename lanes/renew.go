@@ -160,19 +160,25 @@ func (k *Keeper) renew(ctx context.Context, holds []*hold) error {
 		byGrant[grantKey{r.Lane, r.FencingToken}] = r
 	}
 	var lost renewParams
-	for _, h := range holds {
-		if r := byGrant[grantKey{h.lane, h.token}]; !r.Renewed && !r.Busy {
-			lost.add(h)
+	var lostHolds []*hold
+	for i, h := range holds {
+		if r := byGrant[grantKey{h.lane, h.token}]; r.Renewed || r.Busy {
+			k.applyRenewal(h, r, sentAt, time.Duration(params.ttls[i])*time.Second, "")
+			continue
 		}
+		lost.add(h)
+		lostHolds = append(lostHolds, h)
 	}
 	breaks := k.readBreaks(ctx, lost)
-	for i, h := range holds {
+	for i, h := range lostHolds {
 		grant := grantKey{h.lane, h.token}
-		ttl := time.Duration(params.ttls[i]) * time.Second
-		k.applyRenewal(h, byGrant[grant], sentAt, ttl, breaks[grant])
+		k.applyRenewal(h, byGrant[grant], sentAt, time.Duration(lost.ttls[i])*time.Second, breaks[grant])
 	}
 	return nil
 }
+
+// breaksTimeout bounds the read of breaks: the holder of a lost lane works on until then.
+const breaksTimeout = 300 * time.Millisecond
 
 type grantKey struct {
 	lane  string
@@ -185,6 +191,8 @@ func (k *Keeper) readBreaks(ctx context.Context, lost renewParams) map[grantKey]
 	if len(lost.lanes) == 0 {
 		return nil
 	}
+	ctx, cancel := context.WithTimeout(ctx, breaksTimeout)
+	defer cancel()
 	list, err := postgres.Rows[struct {
 		Lane         string
 		FencingToken int64

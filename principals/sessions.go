@@ -192,23 +192,22 @@ func Ended(ctx context.Context, db postgres.DB, c *Caller) (*AccessEnded, error)
 	default:
 		return nil, nil
 	}
-	by, err := endedBy(ctx, db, c, act)
-	return &AccessEnded{By: by, Reason: reason}, err
+	return &AccessEnded{By: endedBy(ctx, db, c, act), Reason: reason}, nil
 }
 
-// endedBy returns the principal of the newest act that ended a caller's access; empty without one.
-func endedBy(ctx context.Context, db postgres.DB, c *Caller, act string) (by string, err error) {
-	err = db.QueryRow(ctx, `
+// endedBy returns the principal of the newest act that ended a caller's access; empty if it is unknown. The access ends
+// whether the log can be read or not.
+func endedBy(ctx context.Context, db postgres.DB, c *Caller, act string) (by string) {
+	ctx, cancel := context.WithTimeout(ctx, time.Second)
+	defer cancel()
+	_ = db.QueryRow(ctx, `
 		select coalesce((select a.input ->> 'by' from agent_activity a
 		                  where a.skill_name = @act and a.status = 'success' and a.output ->> 'changed' is distinct from 'false'
 		                    and coalesce(a.input ->> 'revoked_key' = @token, a.input ->> 'login' = @session,
 		                                 a.input ->> 'principal' = @name)
 		                  order by a.id desc limit 1), '')`,
 		postgres.Strict{"act": act, "token": c.TokenID, "session": c.SessionID, "name": c.Name}).Scan(&by)
-	if err != nil {
-		return "", fmt.Errorf("read the end of access: %w", err)
-	}
-	return by, nil
+	return by
 }
 
 // Sessions lists the sessions of a principal, newest first. Empty principal lists all.
