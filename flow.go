@@ -9,6 +9,7 @@ import (
 	"math"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
@@ -39,10 +40,10 @@ func ProgressTimeout(d time.Duration) FlowOption {
 	return func(s *executions.Spec) { s.ProgressSeconds = int(math.Ceil(d.Seconds())) }
 }
 
-// Register names a durable function, before [Runtime.Run]. In and Out must survive encoding/json. An input with U+0000
-// is refused; in results U+FFFD replaces it. All programs on the database share the names: every process that registers
-// a name runs the executions that were started under it. An input, a result of a flow or step, and the data of an event
-// have at most 16 MiB.
+// Register names a durable function, before [Runtime.Run]. In and Out must survive encoding/json. [Flow.Start] refuses
+// an input with U+0000 or of more than 16 MiB. In results, and in the input of a child, U+FFFD replaces U+0000. A
+// result of a flow or step and the data of an event have at most 16 MiB. All programs on the database share the names:
+// every process that registers a name runs the executions that were started under it.
 func Register[In, Out any](
 	r *Runtime, name string, fn func(context.Context, In) (Out, error), opts ...FlowOption,
 ) (Flow[In, Out], error) {
@@ -121,8 +122,8 @@ func checkStorable(key string, value json.RawMessage) error {
 	if len(value) > maxValue {
 		return fmt.Errorf("the value has %d bytes, more than 16 MiB", len(value))
 	}
-	if strings.ContainsRune(key, 0) {
-		return errors.New("PostgreSQL cannot store the character U+0000: remove it from the key or id")
+	if strings.ContainsRune(key, 0) || !utf8.ValidString(key) {
+		return errors.New("PostgreSQL cannot store the character U+0000 or invalid UTF-8: remove it from the key or id")
 	}
 	for i := 0; i < len(value); i++ {
 		if value[i] != '\\' {

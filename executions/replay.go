@@ -237,7 +237,11 @@ func (r *run) compareEnd(x Execution, record *replayRecord, result Result, err e
 	if err != nil {
 		end.Error = postgres.Text(err.Error())
 	}
-	value, _, encodeErr := encode(result.Value)
+	encodeEnd := encode
+	if x.Status == Failed { // older results may be larger than the bound of today
+		encodeEnd = encodeResult
+	}
+	value, _, encodeErr := encodeEnd(result.Value)
 	if encodeErr != nil {
 		status, end.Error = Failed, fmt.Errorf("encode result: %w", encodeErr).Error()
 	} else {
