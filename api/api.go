@@ -21,8 +21,9 @@
 //   - Pages follow the same rules, but they are undocumented, and their errors are pages.
 //   - Admission limits each client before its request uses resources (admission.go, internal/admission). It limits
 //     concurrent requests by class, chat key, webhook endpoint and address, bytes of buffered bodies, and connections.
-//     A request over a limit gets 429 with Retry-After: a webhook after a wait of up to two seconds, others at once. A
-//     body over its route's limit gets 413. Public requests, login, visitors and admins have separate limits.
+//     A request over a limit gets 429 with Retry-After: a webhook after waits of up to two seconds before and after
+//     its body, others at once. A body over its route's limit gets 413. Public requests, login, visitors and admins
+//     have separate limits.
 //   - The server reads a body completely, within its size and time limits, before the route runs. It does not read the
 //     body of a request that Endpoint.Expect rejects. A deadline ends every ordinary request. A stream lasts as long as
 //     its client reads, and ends at shutdown with the cause executions.ErrDraining.

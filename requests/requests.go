@@ -156,9 +156,11 @@ func Ask(
 
 // Close closes a pending request as the durable step name of the execution in ctx.
 func Close(ctx context.Context, name, id string) error {
+	current, _ := executions.Current(ctx)
 	_, err := executions.StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (bool, error) {
 		tag, err := tx.Exec(ctx, `update agent_requests set status = 'closed', completed_at = clock_timestamp()
-			where id = @id::uuid and status = 'pending'`, postgres.Strict{"id": id})
+			where id = @id::uuid and execution_id = @execution::uuid and status = 'pending'`,
+			postgres.Strict{"id": id, "execution": current.ID}) // a fork leaves the request of its original
 		return postgres.Changed(tag, err, "close request")
 	})
 	return err
