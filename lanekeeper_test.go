@@ -508,19 +508,22 @@ func TestUnstorableTextLeavesTransactionIntact(t *testing.T) {
 	echo := register(t, rt, "echo", func(_ context.Context, text string) (string, error) { return text, nil })
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
-	const want = "PostgreSQL cannot store the character U+0000"
+	const (
+		inValue = "PostgreSQL cannot store the character U+0000: remove it from the value"
+		inKey   = "PostgreSQL cannot store the character U+0000 or invalid UTF-8: remove it from the key or id"
+	)
 	_, err = echo.StartTx(t.Context(), tx, "a\x00b")
-	assert.ErrorContains(t, err, want+": remove it from the value")
+	assert.ErrorContains(t, err, inValue)
 	_, err = echo.StartTx(t.Context(), tx, "ab", lanekeeper.Key("a\x00b"))
-	assert.ErrorContains(t, err, want+" or invalid UTF-8: remove it from the key or id")
+	assert.ErrorContains(t, err, inKey)
 	_, err = echo.StartTx(t.Context(), tx, "ab", lanekeeper.Key("a\xff"))
-	assert.ErrorContains(t, err, "invalid UTF-8")
+	assert.ErrorContains(t, err, inKey)
 	_, err = echo.StartTx(t.Context(), tx, `a\u0000b`)
 	require.NoError(t, err)
 	require.NoError(t, tx.Commit(t.Context()))
-	assert.ErrorContains(t, rt.SendEvent(t.Context(), "a\x00b", 1, ""), want+" or invalid UTF-8: remove it from the key or id")
-	assert.ErrorContains(t, rt.SendEvent(t.Context(), "ab", "a\x00b", ""), want+": remove it from the value")
-	assert.ErrorContains(t, rt.SendEvent(t.Context(), "ab", 1, "a\x00b"), want+" or invalid UTF-8: remove it from the key or id")
+	assert.ErrorContains(t, rt.SendEvent(t.Context(), "a\x00b", 1, ""), inKey)
+	assert.ErrorContains(t, rt.SendEvent(t.Context(), "ab", "a\x00b", ""), inValue)
+	assert.ErrorContains(t, rt.SendEvent(t.Context(), "ab", 1, "a\x00b"), inKey)
 }
 
 func TestValueOver16MiBIsRefused(t *testing.T) {
