@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -83,6 +84,54 @@ func askedOffsets(t *testing.T, cursor string) (asked []string) {
 		require.NoError(t, transport.Run(ctx, cursors{cursor: cursor}))
 	})
 	return asked
+}
+
+// received is an inbox that keeps its messages.
+type received struct {
+	cursors
+	messages *[]channels.Incoming
+}
+
+func (r received) Receive(_ context.Context, cursor string, messages ...channels.Incoming) error {
+	for _, m := range messages {
+		*r.messages = append(*r.messages, channels.Incoming{ExternalID: m.ExternalID, Text: m.Text, Ignored: m.Ignored})
+	}
+	return errors.New(cursor) // ends the test
+}
+
+// An update with an unknown type of a field does not stop the others.
+func TestUnreadableUpdateIsIgnored(t *testing.T) {
+	t.Parallel()
+	const bad, good = `{"update_id": 8, "message": {"message_id": "str"}}`,
+		`{"update_id": 9, "message": {"message_id": 2, "from": {"id": 5}, "chat": {"id": 5}, "text": "hello"}}`
+	client := &http.Client{Transport: api(func(method string, _ map[string]any) string {
+		if method != "getUpdates" {
+			return `{"ok": true, "result": true}`
+		}
+		return `{"ok": true, "result": [` + bad + `, ` + good + `]}`
+	})}
+	config := channels.Config{
+		Secrets: map[string]string{"token": "4711:secret", "webhook": "hook"}, Client: client,
+		Logger: slog.New(slog.DiscardHandler),
+	}
+	transport, err := telegram.Open(config)
+	require.NoError(t, err)
+	var got []channels.Incoming
+	err = transport.Run(t.Context(), received{messages: &got})
+	require.Truef(t, err != nil && err.Error() == "4711:10" && len(got) == 2, "cursor %v, %+v", err, got)
+	assert.Contains(t, got[0].Ignored, "it cannot be read")
+	assert.Equal(t, "update 4711 8", got[0].ExternalID)
+	assert.Equal(t, "hello", got[1].Text)
+
+	config.Channel.Settings = map[string]string{"mode": "webhook"}
+	transport, err = telegram.Open(config)
+	require.NoError(t, err)
+	w, r := httptest.NewRecorder(), httptest.NewRequestWithContext(t.Context(), "POST", "/", strings.NewReader(bad))
+	r.Header.Set("X-Telegram-Bot-Api-Secret-Token", "hook")
+	got = nil
+	transport.(channels.Hook).Hook(w, r, received{messages: &got})
+	require.Truef(t, len(got) == 1, "%d %s %+v", w.Code, w.Body, got)
+	assert.Contains(t, got[0].Ignored, "it cannot be read")
 }
 
 // A message follows a group that has become a supergroup. The error of a request with buttons names the necessary

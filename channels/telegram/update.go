@@ -2,6 +2,7 @@ package telegram
 
 import (
 	"cmp"
+	"encoding/json"
 	"strconv"
 	"strings"
 
@@ -13,6 +14,23 @@ type update struct {
 	ID      int64     `json:"update_id"`
 	Message *message  `json:"message"`
 	Click   *callback `json:"callback_query"`
+	err     error     // why the rest is not known
+}
+
+// UnmarshalJSON reads an update. One with an unknown type of a field has its id and an error, because it must not stop
+// the updates after it.
+func (u *update) UnmarshalJSON(b []byte) error {
+	type fields update
+	var id struct {
+		ID int64 `json:"update_id"`
+	}
+	if err := json.Unmarshal(b, &id); err != nil {
+		return err
+	}
+	if err := json.Unmarshal(b, (*fields)(u)); err != nil {
+		*u = update{ID: id.ID, err: err}
+	}
+	return nil
 }
 
 type message struct {
@@ -54,11 +72,17 @@ type callback struct {
 	Data    string   `json:"data"`
 }
 
-// incoming converts updates. It omits messages of bots, messages without a sender, and clicks on messages that Telegram
-// no longer has. Each bot counts its messages, and a person's chat has the same id with every bot.
+// incoming converts updates. It ignores those that cannot be read. It omits messages of bots, messages without a
+// sender, and clicks on messages that Telegram no longer has. Each bot counts its messages, and a person's chat has the
+// same id with every bot.
 func (t *transport) incoming(updates ...update) (list []channels.Incoming) {
 	for _, u := range updates {
 		switch {
+		case u.err != nil:
+			t.config.Logger.Warn("update of Telegram ignored", "channel", t.config.Channel.Name, "update", u.ID, "error", u.err)
+			list = append(list, channels.Incoming{
+				ExternalID: "update " + t.bot() + " " + id(u.ID), Ignored: "it cannot be read: " + u.err.Error(),
+			})
 		case u.Click != nil && u.Click.Message != nil:
 			m := u.Click.Message
 			list = append(list, channels.Incoming{
