@@ -50,7 +50,11 @@ func keysOf(all []agents.Agent) (keys []string) {
 	return slices.Compact(keys)
 }
 
-// threadWarnings reports threads of visitors whose agent their chat key reached before, and does not reach any more.
+// recentThreads bounds the threads that threadWarnings reads.
+const recentThreads = 10_000
+
+// threadWarnings reports threads of visitors whose agent their chat key reached before, and does not reach any more. It
+// reads the most recent threads.
 func threadWarnings(ctx context.Context, db postgres.DB, before, after []agents.Agent) ([]string, error) {
 	if slices.EqualFunc(before, after, func(a, b agents.Agent) bool {
 		return a.Name == b.Name && a.Default == b.Default && slices.Equal(a.Keys, b.Keys)
@@ -62,13 +66,15 @@ func threadWarnings(ctx context.Context, db postgres.DB, before, after []agents.
 		Threads    int64
 	}
 	groups, err := postgres.Rows[group](ctx, db, "count threads", `
-		select owner as key, agent, count(*) as threads from agent_threads where owner_kind in ('key', 'visitor')
-		 group by owner, agent order by owner, agent`)
+		select t.owner as key, t.agent, count(*) as threads
+		  from (select * from agent_threads order by updated_at desc, id desc limit @recent) t
+		 where t.owner_kind in ('key', 'visitor') group by t.owner, t.agent order by t.owner, t.agent`,
+		postgres.Strict{"recent": recentThreads})
 	var warnings []string
 	for _, g := range groups {
 		if now := agents.Acting(after, g.Agent).Name; reaches(before, g.Key, g.Agent) && !reaches(after, g.Key, g.Agent) {
 			warnings = append(warnings, fmt.Sprintf("%s of the chat key %s %s to agent %s, which the key no longer reaches; "+
-				"their visitors get thread_agent until they start another thread", human.Counted(g.Threads, "thread"), g.Key,
+				"their visitors get thread_agent until they start another thread", human.Counted(g.Threads, "recent thread"), g.Key,
 				map[bool]string{true: "belongs", false: "belong"}[g.Threads == 1], now))
 		}
 	}

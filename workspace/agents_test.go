@@ -319,8 +319,8 @@ func TestApplyWarnsOfThreadsOutOfReach(t *testing.T) {
 		pgtest.Exec(t, pool, `insert into agent_threads (id, channel, agent, owner, owner_kind) values (`+thread+`)`)
 	}
 	diff := apply(t, pool, load(t, "a.yaml", sales+"keys: [shop]\n"+full+isDefault))
-	want := []string{"2 threads of the chat key web belong to agent sales, which the key no longer reaches; their visitors get " +
-		"thread_agent until they start another thread"}
+	want := []string{"2 recent threads of the chat key web belong to agent sales, which the key no longer reaches; their " +
+		"visitors get thread_agent until they start another thread"}
 	assert.NoDiff(t, want, diff.Warnings)
 	assert.NoDiff(t, nil, apply(t, pool, load(t, "a.yaml", sales+"keys: [shop]\n"+full+isDefault)).Warnings)
 }
