@@ -135,8 +135,8 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 	var reason string
 	use, short := "reject ID", "Reject a call; its execution resumes with the rejection"
 	if approve {
-		use, short = "approve ID", "Approve a call once with exactly these arguments; its execution resumes, or the next "+
-			"heartbeat of its agent or of the default agent runs it"
+		use, short = "approve ID", "Approve one call with exactly these arguments; its execution resumes, or a "+
+			"heartbeat of its or the default agent runs it"
 	}
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: rowID("an approval", "agent approvals ls --all"),

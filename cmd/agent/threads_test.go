@@ -182,8 +182,8 @@ func TestOpenAPIOfEndpoints(t *testing.T) {
 	assert.Truef(t, !replay.Required, "the body of a replay is required")
 	assert.Truef(t, document.Paths["/v1/chat/completions/{id}"]["get"].Responses["202"].Content != nil, "no 202")
 	for path, want := range map[string]string{
-		"/v1/chat/completions/{id}": "[{id} {include_activity} {include_usage} {stream}]",
-		"/v1/responses/{id}":        "[{id} {stream}]",
+		"/v1/chat/completions/{id}": "[{id} {X-Visitor-Token} {include_activity} {include_usage} {stream}]",
+		"/v1/responses/{id}":        "[{id} {X-Visitor-Token} {stream}]",
 	} {
 		assert.Equal(t, want, fmt.Sprint(document.Paths[path]["get"].Parameters), path)
 	}
