@@ -206,14 +206,18 @@ func (c *cli) playEach(
 			reports = append(reports, report)
 			continue
 		}
+		detached, cancel := context.WithTimeout(context.WithoutCancel(ctx), readTimeout)
+		defer cancel()
+		report, readErr := c.reportEval(detached, s, run.ID, "")
+		if readErr == nil {
+			reports = append(reports, report)
+		}
+		if readErr == nil && report.FinishedAt != nil { // for example, there is no run to compare with
+			return reports, err
+		}
 		c.infof("%s", resume)
 		if exitCode(ctx, err) == exitFailed { // no trial failed by it
 			err = &exitError{exitUndecided, err}
-		}
-		detached, cancel := context.WithTimeout(context.WithoutCancel(ctx), readTimeout)
-		defer cancel()
-		if report, readErr := c.reportEval(detached, s, run.ID, ""); readErr == nil {
-			reports = append(reports, report)
 		}
 		return reports, err
 	}

@@ -176,6 +176,10 @@ func TestEvalRunAfterError(t *testing.T) {
 	text, err = os.ReadFile(file)
 	require.NoError(t, err)
 	assert.Contains(t, string(text), "<testsuites></testsuites>")
+	pgtest.Exec(t, pool, `drop trigger refuse on agent_executions`)
+	ended := p.run("eval", "run", "second", "--against", "last")
+	assert.Truef(t, ended.code == 1 && strings.Contains(ended.err, "no earlier run to compare with") &&
+		!strings.Contains(ended.err, "has not ended"), "exit %d: %s", ended.code, ended.err)
 }
 
 // During a pause no trial begins, so the command stores no run.
