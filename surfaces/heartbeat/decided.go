@@ -31,8 +31,8 @@ type decidedCall struct {
 	Error     string          `json:"error"`
 }
 
-// decidedCalls reads the calls that the agent's heartbeats requested, and that were made or rejected since the agent's
-// last heartbeat prompt. It returns the newest, oldest first.
+// decidedCalls reads the calls that the agent's heartbeats requested, and that ended or were rejected since the agent's
+// last heartbeat prompt. It returns the newest, oldest first. A call that still runs is for a later prompt.
 func (b *heartbeatRun) decidedCalls(ctx context.Context) ([]decidedCall, error) {
 	span, _ := trace.From(ctx)
 	return executions.Step(ctx, "decided", func(ctx context.Context) ([]decidedCall, error) {
@@ -41,26 +41,29 @@ func (b *heartbeatRun) decidedCalls(ctx context.Context) ([]decidedCall, error) 
 			  select coalesce(max(p.created_at), @oldest) as at from agent_activity p
 			   where p.skill_name = 'heartbeat_prompt' and p.kind = 'phase' and p.status = 'success' and p.agent = @agent
 			     and p.id >= lanekeeper.agent_uuid7_floor(@oldest)),
-			decided as (
-			  select a.*, coalesce(a.consumed_at, a.decided_at) as ended_at
-			    from agent_approvals a
+			asked as (
+			  select a.* from agent_approvals a
 			    join agent_executions x on x.id = a.execution_id
 			    left join agent_activity n on n.id = a.activity_id
 			   where a.status in ('consumed', 'rejected') and not a.parked and x.surface = 'heartbeat'
-			     and coalesce(n.agent, x.agent) = @agent and a.id >= lanekeeper.agent_uuid7_floor(@oldest)
-			     and coalesce(a.consumed_at, a.decided_at) >= (select at from last)
-			   order by coalesce(a.consumed_at, a.decided_at) desc limit @limit)
-			select a.skill_name as skill, a.arguments, a.status = 'rejected' as rejected, left(a.reason, 1000) as reason,
-			       coalesce(c.status, '') as status, c.output, coalesce(left(c.error_message, 1000), '') as error
-			  from decided a
-			  left join lateral (
-			    select y.status, y.output, y.error_message from agent_activity y
-			     where y.execution_id = case when a.status = 'consumed' then lanekeeper.agent_uuid(left(a.consumed_for, 36)) end
-			       and y.id >= a.id
-			       and (y.step = substr(a.consumed_for, 38)
-			            or right(y.step, length(a.consumed_for) - 36) = '/' || substr(a.consumed_for, 38))
-			     order by y.id desc limit 1) c on true
-			 order by a.ended_at`,
+			     and coalesce(n.agent, x.agent) = @agent and a.id >= lanekeeper.agent_uuid7_floor(@oldest)),
+			decided as (
+			  select a.*, c.status as call, c.output, c.error_message,
+			         coalesce(c.finished_at, a.consumed_at, a.decided_at) as ended_at
+			    from asked a
+			    left join lateral (
+			      select y.status, y.output, y.error_message, y.finished_at from agent_activity y
+			       where y.execution_id = case when a.status = 'consumed' then lanekeeper.agent_uuid(left(a.consumed_for, 36)) end
+			         and y.id >= a.id
+			         and (y.step = substr(a.consumed_for, 38)
+			              or right(y.step, length(a.consumed_for) - 36) = '/' || substr(a.consumed_for, 38))
+			       order by y.id desc limit 1) c on true),
+			recent as (
+			  select * from decided where call is distinct from 'running' and ended_at >= (select at from last)
+			   order by ended_at desc limit @limit)
+			select skill_name as skill, arguments, status = 'rejected' as rejected, left(reason, 1000) as reason,
+			       coalesce(call, '') as status, output, coalesce(left(error_message, 1000), '') as error
+			  from recent order by ended_at`,
 			postgres.Strict{"agent": span.Agent, "oldest": time.Now().Add(-2 * approvals.Lifetime), "limit": maxDecided})
 	})
 }

@@ -254,6 +254,10 @@ func TestTwoHeartbeatsMakeAnApprovedCallOnce(t *testing.T) {
 	w.runAgent(t, all[1])
 	w.decide(t, true, "")
 	w.replyNothing()
+	row, err := w.pool.Begin(t.Context()) // holds both at the approval's use
+	require.NoError(t, err)
+	defer row.Rollback(context.WithoutCancel(t.Context()))
+	pgtest.Exec(t, row, `select from agent_approvals for update`)
 	var group errgroup.Group
 	for _, a := range []agents.Agent{all[0], all[1]} {
 		e := w.engine(t, false)
@@ -262,6 +266,8 @@ func TestTwoHeartbeatsMakeAnApprovedCallOnce(t *testing.T) {
 			return err
 		})
 	}
+	pgtest.AwaitBlocked(t, w.pool, 2, "use_agent_approval")
+	require.NoError(t, row.Rollback(t.Context()))
 	require.NoError(t, group.Wait())
 	assert.Equal(t, 1, w.calls.Of(`{"eur": 55}`))
 	pgtest.Equal(t, w.pool, "consumed", `select string_agg(status, ' ') from agent_approvals`)
@@ -290,6 +296,37 @@ func TestPromptHasDecidedCalls(t *testing.T) {
 	assert.Truef(t, !strings.Contains(last(), "55"), "the prompt is %s", last())
 	w.runAgent(t, all[1])
 	assert.Truef(t, !strings.Contains(last(), "pay"), "the prompt is %s", last())
+}
+
+// A call that still runs in the default agent's heartbeat is told to its requester after the end.
+func TestPromptHasSlowCallAfterItsEnd(t *testing.T) {
+	t.Parallel()
+	w, all := newPayer(t)
+	w.setReplies(map[string][]modeltest.Reply{"Pay the rent": {modeltest.ToolCall("pay", `{"eur":55}`)}})
+	w.runAgent(t, all[1])
+	w.decide(t, true, "")
+	w.replyNothing()
+	began, ended := make(chan struct{}), make(chan struct{})
+	w.builtins["pay"] = func(ctx context.Context, _ skills.Call) (any, error) {
+		close(began)
+		<-ended
+		return "receipt 7", ctx.Err()
+	}
+	var group errgroup.Group
+	e := w.engine(t, false)
+	group.Go(func() error {
+		_, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.SpecOf(all[0]))
+		return err
+	})
+	<-began
+	w.runAgent(t, all[1])
+	close(ended)
+	require.NoError(t, group.Wait())
+	prompts := w.prompts()
+	assert.Truef(t, !strings.Contains(prompts[len(prompts)-1], "55"), "prompts %q", prompts)
+	w.runAgent(t, all[1])
+	prompts = w.prompts()
+	assert.Contains(t, prompts[len(prompts)-1], `- pay {"eur":55}: approved, success, result "receipt 7"`)
 }
 
 // newHeartbeatWithApprovals returns a heartbeat with the skill drop and two approved calls of it.
