@@ -94,7 +94,9 @@ type received struct {
 
 func (r received) Receive(_ context.Context, cursor string, messages ...channels.Incoming) error {
 	for _, m := range messages {
-		*r.messages = append(*r.messages, channels.Incoming{ExternalID: m.ExternalID, Text: m.Text, Ignored: m.Ignored})
+		*r.messages = append(*r.messages, channels.Incoming{
+			ExternalID: m.ExternalID, Text: m.Text, Ignored: m.Ignored, Raw: m.Raw,
+		})
 	}
 	return errors.New(cursor) // ends the test
 }
@@ -121,6 +123,7 @@ func TestUnreadableUpdateIsIgnored(t *testing.T) {
 	require.Truef(t, err != nil && err.Error() == "4711:10" && len(got) == 2, "cursor %v, %+v", err, got)
 	assert.Contains(t, got[0].Ignored, "it cannot be read")
 	assert.Equal(t, "update 4711 8", got[0].ExternalID)
+	assert.Equal(t, bad, string(got[0].Raw))
 	assert.Equal(t, "hello", got[1].Text)
 
 	config.Channel.Settings = map[string]string{"mode": "webhook"}

@@ -1,6 +1,7 @@
 package telegram
 
 import (
+	"bytes"
 	"cmp"
 	"encoding/json"
 	"strconv"
@@ -15,10 +16,11 @@ type update struct {
 	Message *message  `json:"message"`
 	Click   *callback `json:"callback_query"`
 	err     error     // why the rest is not known
+	raw     []byte    // the source of an update with an err
 }
 
-// UnmarshalJSON reads an update. One with an unknown type of a field has its id and an error, because it must not stop
-// the updates after it.
+// UnmarshalJSON reads an update. One with an unknown type of a field has its id, its source and an error, because it
+// must not stop the updates after it.
 func (u *update) UnmarshalJSON(b []byte) error {
 	type fields update
 	var id struct {
@@ -28,7 +30,7 @@ func (u *update) UnmarshalJSON(b []byte) error {
 		return err
 	}
 	if err := json.Unmarshal(b, (*fields)(u)); err != nil {
-		*u = update{ID: id.ID, err: err}
+		*u = update{ID: id.ID, err: err, raw: bytes.Clone(b)}
 	}
 	return nil
 }
@@ -81,7 +83,7 @@ func (t *transport) incoming(updates ...update) (list []channels.Incoming) {
 		case u.err != nil:
 			t.config.Logger.Warn("update of Telegram ignored", "channel", t.config.Channel.Name, "update", u.ID, "error", u.err)
 			list = append(list, channels.Incoming{
-				ExternalID: "update " + t.bot() + " " + id(u.ID), Ignored: "it cannot be read: " + u.err.Error(),
+				ExternalID: "update " + t.bot() + " " + id(u.ID), Ignored: "it cannot be read: " + u.err.Error(), Raw: u.raw,
 			})
 		case u.Click != nil && u.Click.Message != nil:
 			m := u.Click.Message
