@@ -115,7 +115,7 @@ func (o *evalOptions) checkResume(cmd *cobra.Command, args []string) (err error)
 	return err
 }
 
-// runEvals runs suites one after the other.
+// runEvals runs suites one after the other, each once, in the given order.
 func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []string, o evalOptions) error {
 	if err := c.checkJUnit(o.junit); err != nil {
 		return err
@@ -125,7 +125,13 @@ func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []stri
 			return errors.Join(err, c.writeJUnit(o.junit, nil))
 		}
 	}
-	starts, err := c.prepareRuns(ctx, s, a, slices.Compact(slices.Sorted(slices.Values(names))), o)
+	var once []string
+	for _, name := range names {
+		if !slices.Contains(once, name) {
+			once = append(once, name)
+		}
+	}
+	starts, err := c.prepareRuns(ctx, s, a, once, o)
 	if err != nil {
 		return errors.Join(err, c.writeJUnit(o.junit, nil))
 	}

@@ -124,7 +124,7 @@ func TestEvalCommands(t *testing.T) {
 }
 
 // A run is stored when its trials begin, so no run of the command waits as interrupted. An error of a later suite
-// starts none.
+// starts none. Suites run in the given order.
 func TestEvalRunStoresEachRunWhenItBegins(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
@@ -141,9 +141,10 @@ func TestEvalRunStoresEachRunWhenItBegins(t *testing.T) {
 	p.must("apply", writeFolder(t, map[string]string{
 		"a.yaml": first, "b.yaml": strings.Replace(second, "budget: {cost_usd: 0.1}\n", "", 1),
 	}))
-	p.run("eval", "run")
+	p.run("eval", "run", "second", "orders", "second")
 	pgtest.Equal(t, pool, true, `
 		select max(created_at) > min(finished_at) and count(*) = 2 from agent_eval_runs where finished_at is not null`)
+	pgtest.Equal(t, pool, "second orders", `select string_agg(suite, ' ' order by created_at) from agent_eval_runs`)
 }
 
 // An error of a run is not a failed trial. The command prints how to continue the run, and writes the known results.
