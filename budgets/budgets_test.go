@@ -101,6 +101,21 @@ func TestStepIsReservedAndSettledOnce(t *testing.T) {
 	assert.Equal(t, "400 0.25$ spent, 0 0$ reserved, 0 0$ of 0 unknown", usageOf(t, db, "s"))
 }
 
+func TestReservationReadsItsScopesOnly(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `insert into agent_budgets (scope) select 'visitor ' || n from generate_series(1, 1000) n`)
+	pgtest.Exec(t, db, `analyze agent_budgets`)
+	tx, err := db.Begin(t.Context())
+	require.NoError(t, err)
+	defer tx.Rollback(context.WithoutCancel(t.Context()))
+	_, err = reserve(t, tx, reservation(insertRunning(t, db), 0, scope("s", 1500, 0), scope("visitor 7", 0, 1)))
+	require.NoError(t, err)
+	read := pgtest.Value[int](t, tx, `select (seq_tup_read + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_user_tables
+		where relname = 'agent_budgets'`)
+	assert.Truef(t, read > 0 && read < 20, "%d rows were read", read)
+}
+
 // The request of the lost claim may have been billed, and the next one will be.
 func TestRepeatedCallUnderNewClaimIsReservedTwice(t *testing.T) {
 	t.Parallel()

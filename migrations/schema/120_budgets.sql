@@ -93,7 +93,8 @@ begin
       from (select budget.scope, measure.*, measure.bound - measure.spent - measure.prompt as free, entry.i
               from rows from (jsonb_to_recordset(p_limits) as (scope text, tokens numeric, usd numeric))
                    with ordinality entry (scope, tokens, usd, i)
-              join agent_budgets budget on budget.scope = replace(entry.scope, '{day}', day)
+              join agent_budgets budget  -- any(names): the planner expects 100 entries, and would read all budgets
+                on budget.scope = any (names) and budget.scope = replace(entry.scope, '{day}', day)
              cross join lateral (values
                      ('tokens', entry.tokens, budget.tokens::numeric, budget.reserved_tokens::numeric,
                       need.prompt_tokens::numeric, 1::numeric),
