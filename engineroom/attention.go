@@ -35,6 +35,7 @@ func attentionKinds() []attentionKind {
 		{Kind: "conflict", Title: "Open memory conflicts", List: "/memory#conflicts", item: "/memory#conflict-"},
 		{Kind: "skill", Title: "Disabled skills", List: "/skills?state=disabled", item: "/skills/"},
 		{Kind: "stuck", Title: "Stuck executions", List: "/executions?view=stuck", item: "/executions/"},
+		{Kind: "stall", Title: "Stalled turns", List: "/activity?skill=reasoning&status=error", item: "/traces/"}, // of a day
 		{Kind: "run", Title: "Failed automation runs", List: "/automations#dead", item: "/automations/"},
 		{Kind: "delivery", Title: "Failed webhook deliveries", List: "/deliveries?status=dead", item: "/deliveries/"},
 		{Kind: "outgoing", Title: "Failed outgoing webhooks", List: "/outgoing?status=dead", item: "/outgoing/"},
@@ -107,7 +108,7 @@ func (n attentionKind) Label() string {
 // singularNouns replaces the nouns of titles by their singular.
 var singularNouns = strings.NewReplacer("Approvals", "Approval", "requests", "request", "objectives", "objective",
 	"automations", "automation", "conflicts", "conflict", "skills", "skill", "executions", "execution", "runs", "run",
-	"deliveries", "delivery", "channels", "channel")
+	"deliveries", "delivery", "channels", "channel", "turns", "turn")
 
 // Noun is the title within a sentence.
 func (n attentionKind) Noun() string { return strings.ToLower(n.Title[:1]) + n.Title[1:] }

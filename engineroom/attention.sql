@@ -46,6 +46,14 @@ union all
             and e.updated_at < clock_timestamp() - interval '1 hour' order by e.waiting_until limit @count_limit) x
   order by x.waiting_until limit @limit)
 union all
+(select 'stall', left(x.trace_id, 100), x.trace_id, coalesce(left(x.error_message, 200), ''), x.created_at,
+       count(*) over ()
+   from (select y.id, y.trace_id, y.error_message, y.created_at from agent_activity y
+          where y.skill_name = 'reasoning' and y.error_class = 'stall' and y.surface <> 'eval'
+            and y.id >= lanekeeper.agent_uuid7_floor(statement_timestamp() - interval '1 day')
+          order by y.id desc limit @count_limit) x
+  order by x.id desc limit @limit)
+union all
 (select 'run', left(m.name, 200), m.name,
         case when x.n > 1 then x.n || ' times, the last: ' else '' end || coalesce(left(x.message, 200), ''), x.at, x.total
    from (select y.automation_id, count(*) as n, (array_agg(y.error_message order by y.id desc))[1] as message,

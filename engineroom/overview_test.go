@@ -111,6 +111,10 @@ func seedAttentionItems(t *testing.T, pool *pgxpool.Pool, text string) {
 	insert(t, pool, `
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at)
 		values ('fetch', '{}', 'builtin:x', false, 'self-heal', $1, clock_timestamp()) returning id::text`, text)
+	insert(t, pool, `
+		insert into agent_activity (trace_id, surface, skill_name, status, error_class, error_message, finished_at)
+		values ('ch_00000000000000000000000002', 'chat', 'reasoning', 'error', 'stall', $1, clock_timestamp())
+		  returning id::text`, text)
 	automation := insert(t, pool,
 		`insert into agent_automations (name, prompt) values ('nightly', 'look') returning id::text`)
 	insert(t, pool, `
@@ -160,7 +164,7 @@ func TestAttentionItemsAreCountedAndLinked(t *testing.T) {
 	_, part, _ := strings.Cut(body, `<section id="needs"`)
 	part, _, _ = strings.Cut(part, "</section>")
 	links := regexp.MustCompile(`href="([^"]+)"`).FindAllStringSubmatch(part, -1)
-	assert.Equal(t, 25, len(links))
+	assert.Equal(t, 27, len(links))
 	for _, link := range links {
 		if strings.HasPrefix(link[1], "/skills") || strings.HasPrefix(link[1], "/traces") {
 			continue // another test covers this page; its trace is empty
