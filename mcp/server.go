@@ -40,13 +40,15 @@ type Server struct {
 	Agents  *agents.Directory // its default agent makes the calls; nil: Agent does
 	Version string
 	Logger  *slog.Logger
+
+	calls sync.Map // callKey → context.CancelFunc, of this process
 }
 
 // serverKey is the context key of a request's server.
 type serverKey struct{}
 
-// Handler serves streamable HTTP without sessions, so any process can answer any request. It does not authenticate; put
-// the admin token in front. A response ends with the request's context.
+// Handler serves streamable HTTP without stored sessions, so any process can answer any request. It does not
+// authenticate; put the admin token in front. A response ends with the request's context.
 func (s *Server) Handler() http.Handler {
 	stream := sdk.NewStreamableHTTPHandler(func(r *http.Request) *sdk.Server {
 		server, _ := r.Context().Value(serverKey{}).(*sdk.Server)
@@ -67,6 +69,7 @@ func (s *Server) Handler() http.Handler {
 			http.Error(w, "the offered skills cannot be read now", http.StatusServiceUnavailable)
 			return
 		}
+		r = s.identify(w, r)
 		stream.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), serverKey{}, server)))
 	})
 }
@@ -187,6 +190,8 @@ func (s *Server) addTool(ctx context.Context, server *sdk.Server, skill skills.S
 		Name: skill.Name, Description: description, InputSchema: skill.Parameters(),
 		Annotations: &sdk.ToolAnnotations{IdempotentHint: skill.Idempotent},
 	}, func(ctx context.Context, request *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+		ctx, end := s.cancellable(ctx)
+		defer end()
 		return s.callTool(ctx, skill.Name, request.Params.Arguments)
 	})
 	return true

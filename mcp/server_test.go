@@ -34,12 +34,12 @@ type serverFixture struct {
 	pool     *pgxpool.Pool
 	server   *mcp.Server
 	addCalls atomic.Int32 // calls of add
-	inAdd    func(call int32)
+	inAdd    func(ctx context.Context, call int32)
 }
 
 func newServerFixture(t *testing.T) *serverFixture {
 	t.Helper()
-	f := &serverFixture{t: t, pool: pgtest.DB(t), inAdd: func(int32) {}}
+	f := &serverFixture{t: t, pool: pgtest.DB(t), inAdd: func(context.Context, int32) {}}
 	f.server = f.newServer()
 	for _, d := range []skills.Definition{
 		{Name: "add", Description: "Adds.", Handler: "builtin:add", Parameters: map[string]any{
@@ -63,8 +63,8 @@ func newServerFixture(t *testing.T) *serverFixture {
 func (f *serverFixture) newServer() *mcp.Server {
 	f.t.Helper()
 	registry, err := skills.New(skills.Options{Pool: f.pool, Builtins: map[string]skills.Builtin{
-		"add": func(_ context.Context, c skills.Call) (any, error) {
-			f.inAdd(f.addCalls.Add(1))
+		"add": func(ctx context.Context, c skills.Call) (any, error) {
+			f.inAdd(ctx, f.addCalls.Add(1))
 			var in struct{ A, B int }
 			err := json.Unmarshal(c.Args, &in)
 			return map[string]int{"sum": in.A + in.B}, err
@@ -180,6 +180,63 @@ func TestApprovedAnswerBelongsToItsCaller(t *testing.T) {
 	assert.Truef(t, !r.IsError, "ana's call answers %s", resultText(r))
 }
 
+// Two clients of one principal number their calls alike. A notification cancels the call of its own client.
+func TestHTTPClientCancelsItsCall(t *testing.T) {
+	t.Parallel()
+	f := newServerFixture(t)
+	entered, release := make(chan struct{}, 2), make(chan struct{})
+	f.inAdd = func(ctx context.Context, _ int32) {
+		entered <- struct{}{}
+		select {
+		case <-release:
+		case <-ctx.Done():
+		}
+	}
+	server := httptest.NewServer(f.server.Handler())
+	t.Cleanup(server.Close)
+	post := func(session, body string) (header http.Header, answer string) {
+		r, err := http.NewRequestWithContext(t.Context(), "POST", server.URL, strings.NewReader(body))
+		require.NoError(t, err)
+		r.Header.Set("Content-Type", "application/json")
+		r.Header.Set("Accept", "application/json, text/event-stream")
+		r.Header.Set("Mcp-Protocol-Version", "2025-11-25")
+		if session != "" {
+			r.Header.Set("Mcp-Session-Id", session)
+		}
+		w, err := http.DefaultClient.Do(r)
+		require.NoError(t, err)
+		defer w.Body.Close()
+		text, err := io.ReadAll(w.Body)
+		require.NoError(t, err)
+		return w.Header, string(text)
+	}
+	begin := func() string {
+		header, _ := post("", `{"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": {"protocolVersion": "2025-11-25",
+			"capabilities": {}, "clientInfo": {"name": "old", "version": "1"}}}`)
+		return header.Get("Mcp-Session-Id")
+	}
+	a, b := begin(), begin()
+	require.Truef(t, a != "" && b != "" && a != b, "sessions %q, %q", a, b)
+	answers := map[string]chan string{a: make(chan string, 1), b: make(chan string, 1)}
+	for session, answer := range answers {
+		go func() {
+			_, text := post(session, `{"jsonrpc": "2.0", "id": 1, "method": "tools/call",
+				"params": {"name": "add", "arguments": {"a": 1, "b": 2}}}`)
+			answer <- text
+		}()
+	}
+	<-entered
+	<-entered
+	const cancel = `{"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": 1}}`
+	post("", cancel) // names no client
+	post(a, cancel)
+	assert.Contains(t, <-answers[a], "cancel")
+	close(release)
+	assert.Contains(t, <-answers[b], "lanekeeper/trace-id")
+	pgtest.Equal(t, f.pool, "cancelled completed", `
+		select string_agg(status, ' ' order by status) from agent_executions where flow = 'mcp.call'`)
+}
+
 func toolNames(t *testing.T, session *sdk.ClientSession) []string {
 	t.Helper()
 	var all []string
@@ -249,7 +306,7 @@ func TestCallWaitsForItsLostExecution(t *testing.T) {
 	t.Parallel()
 	f := newServerFixture(t)
 	pgtest.Exec(t, f.pool, `update agent_skills set idempotent = true`)
-	f.inAdd = func(call int32) {
+	f.inAdd = func(_ context.Context, call int32) {
 		if call == 1 {
 			pgtest.Exec(t, f.pool, `select lanekeeper.release_agent_claim(id, claim) from agent_executions`)
 		}
