@@ -18,6 +18,9 @@ func TestListHeldLanes(t *testing.T) {
 	insert(t, pool, `select try_acquire_agent_lock('other', 'another', 60)::text`)
 	wantTexts(t, server.URL+"/lanes", "pipeline:&lt;b&gt;prices&lt;/b&gt;", "someone else",
 		`action="/act/v1/lanes/pipeline:%3Cb%3Eprices%3C%2Fb%3E/break"`)
+	trace := "hb_00000000000000000000000001"
+	insert(t, pool, `select try_acquire_agent_lock('traced', $1, 600)::text`, trace)
+	wantTexts(t, server.URL+"/lanes?lane=traced", `href="/traces/`+trace+`"`)
 	body := wantTexts(t, server.URL+"/lanes?lane=other", "another")
 	assert.True(t, !strings.Contains(body, "someone else"), "the page shows another lane than the requested one")
 	wantTexts(t, server.URL+"/lanes?lane=nobodys", "No owner holds nobodys")

@@ -155,7 +155,7 @@ func (room *Room) readQueueState(ctx context.Context, work *currentWork) error {
 type lock struct {
 	Lane, LockedBy string
 	ExecutionID    *string
-	TraceID        *string
+	TraceID        string
 	FencingToken   int64
 	LockedAt       time.Time
 	ExpiresAt      *time.Time // nil if parked
@@ -164,7 +164,7 @@ type lock struct {
 
 // lockColumns are the columns of a lock, of agent_locks l and agent_executions e, without the waiters.
 const lockColumns = `l.lane, l.locked_by, l.execution_id::text, coalesce(e.trace_id,
-	         substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}')) as trace_id,
+	         substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}'), '') as trace_id,
 	       l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at`
 
 // locks reads the held lanes, newest first.
