@@ -93,6 +93,22 @@ func TestPermanentErrorsAreNotRetried(t *testing.T) {
 	}
 }
 
+// The status of a refusal decides, also if the server is silent before the end of its message.
+func TestStalledRefusalKeepsItsStatus(t *testing.T) {
+	t.Parallel()
+	server := modeltest.New(t, modeltest.Custom(func(w http.ResponseWriter, r *http.Request) {
+		w.WriteHeader(http.StatusUnauthorized)
+		_ = http.NewResponseController(w).Flush()
+		<-r.Context().Done()
+	}))
+	c := client(t, server, func(c *models.Config) { c.IdleTimeout = 2 * time.Second })
+	_, err := c.Complete(t.Context(), ask("hi"))
+	var failure *models.Error
+	require.Truef(t, errors.As(err, &failure), "err = %v, want a *models.Error", err)
+	assert.Truef(t, failure.Status == http.StatusUnauthorized && !failure.Retryable && len(server.Requests()) == 1,
+		"err = %+v after %d requests", failure, len(server.Requests()))
+}
+
 func TestAttemptsAreBounded(t *testing.T) {
 	t.Parallel()
 	fault := modeltest.Status(http.StatusBadGateway, 0)

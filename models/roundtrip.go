@@ -163,10 +163,10 @@ func (l *roundTrip) toError(ctx context.Context, err error) *Error {
 	var silent *idleError
 	var failure *Error
 	switch {
-	case errors.As(context.Cause(ctx), &silent):
-		failure = &Error{Message: silent.Error(), Retryable: true, cause: silent}
 	case l.failure != nil:
 		failure = l.failure
+	case errors.As(context.Cause(ctx), &silent):
+		failure = &Error{Message: silent.Error(), Retryable: true, cause: silent}
 	case !errors.As(err, &failure):
 		failure = transportError(err)
 	}
