@@ -71,9 +71,7 @@ func (l *roundTrip) sawDone() bool { return l.lines != nil && l.lines.done }
 func (l *roundTrip) Do(req *http.Request) (*http.Response, error) {
 	l.config.apply(req)
 	if l.key != "" {
-		// The name is not canonical: for the canonical name, net/http itself would repeat the request after a broken
-		// connection.
-		req.Header["idempotency-key"] = []string{l.key}
+		req.Header.Set("Idempotency-Key", l.key)
 	}
 	if parent := trace.Traceparent(req.Context()); parent != "" {
 		req.Header.Set("Traceparent", parent)
@@ -83,7 +81,7 @@ func (l *roundTrip) Do(req *http.Request) (*http.Response, error) {
 	})
 	req = req.WithContext(ctx)
 	req.Body, req.ContentLength = io.NopCloser(strings.NewReader(l.requestBody)), int64(len(l.requestBody))
-	req.GetBody = nil // forbids net/http to repeat the request
+	req.GetBody = nil // net/http would use it after a broken connection to repeat the request, with go-openai's body
 	resp, err := l.config.HTTPClient.Do(req)
 	if err != nil {
 		return nil, err
