@@ -13,6 +13,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
+var errNoAnswer = errors.New("the answer has no choices")
+
 // run is one Complete call: attempts until one succeeds.
 type run struct {
 	client   *Client
