@@ -154,7 +154,7 @@ func TestExhaustedQuotaAndMissingModelFallBack(t *testing.T) {
 	}
 }
 
-func TestTurnFailsWithErrorOfFirstModel(t *testing.T) {
+func TestTurnFailsWithErrorsOfAllModels(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Refusal(429, "insufficient_quota", "insufficient_quota", "pay first", 0),
 		modeltest.Refusal(404, "invalid_request_error", "model_not_found", "no such model", 0),
@@ -162,8 +162,10 @@ func TestTurnFailsWithErrorOfFirstModel(t *testing.T) {
 	w.declare(t, agents.Definition{Name: "sales", Model: "first", Fallback: []string{"second", "third"}})
 	x, _ := w.run(t)
 	message := postgres.Deref(x.ErrorMessage)
-	assert.Truef(t, x.Status == executions.Failed && strings.Contains(message, "pay first") &&
-		len(w.model.Requests()) == 3, "%s after %d requests: %s", x.Status, len(w.model.Requests()), message)
+	assert.Truef(t, x.Status == executions.Failed && len(w.model.Requests()) == 3,
+		"%s after %d requests", x.Status, len(w.model.Requests()))
+	assert.Contains(t, message, "pay first; fallback second: ", "no such model",
+		"; fallback third: call model: status 401")
 }
 
 func TestDailyBudgetOfAgentEndsItsTurnsAndNoOthers(t *testing.T) {

@@ -86,22 +86,25 @@ func (w *turn) callModel(ctx context.Context) (*reply, error) {
 }
 
 // withFallback tries the turn's models in order. It drops an unavailable model for the rest of the turn. If no model
-// answers, it returns the first error.
+// answers, the error has the failure of each.
 func (w *turn) withFallback(
 	ctx context.Context, callModel func(model string, hasFallback bool) (*reply, error),
 ) (*reply, error) {
-	var first error
+	earlier := ""
 	for {
-		got, err := callModel(w.models[0], len(w.models) > 1)
+		model := w.models[0]
+		got, err := callModel(model, len(w.models) > 1)
 		failure, ok := errors.AsType[*executions.StepError](err)
 		switch {
-		case ok && failure.Class == classModel && first != nil:
-			return got, first
+		case ok && failure.Class == classModel && earlier != "":
+			return got, stepError(classModel, "%sfallback %s: %s", earlier, model, failure.Message)
 		case !ok || failure.Class != classUnavailable:
 			return got, err
+		case earlier != "":
+			earlier += "fallback " + model + ": "
 		}
-		first = cmp.Or(first, err)
-		w.log().WarnContext(ctx, "model unavailable, falling back", "model", w.models[0], "fallback", w.models[1],
+		earlier += failure.Message + "; "
+		w.log().WarnContext(ctx, "model unavailable, falling back", "model", model, "fallback", w.models[1],
 			"error", failure.Message)
 		w.models = w.models[1:]
 	}
