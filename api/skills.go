@@ -2,13 +2,16 @@ package api
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net/http"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -30,7 +33,8 @@ func (s *server) skillRoutes() []route {
 		}, {
 			method: "POST", path: "/v1/skills/{name}/enable", body: reasonRequest{}, ifMatch: true, response: skillChange{},
 			handle: s.enableSkill,
-			about:  "Enable a skill and its paused automations. Earlier failures no longer count.",
+			about: "Enable a skill and its paused automations. Earlier failures no longer count. 409 for a quarantined " +
+				"tool of an MCP server, which agent mcp accept enables.",
 		}, {
 			method: "POST", path: "/v1/skills/{name}/disable", body: reasonRequest{}, ifMatch: true, response: skillChange{},
 			handle: s.disableSkill,
@@ -136,6 +140,9 @@ func (s *server) enableSkill(r request) (response, error) {
 	return s.changeSkill(r, "enable_skill", func(tx pgx.Tx, name, reason string, c *skillChange) error {
 		restored, err := selfheal.Reenable(r.Context(), tx, name, actorName(r.Context()), reason)
 		c.Enabled, c.Changed, c.Automations = true, restored.Settled, restored.Automations
+		if errors.Is(err, selfheal.ErrToolChanged) {
+			err = problem.New(http.StatusConflict, "%s", err)
+		}
 		return err
 	})
 }

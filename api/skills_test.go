@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/retention"
 	"github.com/lanekeeper/lanekeeper/selfheal"
@@ -383,6 +384,17 @@ func TestEnableSkillRestoresAutomations(t *testing.T) {
 	assert.True(t, pgtest.Value[bool](t, a.pool, `select enabled from agent_automations where name = 'nightly'`),
 		"the automation is still paused")
 	a.checkAudit(got.TraceID, got.ActivityID, "enable_skill", "the service is back")
+}
+
+func TestEnableSkillKeepsQuarantine(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.skill("fetch")
+	pgtest.Exec(t, a.pool, `update agent_skills set source = 'mcp'`)
+	_, err := skills.Disable(t.Context(), a.pool, "fetch", mcp.Actor, "it changed", nil)
+	require.NoError(t, err)
+	a.checkProblem(a.raw("POST", "/v1/skills/fetch/enable", `{"reason":"a mistake"}`, asAdmin()), http.StatusConflict,
+		"not the accepted one: it changed")
 }
 
 func TestDisableSkill(t *testing.T) {

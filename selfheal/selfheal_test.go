@@ -226,6 +226,18 @@ func TestAdminDisabledSkillIsUnchanged(t *testing.T) {
 	assert.NoDiff(t, []string{}, enabledAutomations(t, db), cmpopts.EquateEmpty())
 }
 
+func TestReenableKeepsQuarantine(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	insertSkill(t, db, skillName)
+	pgtest.Exec(t, db, `update agent_skills set source = 'mcp'`)
+	_, err := skills.Disable(t.Context(), db, skillName, skills.SourceMCP, "it changed", nil)
+	require.NoError(t, err)
+	_, err = selfheal.Reenable(t.Context(), db, skillName, "ana", "a mistake")
+	assert.ErrorIs(t, err, selfheal.ErrToolChanged)
+	assert.True(t, !getSkill(t, db, skillName).Enabled, "a tool that nobody accepted is enabled")
+}
+
 func TestReenable(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

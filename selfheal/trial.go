@@ -187,15 +187,21 @@ type Restored struct {
 	Automations []string `json:"automations"` // the resumed automations
 }
 
-// Reenable enables a skill that any actor disabled, and resumes the automations paused for the skill. Earlier calls no
-// longer count. The caller writes by and reason into its activity. For an unknown skill the error wraps
-// skills.ErrNotFound.
+// ErrToolChanged reports a skill that package mcp disabled: its tool differs from the accepted version, or is gone.
+var ErrToolChanged = errors.New("its MCP tool is not the accepted one")
+
+// Reenable enables a skill, and resumes the automations paused for the skill. Earlier calls no longer count. The caller
+// writes by and reason into its activity. For an unknown skill the error wraps skills.ErrNotFound. For a skill that
+// package mcp disabled it wraps [ErrToolChanged].
 func Reenable(ctx context.Context, db postgres.Beginner, skill, by, reason string) (Restored, error) {
 	restored := Restored{Skill: skill, Enabled: true, By: by, Reason: reason, Automations: []string{}}
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		before, err := skills.Get(ctx, tx, skill)
 		if err != nil {
 			return err
+		}
+		if before.Source == skills.SourceMCP && before.DisabledBy == skills.SourceMCP {
+			return fmt.Errorf("%w: %s", ErrToolChanged, before.DisabledReason)
 		}
 		restored.WasReason = before.DisabledReason
 		if restored.Automations, err = automations.PausedFor(ctx, tx, skill); err != nil {

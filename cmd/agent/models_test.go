@@ -217,6 +217,11 @@ func TestMCPCommands(t *testing.T) {
 	says(shown, "quarantined", "Says hello.", "Says hello, and more.", "--hash ")
 	got := agent.run("skills", "call", "mcp__greeter__greet")
 	assert.Truef(t, got.code != 0, "a tool in quarantine was called: %s", got.out)
+	assert.Contains(t, got.err, "agent mcp accept greeter greet")
+	assert.True(t, !strings.Contains(got.err, "skills enable"), got.err)
+	got = agent.run("skills", "enable", "mcp__greeter__greet")
+	assert.Equal(t, exitFailed, got.code)
+	assert.Contains(t, got.err, "its MCP tool is not the accepted one", "agent mcp accept greeter greet")
 	got = agent.run("mcp", "accept", "greeter", "greet", "--hash", "0")
 	assert.Truef(t, got.code != 0 && strings.Contains(got.err, "has changed again"),
 		"accepting another version: %d, %s", got.code, got.err)

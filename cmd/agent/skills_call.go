@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -79,6 +80,8 @@ func (c *cli) callSkill(ctx context.Context, s *session, call app.SkillCall) err
 	case skill.TrialAt != nil && !skill.Enabled:
 		c.infof("skill %s %s", skill.Name, printable(skill.OutOfService()))
 		defer c.reportTrial(context.WithoutCancel(ctx), s, skill.Name)
+	case skill.DisabledBy == mcp.Actor:
+		return fmt.Errorf("skill %s %s", skill.Name, skill.OutOfService())
 	case !skill.Enabled:
 		return hint(fmt.Errorf("skill %s %s", skill.Name, skill.OutOfService()), "enable it with agent skills enable %s",
 			skill.Name)
