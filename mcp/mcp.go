@@ -52,8 +52,8 @@ import (
 var (
 	// ErrNotFound reports an unknown server or tool.
 	ErrNotFound = errors.New("no such MCP server or tool")
-	// ErrNothingToAccept reports a tool that is not in quarantine, or has changed since it was read.
-	ErrNothingToAccept = errors.New("the tool is not in quarantine, or has changed again")
+	// ErrNothingToAccept reports a tool without a version to accept, or whose version is not the one that was read.
+	ErrNothingToAccept = errors.New("nothing to accept")
 )
 
 // Actor is the name under which this package disables skills.

@@ -217,6 +217,7 @@ func TestToolThatCanNoLongerBeASkillIsNotAccepted(t *testing.T) {
 	assert.Truef(t, row.State == mcp.Quarantined && strings.Contains(row.Reason, "no longer be a skill"), "got %+v", row)
 	_, err := mcp.Accept(t.Context(), f.pool, "test", "echo", "", "tester")
 	assert.ErrorIs(t, err, mcp.ErrNothingToAccept)
+	assert.Contains(t, err.Error(), "can no longer be a skill: its definition has ")
 	assert.True(t, !f.skill("echo").Enabled, "the skill is enabled without its schema")
 }
 

@@ -293,8 +293,8 @@ func remount(ctx context.Context, tx pgx.Tx, server string) error {
 }
 
 // Accept accepts the current version of a quarantined tool, enables its skill, and records an activity. pin, if not
-// empty, is the hash of the version that the admin read. Accept returns [ErrNothingToAccept] if the hash differs or the
-// tool is not in quarantine, and [ErrNotFound] for an unknown tool.
+// empty, is the hash of the version that the admin read. Accept returns [ErrNothingToAccept] if the hash differs, the
+// tool is not in quarantine, or it can no longer be a skill, and [ErrNotFound] for an unknown tool.
 func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent string) (Tool, error) {
 	var accepted Tool
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
@@ -307,8 +307,13 @@ func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent 
 			return ErrNotFound
 		}
 		old := all[i]
-		if old.State != Quarantined || old.SeenPin == "" || pin != "" && pin != old.SeenPin {
-			return ErrNothingToAccept
+		switch {
+		case old.State != Quarantined:
+			return fmt.Errorf("%w: it is %s", ErrNothingToAccept, old.State)
+		case old.SeenPin == "":
+			return fmt.Errorf("%w: %s", ErrNothingToAccept, old.Reason)
+		case pin != "" && pin != old.SeenPin:
+			return fmt.Errorf("%w: another version is current; see agent mcp show %s %s", ErrNothingToAccept, server, tool)
 		}
 		next := old
 		next.State, next.Reason, next.Pin, next.Definition = Mounted, "", old.SeenPin, old.Seen

@@ -299,7 +299,7 @@ func (c *cli) mcpOfferCommand(offer bool) *cobra.Command {
 }
 
 func mcpHint(err error) error {
-	if errors.Is(err, mcp.ErrNotFound) || errors.Is(err, mcp.ErrNothingToAccept) {
+	if errors.Is(err, mcp.ErrNotFound) {
 		return hint(err, "see agent mcp ls")
 	}
 	return err

@@ -223,9 +223,10 @@ func TestMCPCommands(t *testing.T) {
 	assert.Equal(t, exitFailed, got.code)
 	assert.Contains(t, got.err, "its MCP tool is not the accepted one", "agent mcp accept greeter greet")
 	got = agent.run("mcp", "accept", "greeter", "greet", "--hash", "0")
-	assert.Truef(t, got.code != 0 && strings.Contains(got.err, "has changed again"),
+	assert.Truef(t, got.code != 0 && strings.Contains(got.err, "another version is current"),
 		"accepting another version: %d, %s", got.code, got.err)
 	says(must("mcp", "accept", "greeter", "greet"), "in service")
+	assert.Contains(t, agent.run("mcp", "accept", "greeter", "greet").err, "nothing to accept: it is mounted")
 	says(must("skills", "call", "mcp__greeter__greet"), "hello")
 
 	says(must("mcp", "offer", "mcp__greeter__greet"), "is offered")
