@@ -137,6 +137,29 @@ func TestUnreadableUpdateIsIgnored(t *testing.T) {
 	assert.Contains(t, got[0].Ignored, "it cannot be read")
 }
 
+// The agent gets a line for content that it does not read, so it can tell the sender.
+func TestUnreadContentIsNamed(t *testing.T) {
+	t.Parallel()
+	const from = `"from": {"id": 5}, "chat": {"id": 5}`
+	const note = "is missing: the agent reads only text, photos and documents.]"
+	transport, err := telegram.Open(channels.Config{
+		Secrets: map[string]string{"token": "4711:secret"}, Logger: slog.New(slog.DiscardHandler),
+		Client: &http.Client{Transport: api(func(string, map[string]any) string {
+			return `{"ok": true, "result": [
+				{"update_id": 1, "message": {"message_id": 1, ` + from + `, "voice": {"file_id": "v", "duration": 3}}},
+				{"update_id": 2, "message": {"message_id": 2, ` + from + `, "video": {"file_id": "w"}, "caption": "see"}},
+				{"update_id": 3, "message": {"message_id": 3, ` + from + `, "pinned_message": {"message_id": 1}}}]}`
+		})},
+	})
+	require.NoError(t, err)
+	var got []channels.Incoming
+	err = transport.Run(t.Context(), received{messages: &got})
+	require.Truef(t, err != nil && err.Error() == "4711:4" && len(got) == 3, "cursor %v, %+v", err, got)
+	assert.Equal(t, "[The voice message "+note, got[0].Text)
+	assert.Equal(t, "see\n[The video "+note, got[1].Text)
+	assert.Equal(t, "", got[2].Text)
+}
+
 // A message follows a group that has become a supergroup. The error of a request with buttons names the necessary
 // change.
 func TestAGroupThatBecameASupergroupIsFollowed(t *testing.T) {

@@ -45,6 +45,33 @@ type message struct {
 	Caption  string `json:"caption"`
 	Photo    []file `json:"photo"` // sizes of one photo, the largest last
 	Document *file  `json:"document"`
+
+	// This package does not read these.
+	Voice     json.RawMessage `json:"voice"`
+	Audio     json.RawMessage `json:"audio"`
+	Video     json.RawMessage `json:"video"`
+	VideoNote json.RawMessage `json:"video_note"`
+	Sticker   json.RawMessage `json:"sticker"`
+	Location  json.RawMessage `json:"location"`
+	Contact   json.RawMessage `json:"contact"`
+	Poll      json.RawMessage `json:"poll"`
+}
+
+// content returns the text, with a line for content that this package does not read.
+func (m *message) content() string {
+	text := cmp.Or(m.Text, m.Caption)
+	for _, unread := range []struct {
+		name string
+		raw  json.RawMessage
+	}{
+		{"voice message", m.Voice}, {"audio file", m.Audio}, {"video", m.Video}, {"video message", m.VideoNote},
+		{"sticker", m.Sticker}, {"location", m.Location}, {"contact", m.Contact}, {"poll", m.Poll},
+	} {
+		if len(unread.raw) > 0 {
+			text += "\n[The " + unread.name + " is missing: the agent reads only text, photos and documents.]"
+		}
+	}
+	return strings.TrimPrefix(text, "\n")
 }
 
 type user struct {
@@ -95,7 +122,7 @@ func (t *transport) incoming(updates ...update) (list []channels.Incoming) {
 			m := u.Message
 			in := channels.Incoming{
 				ExternalID: "message " + t.bot() + " " + id(m.Chat.ID) + ":" + id(m.ID), Conversation: m.conversation(),
-				Sender: id(m.From.ID), SenderName: m.From.name(), Text: cmp.Or(m.Text, m.Caption), MessageRef: id(m.ID),
+				Sender: id(m.From.ID), SenderName: m.From.name(), Text: m.content(), MessageRef: id(m.ID),
 			}
 			if n := len(m.Photo); n > 0 {
 				p := m.Photo[n-1]
