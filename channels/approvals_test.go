@@ -433,6 +433,7 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 	assert.Equal(t, 401, post("", update))
 	assert.Equal(t, 401, post("wrong", update))
 	assert.Equal(t, 1, strings.Count(s.log.String(), "request for a channel refused"), "for two requests")
+	assert.Contains(t, s.log.String(), "the secret token is wrong")
 	away, err := pgxpool.New(t.Context(), "postgres://nobody@127.0.0.1:1/away")
 	require.NoError(t, err)
 	defer away.Close()

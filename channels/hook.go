@@ -4,6 +4,7 @@ import (
 	"maps"
 	"net/http"
 	"reflect"
+	"strings"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -39,7 +40,7 @@ func (r *Runner) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	response := &statusRecorder{ResponseWriter: w}
 	hook.Hook(response, req, &inbox{db: r.Pool, pool: r.Pool, name: name, state: state})
 	if response.status == http.StatusUnauthorized {
-		state.refused(req.Context())
+		state.refused(req.Context(), strings.TrimSpace(response.refusal))
 	}
 }
 
@@ -75,13 +76,21 @@ func (r *Runner) hookOf(c Channel) (Transport, *stateWriter, error) {
 	return transport, state, nil
 }
 
-// statusRecorder remembers the status of a response.
+// statusRecorder remembers the status of a response, and the text of a 401.
 type statusRecorder struct {
 	http.ResponseWriter
-	status int
+	status  int
+	refusal string
 }
 
 func (w *statusRecorder) WriteHeader(status int) {
 	w.status = status
 	w.ResponseWriter.WriteHeader(status)
+}
+
+func (w *statusRecorder) Write(b []byte) (int, error) {
+	if w.status == http.StatusUnauthorized {
+		w.refusal += string(b)
+	}
+	return w.ResponseWriter.Write(b)
 }

@@ -76,12 +76,12 @@ func (s *stateWriter) set(ctx context.Context, cause error) {
 }
 
 // refused logs a request that is not from the provider, at most one a minute in this process: anybody may send them.
-func (s *stateWriter) refused(ctx context.Context) {
+func (s *stateWriter) refused(ctx context.Context, why string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if time.Since(s.refusedAt) >= time.Minute {
 		s.refusedAt = time.Now()
-		s.log.WarnContext(ctx, "request for a channel refused: if its provider sent it, a secret of the channel is wrong",
-			"channel", s.name)
+		s.log.WarnContext(ctx, "request for a channel refused: if its provider sent it, check the channel's secrets and "+
+			"this machine's clock", "channel", s.name, "error", why)
 	}
 }

@@ -148,7 +148,7 @@ func (t *transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inb
 	}
 	now := time.Now()
 	if err := t.hook.Before(r.Header, now); err != nil {
-		http.Error(w, "the signature is wrong or missing", http.StatusUnauthorized)
+		http.Error(w, err.Error(), http.StatusUnauthorized)
 		return
 	}
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, 2*t.maxBytes))

@@ -221,8 +221,12 @@ func (t *Transport) commit(
 func (t *Transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inbox) {
 	ctx, cancel := context.WithTimeout(r.Context(), hookTimeout)
 	defer cancel()
-	if err := t.verifier.Before(r.Header, time.Now()); t.socketMode || err != nil {
-		http.Error(w, "the request is not signed", http.StatusUnauthorized)
+	if t.socketMode {
+		http.Error(w, "this channel uses Socket Mode", http.StatusUnauthorized)
+		return
+	}
+	if err := t.verifier.Before(r.Header, time.Now()); err != nil {
+		http.Error(w, err.Error(), http.StatusUnauthorized)
 		return
 	}
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
