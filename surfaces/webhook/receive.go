@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"os"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -87,7 +88,11 @@ func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (storedDeliver
 		return storedDelivery{}, s.rejectionError(ctx, e.Name, known.cause(err))
 	}
 	if in.Value, err = webhooks.Parse(in.Body, e.Settings.Format); err != nil {
-		return storedDelivery{}, problem.New(http.StatusBadRequest, "%s; expected %s", err, e.Settings.Format).
+		hint := "expected " + e.Settings.Format
+		if strings.HasPrefix(r.Header.Get("Content-Type"), "application/x-www-form-urlencoded") {
+			hint = "it is a form; choose the content type application/json at the sender, or format: text for the endpoint"
+		}
+		return storedDelivery{}, problem.New(http.StatusBadRequest, "%s; %s", err, hint).
 			Kind("unparsable", "Unparsable body")
 	}
 	if text, is := slackChallenge(e, in.Value); is {

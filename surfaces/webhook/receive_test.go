@@ -287,6 +287,8 @@ func TestInvalidBodies(t *testing.T) {
 			assert.Equal(t, c.want, got.status, got.body)
 			assert.Truef(t, c.want < 400 || got.header.Get("Content-Type") == "application/problem+json",
 				"content type %s", got.header.Get("Content-Type"))
+			assert.Truef(t, name != "a form" || strings.Contains(got.body, "choose the content type application/json"),
+				"answer %s", got.body)
 		})
 	}
 	pgtest.Equal(t, w.pool, 4, `select count(*) from agent_webhook_deliveries`)
