@@ -130,7 +130,7 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
-	message := fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, conn.shownText(err.Error(), 500))
+	message := fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, conn.errorText(err, 500))
 	if refused, ok := protocolError(err); ok {
 		return &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf("%s/%s: %s", t.Server, t.Tool,
 			conn.shownText(refused, 500))}
@@ -142,6 +142,9 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 	class := skills.ClassNoAnswer
 	if refused, ok := errors.AsType[*skills.CallError](err); ok {
 		class = refused.Class
+	}
+	if class == skills.ClassNoAnswer {
+		message += "; the call may have taken effect"
 	}
 	return &skills.CallError{Class: class, Message: message}
 }

@@ -166,7 +166,8 @@ func TestCallWithoutAnswerMayHaveActed(t *testing.T) {
 	f := newClientFixture(t, nil)
 	f.put(stdioServer(t, map[string]any{childVariable: "exits"}))
 	f.sync()
-	f.wantFailure("exit", `{}`, skills.ClassNoAnswer, "test/exit")
+	f.wantFailure("exit", `{}`, skills.ClassNoAnswer, "test/exit: the server closed the connection; its error output is "+
+		"in the log; the call may have taken effect")
 	assert.True(t, !f.skill("exit").Idempotent, "the call is repeated")
 }
 
@@ -186,7 +187,7 @@ func TestStatusOfAGateway(t *testing.T) {
 	t.Cleanup(gateway.Close)
 	f.put(httpServer(gateway.URL))
 	for code, want := range map[int64]string{
-		401: skills.ClassUnavailable, 403: skills.ClassUnavailable, 429: skills.ClassUnavailable,
+		401: skills.ClassConfiguration, 403: skills.ClassConfiguration, 429: skills.ClassUnavailable,
 		500: skills.ClassNoAnswer, 502: skills.ClassNoAnswer, 503: skills.ClassUnavailable, 504: skills.ClassNoAnswer,
 	} {
 		status.Store(0)
@@ -194,6 +195,10 @@ func TestStatusOfAGateway(t *testing.T) {
 		f.mustCall("echo", `{"text":"a"}`)
 		status.Store(code)
 		f.wantFailure("echo", `{"text":"a"}`, want, http.StatusText(int(code)))
+		_, err := f.client.Sync(t.Context(), "test")
+		require.True(t, err != nil, "a sync succeeds with status ", code)
+		assert.Contains(t, err.Error(), http.StatusText(int(code)))
+		assert.True(t, !strings.Contains(err.Error(), "calling"), err)
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"regexp"
 	"sync/atomic"
 	"time"
 
@@ -76,9 +77,24 @@ func (c *Client) connect(ctx context.Context, r Remote, cleanup func(func())) (*
 	return conn, nil
 }
 
+// sdkCalls matches the names of the SDK's calls at the beginning of its errors.
+var sdkCalls = regexp.MustCompile(`(calling|sending) "[^"]*": |rejected by transport: |(Post|Get) "[^"]*": `)
+
+// errorText returns the text of an error for an operator.
+func (conn *connection) errorText(err error, limit int) string {
+	text := sdkCalls.ReplaceAllString(err.Error(), "")
+	if errors.Is(err, io.EOF) || errors.Is(err, sdk.ErrConnectionClosed) {
+		text = "the server closed the connection"
+		if conn.child != nil {
+			text += "; its error output is in the log"
+		}
+	}
+	return conn.shownText(text, limit)
+}
+
 // redactError redacts secrets in an error.
 func (conn *connection) redactError(err error) error {
-	text := conn.shownText(err.Error(), 900)
+	text := conn.errorText(err, 900)
 	if refused, ok := errors.AsType[*skills.CallError](err); ok {
 		return &skills.CallError{Class: refused.Class, Message: text}
 	}
@@ -144,7 +160,7 @@ func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snap
 				continue
 			}
 			if len(listed) == maxTools {
-				return nil, fmt.Errorf("list tools: there are more than %d; leave some out with another endpoint", maxTools)
+				return nil, fmt.Errorf("list tools: there are more than %d; let the server list fewer", maxTools)
 			}
 			listed[t.Name] = newSnapshot(t)
 		}

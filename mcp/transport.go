@@ -135,8 +135,12 @@ func (b *boundedTransport) RoundTrip(request *http.Request) (*http.Response, err
 	}
 	if request.Method == http.MethodPost && slices.Contains(unprocessed, response.StatusCode) {
 		cancel()
-		return nil, errors.Join(&skills.CallError{Class: skills.ClassUnavailable, Message: response.Status},
-			response.Body.Close())
+		failure := &skills.CallError{Class: skills.ClassUnavailable, Message: response.Status}
+		if code := response.StatusCode; code == http.StatusUnauthorized || code == http.StatusForbidden {
+			failure = skills.NewConfigError("the server refuses the credentials (%s): check headers of mcp_server %s",
+				response.Status, b.conn.remote.Name)
+		}
+		return nil, errors.Join(failure, response.Body.Close())
 	}
 	if request.Method == http.MethodPost && request.Header.Get("Mcp-Session-Id") != "" {
 		switch response.StatusCode {
