@@ -1,11 +1,13 @@
 package mcp
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"regexp"
 	"sync/atomic"
 	"time"
@@ -145,9 +147,10 @@ func (conn *connection) list(ctx context.Context) error {
 // listed returns the tools of the last list.
 func (conn *connection) listed() map[string]snapshot { return *conn.tools.Load() }
 
-// listTools reads a server's tools within bounds. The first tool of each name counts.
+// listTools reads a server's tools within bounds. The first tool of each name counts. A tool with an unusable name gets
+// another name and a problem.
 func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snapshot, error) {
-	listed := make(map[string]snapshot)
+	listed, unusable := make(map[string]snapshot), make(map[string]snapshot)
 	params := &sdk.ListToolsParams{}
 	for range maxPages {
 		page, err := session.ListTools(ctx, params)
@@ -155,17 +158,23 @@ func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snap
 			return nil, fmt.Errorf("list tools: %w", err)
 		}
 		for _, t := range page.Tools {
-			if _, duplicate := listed[t.Name]; duplicate || t.Name == "" || len(t.Name) > 128 ||
-				cleanText(t.Name, 128) != t.Name {
+			if _, duplicate := listed[t.Name]; duplicate {
 				continue
 			}
-			if len(listed) == maxTools {
+			if len(listed)+len(unusable) == maxTools {
 				return nil, fmt.Errorf("list tools: there are more than %d; let the server list fewer", maxTools)
+			}
+			if name := cleanText(t.Name, 128); name == "" || len(t.Name) > 128 || name != t.Name {
+				unusable[cmp.Or(name, "(no name)")] = snapshot{
+					problem: "its name is empty, longer than 128 bytes, or has invisible characters",
+				}
+				continue
 			}
 			listed[t.Name] = newSnapshot(t)
 		}
 		if page.NextCursor == "" {
-			return listed, nil
+			maps.Copy(unusable, listed)
+			return unusable, nil
 		}
 		params = &sdk.ListToolsParams{Cursor: page.NextCursor}
 	}

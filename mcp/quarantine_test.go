@@ -208,6 +208,21 @@ func TestToolDescriptionIsCleanedAndBounded(t *testing.T) {
 	}
 }
 
+func TestUnusableNamesAreRefused(t *testing.T) {
+	t.Parallel()
+	all := tools("")
+	for i, name := range []string{"", strings.Repeat("x", 129), "ec\u200bho"} {
+		all[i+1].Name = name
+	}
+	s := serve(t, all...)
+	f := newClientFixture(t, nil)
+	f.put(httpServer(s.URL))
+	report := f.sync()
+	assert.NoDiff(t, []string{"echo"}, report.Mounted)
+	assert.NoDiff(t, []string{"(no name)", strings.Repeat("x", 128) + "…"}, report.Refused)
+	assert.Contains(t, f.tool("(no name)").Reason, "its name is empty")
+}
+
 func TestToolThatCanNoLongerBeASkillIsNotAccepted(t *testing.T) {
 	t.Parallel()
 	f, s := newHTTPFixture(t, tools("")...)
