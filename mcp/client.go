@@ -84,7 +84,7 @@ func (c *Client) Call(ctx context.Context, t skills.RemoteTool, call skills.Call
 		result, err := conn.call(ctx, &sdk.CallToolParams{Meta: callMeta(ctx, call), Name: t.Tool, Arguments: args})
 		switch {
 		case err == nil:
-			return readResult(t, result, conn.redact)
+			return readResult(t, result, conn.listed()[t.Tool].output, conn.redact)
 		case errors.Is(err, errSessionUnknown) && try == 0 && ctx.Err() == nil: // conn is stale, so another is opened
 		default:
 			return nil, c.classifyFailure(ctx, t, conn, err)

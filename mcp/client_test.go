@@ -438,6 +438,26 @@ func TestTooLongResponseFailsCall(t *testing.T) {
 	f.wantFailure("echo", `{"text":"0123456789","times":1000000}`, skills.ClassNoAnswer, "more than 8388608 bytes")
 }
 
+func TestResultMatchesOutputSchema(t *testing.T) {
+	t.Parallel()
+	var all []tool
+	for name, value := range map[string]any{"honest": 1, "wrong": "one"} {
+		all = append(all, tool{
+			sdk.Tool{
+				Name: name, InputSchema: json.RawMessage(`{"type":"object"}`),
+				OutputSchema: json.RawMessage(`{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}`),
+			},
+			func(context.Context, *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+				return &sdk.CallToolResult{StructuredContent: map[string]any{"n": value}}, nil
+			},
+		})
+	}
+	f, _ := newHTTPFixture(t, all...)
+	assert.Equal(t, `{"n":1}`, f.mustCall("honest", `{}`))
+	f.wantFailure("wrong", `{}`, skills.ClassNoAnswer,
+		"test/wrong: its result does not match its outputSchema: at '/n': got string, want integer")
+}
+
 func TestPrivateAddressNeedsPermission(t *testing.T) {
 	t.Parallel()
 	f, s := newHTTPFixture(t, tools("")...)

@@ -35,6 +35,7 @@ type snapshot struct {
 	pin        string // hash of the raw definition
 	definition definition
 	problem    string // why the tool cannot become a skill
+	output     any    // the schema of its structured content
 }
 
 // newSnapshot takes the snapshot of a tool. The pin covers all bytes that a model or a person can see, before cleaning.
@@ -46,7 +47,7 @@ func newSnapshot(t *sdk.Tool) snapshot {
 		return snapshot{problem: "its definition cannot be written as JSON: " + cleanText(err.Error(), 200)}
 	}
 	sum := sha256.Sum256(raw)
-	s := snapshot{pin: hex.EncodeToString(sum[:])}
+	s := snapshot{pin: hex.EncodeToString(sum[:]), output: t.OutputSchema}
 	switch {
 	case len(raw) > maxDefinition:
 		s.problem = fmt.Sprintf("its definition has %d bytes; the limit is %d", len(raw), maxDefinition)

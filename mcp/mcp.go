@@ -66,6 +66,7 @@ const (
 	maxDefinition  = 64 << 10
 	maxDescription = 1500
 	maxSchemaText  = 400
+	maxOutputDepth = 64      // nesting of an output schema that is compared with results
 	maxMessage     = 8 << 20 // bounds a message, and an HTTP response
 	maxStderrLine  = 2000
 )

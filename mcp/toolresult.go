@@ -12,10 +12,12 @@ import (
 
 	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
+	"github.com/santhosh-tekuri/jsonschema/v6"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/schema"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -72,8 +74,10 @@ func failureResult(text string) *sdk.CallToolResult {
 }
 
 // readResult converts a tool's result to a skill's result: the structured content if present, otherwise the text. It
-// summarizes other content by size and kind. The registry bounds the size.
-func readResult(t skills.RemoteTool, result *sdk.CallToolResult, redactText func(string) string) (any, error) {
+// summarizes other content by size and kind. The registry bounds the size. output is the tool's output schema.
+func readResult(
+	t skills.RemoteTool, result *sdk.CallToolResult, output any, redactText func(string) string,
+) (any, error) {
 	if len(result.InputRequests) > 0 {
 		return nil, &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf(
 			"%s/%s asks for input from a person, which this client does not support", t.Server, t.Tool)}
@@ -87,6 +91,13 @@ func readResult(t skills.RemoteTool, result *sdk.CallToolResult, redactText func
 		return nil, &skills.CallError{
 			Class:   skills.ClassHandler,
 			Message: fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, cleanText(text, 900)),
+		}
+	}
+	if err := checkOutput(output, result.StructuredContent); err != nil {
+		return nil, &skills.CallError{
+			Class: skills.ClassNoAnswer,
+			Message: fmt.Sprintf("%s/%s: its result does not match its outputSchema: %s; the call may have taken effect",
+				t.Server, t.Tool, cleanText(redactText(schema.OneLine(err)), 500)),
 		}
 	}
 	switch {
@@ -103,6 +114,22 @@ func readResult(t skills.RemoteTool, result *sdk.CallToolResult, redactText func
 		return map[string]any{"attached": redact.Known(attachments, redactText)}, nil
 	}
 	return map[string]any{"text": text, "attached": redact.Known(attachments, redactText)}, nil
+}
+
+// checkOutput compares structured content with an output schema. A schema that cannot be used permits anything.
+func checkOutput(output, structured any) error {
+	if output == nil || structured == nil {
+		return nil
+	}
+	raw, err := json.Marshal(output)
+	if err != nil || len(raw) > maxDefinition || schema.Depth(raw, maxOutputDepth) > maxOutputDepth {
+		return nil
+	}
+	compiled, err := schema.Compile(raw, func(*jsonschema.Compiler) {})
+	if err != nil {
+		return nil
+	}
+	return compiled.Validate(structured)
 }
 
 // exactContent returns structured content without rounded numbers: the SDK rounds those beyond float64. Servers repeat
