@@ -141,6 +141,7 @@ func (s *Server) server(ctx context.Context, changes bool) (*sdk.Server, error) 
 				"answers with the id of the approval; call it again with the same arguments after the approval.",
 			Capabilities: &sdk.ServerCapabilities{Tools: &sdk.ToolCapabilities{ListChanged: changes}},
 			PageSize:     1000,
+			SetCacheable: func(_ context.Context, _ sdk.Request, c *sdk.Cacheable) { c.CacheScope = "private" },
 		}), nil
 }
 

@@ -276,6 +276,9 @@ func TestStockClientCallsOfferedSkills(t *testing.T) {
 			session := connect(f)
 			got := toolNames(t, session)
 			assert.Truef(t, slices.Equal(got, []string{"add", "fails"}), "tools: %v", got)
+			list, err := session.ListTools(t.Context(), nil)
+			require.NoError(t, err)
+			assert.Equal(t, "private", list.CacheScope)
 			r := callTool(t, session, "add", map[string]any{"a": 1, "b": 2})
 			if r.IsError || resultText(r) != `{"sum":3}` && resultText(r) != `{"sum": 3}` || r.StructuredContent == nil {
 				t.Errorf("add answers %q, %v", resultText(r), r.StructuredContent)
