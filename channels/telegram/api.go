@@ -66,7 +66,7 @@ func (t *transport) call(ctx context.Context, method string, parameters map[stri
 		return nil
 	}
 	if err := json.Unmarshal(result.Result, into); err != nil {
-		return &channels.SendError{Err: fmt.Errorf("read result of %s: %w", method, err), MaybeSent: true}
+		return &channels.SendError{Err: fmt.Errorf("telegram's answer to %s cannot be read", method), MaybeSent: true}
 	}
 	return nil
 }

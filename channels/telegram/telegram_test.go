@@ -217,6 +217,15 @@ func TestAnOldErrorOfTheWebhookIsPast(t *testing.T) {
 	}
 }
 
+func TestUnreadableAnswerMayBeSent(t *testing.T) {
+	t.Parallel()
+	transport := open(t, func(string, map[string]any) string { return `{"ok": true, "result": true}` })
+	_, err := transport.Send(t.Context(), channels.Message{Conversation: "5", Markdown: "hello"})
+	failure, is := errors.AsType[*channels.SendError](err)
+	require.Truef(t, is && failure.MaybeSent, "%+v", err)
+	assert.Equal(t, "telegram's answer to sendMessage cannot be read", err.Error())
+}
+
 // An answer certainly did not leave if the TLS handshake failed.
 func TestAFailedHandshakeSendsNothing(t *testing.T) {
 	t.Parallel()
