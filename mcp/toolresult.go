@@ -93,11 +93,11 @@ func readResult(
 			Message: fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, cleanText(text, 900)),
 		}
 	}
-	if err := checkOutput(output, result.StructuredContent); err != nil {
+	if problem := outputMismatch(output, result.StructuredContent); problem != "" {
 		return nil, &skills.CallError{
 			Class: skills.ClassNoAnswer,
 			Message: fmt.Sprintf("%s/%s: its result does not match its outputSchema: %s; the call may have taken effect",
-				t.Server, t.Tool, cleanText(redactText(schema.OneLine(err)), 500)),
+				t.Server, t.Tool, cleanText(redactText(problem), 500)),
 		}
 	}
 	switch {
@@ -116,20 +116,24 @@ func readResult(
 	return map[string]any{"text": text, "attached": redact.Known(attachments, redactText)}, nil
 }
 
-// checkOutput compares structured content with an output schema. A schema that cannot be used permits anything.
-func checkOutput(output, structured any) error {
+// outputMismatch returns how structured content violates an output schema; "" if it does not. A schema that cannot be
+// used permits anything.
+func outputMismatch(output, structured any) string {
 	if output == nil || structured == nil {
-		return nil
+		return ""
 	}
 	raw, err := json.Marshal(output)
 	if err != nil || len(raw) > maxDefinition || schema.Depth(raw, maxOutputDepth) > maxOutputDepth {
-		return nil
+		return ""
 	}
 	compiled, err := schema.Compile(raw, func(*jsonschema.Compiler) {})
 	if err != nil {
-		return nil
+		return ""
 	}
-	return compiled.Validate(structured)
+	if err := compiled.Validate(structured); err != nil {
+		return schema.OneLine(err)
+	}
+	return ""
 }
 
 // exactContent returns structured content without rounded numbers: the SDK rounds those beyond float64. Servers repeat

@@ -64,14 +64,21 @@ func (m *message) content() string {
 		name string
 		raw  json.RawMessage
 	}{
-		{"voice message", m.Voice}, {"audio file", m.Audio}, {"video", m.Video}, {"video message", m.VideoNote},
-		{"sticker", m.Sticker}, {"location", m.Location}, {"contact", m.Contact}, {"poll", m.Poll},
+		{"voice message", m.Voice},
+		{"audio file", m.Audio},
+		{"video", m.Video},
+		{"video message", m.VideoNote},
+		{"sticker", m.Sticker},
+		{"location", m.Location},
+		{"contact", m.Contact},
+		{"poll", m.Poll},
 	} {
 		if len(unread.raw) > 0 {
-			text += "\n[The " + unread.name + " is missing: the agent reads only text, photos and documents.]"
+			line := "[The " + unread.name + " is missing: the agent reads only text, photos and documents.]"
+			return strings.TrimSpace(text + "\n" + line)
 		}
 	}
-	return strings.TrimPrefix(text, "\n")
+	return text
 }
 
 type user struct {
