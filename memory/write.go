@@ -121,6 +121,12 @@ func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage)
 	return e, err
 }
 
+// Check returns the error of an invalid or secret note, which [Save] would return.
+func (n Note) Check() error {
+	_, err := n.check()
+	return err
+}
+
 // check applies the defaults and returns the value as JSON.
 func (n *Note) check() (json.RawMessage, error) {
 	n.Category = cmp.Or(n.Category, defaultCategory)

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -30,23 +29,12 @@ type memoryNote struct {
 	Read     int             `json:"read,omitempty"`            // the revision that the model had read; 0 for none
 }
 
-// Limits of package memory.
-const (
-	maxKey   = 255
-	maxValue = 64 << 10
-)
-
-// check validates beyond the tool's schema, while the model can still correct the call.
-func (m memoryNote) check() error {
-	switch {
-	case strings.TrimSpace(m.Key) == "" || strings.TrimSpace(m.Category) == "":
-		return errors.New("key and category must not be blank")
-	case len(m.Key) > maxKey || len(m.Category) > maxKey:
-		return fmt.Errorf("key and category have at most %d bytes", maxKey)
-	case len(m.Value) > maxValue:
-		return fmt.Errorf("a value has at most %d bytes of JSON", maxValue)
+// stored is the note for package memory.
+func (m memoryNote) stored() memories.Note {
+	return memories.Note{
+		Category: m.Category, Key: m.Key, Value: m.Value, TTL: time.Duration(m.Days * float64(24*time.Hour)),
+		Revision: cmp.Or(m.Read, memories.Absent),
 	}
-	return nil
 }
 
 // rememberTool lets the model add a note to list. The phase save_memories stores the notes.
@@ -57,7 +45,7 @@ func rememberTool(list *[]memoryNote) reason.Tool {
 			"same key only if a heartbeat of yours wrote that or you have read it.",
 		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["key","value"],"properties":{
 			"category":{"type":"string","minLength":1,"maxLength":60,"description":"what sort of fact, e.g. observation"},
-			"key":{"type":"string","minLength":1,"maxLength":200,"description":"a short stable name; the same key replaces the fact"},
+			"key":{"type":"string","minLength":1,"maxLength":200,"description":"a short stable name"},
 			"value":{"description":"the fact, as text or JSON"},
 			"expires_in_days":{"type":"integer","minimum":1,"maximum":3650}}}`),
 		DoSeen: func(_ context.Context, args json.RawMessage, seen memories.Seen) (any, error) {
@@ -65,7 +53,7 @@ func rememberTool(list *[]memoryNote) reason.Tool {
 			if err := json.Unmarshal(args, &m); err != nil {
 				return nil, errArguments(err)
 			}
-			if err := m.check(); err != nil {
+			if err := m.stored().Check(); err != nil { // now the model can still correct the call
 				return nil, errArguments(err)
 			}
 			m.Read = max(0, seen.Revision(m.Category, m.Key))
@@ -73,6 +61,11 @@ func rememberTool(list *[]memoryNote) reason.Tool {
 			return map[string]string{"status": "noted; stored at the end of this heartbeat"}, nil
 		},
 	}
+}
+
+// errArguments is the error for arguments that the schema accepts and the tool rejects.
+func errArguments(err error) error {
+	return &executions.StepError{Class: "invalid_params", Message: err.Error()}
 }
 
 // noteBase is the memory and the revision that a note is based on. Of several notes with one base, the last one wins.
@@ -99,7 +92,7 @@ func (b *heartbeatRun) saveMemories(ctx context.Context) (phaseResult, error) {
 		base := noteBase{memories.Name{Category: m.Category, Key: m.Key}, m.Read}
 		m.Read = cmp.Or(stored[base], m.Read)
 		revision, err := b.saveNote(ctx, m)
-		stored[base] = revision
+		stored[base] = cmp.Or(revision, stored[base])
 		switch {
 		case err != nil && !isStepError(err):
 			return phaseResult{}, err
@@ -120,11 +113,6 @@ func (b *heartbeatRun) saveMemories(ctx context.Context) (phaseResult, error) {
 	return result, joinErrors(failures)
 }
 
-// errArguments is the error for arguments that the schema accepts and the tool rejects.
-func errArguments(err error) error {
-	return &executions.StepError{Class: "invalid_params", Message: err.Error()}
-}
-
 // saveNote stores one note and its activity in one transaction, and returns the revision. Revision 0 means that the key
 // has changed since the model read it. The note is then stored as a conflict for an admin.
 func (b *heartbeatRun) saveNote(ctx context.Context, m memoryNote) (revision int, err error) {
@@ -134,11 +122,8 @@ func (b *heartbeatRun) saveNote(ctx context.Context, m memoryNote) (revision int
 		if err != nil {
 			return 0, err
 		}
-		note := memories.Note{
-			Owner: memories.Owner(owner), Category: m.Category, Key: m.Key, Value: m.Value,
-			TTL:     time.Duration(m.Days * float64(24*time.Hour)),
-			TraceID: string(trace.IDFrom(ctx)), Revision: cmp.Or(m.Read, memories.Absent),
-		}
+		note := m.stored()
+		note.Owner, note.TraceID = memories.Owner(owner), string(trace.IDFrom(ctx))
 		saved, err := memories.Save(ctx, tx, note)
 		if conflict, ok := errors.AsType[*memories.ConflictError](err); ok && conflict.Theirs != nil &&
 			note.Revision == memories.Absent {

@@ -89,6 +89,11 @@ func TestNoteReplacesReadValue(t *testing.T) {
 			recallCall, rememberCall,
 			modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`),
 		}, `"Dora" 3`, 0},
+		"a secret between": {[]modeltest.Reply{
+			recallCall, rememberCall, // the model is told that it is a secret
+			modeltest.ToolCall("remember", `{"key":"contact","value":"password: hunter2-and-more"}`),
+			modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`),
+		}, `"Dora" 3`, 0},
 		"not read twice": {
 			[]modeltest.Reply{rememberCall, modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`)},
 			`"Ana" 1`, 2,
