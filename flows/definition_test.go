@@ -432,7 +432,7 @@ func TestValidateReportsPathAndReason(t *testing.T) {
 		},
 		"open template": {
 			`[{"actionType": "send_message", "parameters": {"message": "a {{name"}}]`,
-			`actions[0].parameters.message: the template {{name is not closed with }}`,
+			`actions[0].parameters.message: the template {{name is not closed with }} outside quotes`,
 		},
 		"strange template": {
 			`[{"actionType": "send_message", "parameters": {"message": "{{a b}}"}}]`,
@@ -444,7 +444,7 @@ func TestValidateReportsPathAndReason(t *testing.T) {
 		},
 		"strange default": {
 			`[{"actionType": "skill", "parameters": {"name": "a", "arguments": {"x": ["{{a ?? b}}"]}}}]`,
-			`actions[0].parameters.arguments.x[0]: the template {{a ?? b}} has a default that is no text in quotes, number, true, false or null`,
+			`actions[0].parameters.arguments.x[0]: the template {{a ?? b}} has a default that is neither a text in quotes nor JSON`,
 		},
 		"loop within a loop": {
 			`[{"actionType": "end", "when": "all(a, any(b, # == 1))"}]`,

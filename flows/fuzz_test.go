@@ -122,9 +122,15 @@ func FuzzLength(f *testing.F) {
 	})
 }
 
-func TestDefaultMayContainOperators(t *testing.T) {
+func TestDefaultMayContainOperatorsAndQuotes(t *testing.T) {
 	t.Parallel()
+	for _, text := range []string{`{{name ?? 'a' b 'c'}}`, `{{name ?? '}}`, `{{name ?? 'a\'}}`, `{{name ?? 'a'b}}`} {
+		_, err := parseTemplate(text)
+		assert.Truef(t, err != nil, "%s is accepted", text)
+	}
 	for text, want := range map[string]string{
+		`{{name ?? 'it\'s \d\\'}}`:     `it's \d\`,
+		"{{name | default: '1\n2'}}":   "1\n2",
 		`{{name | default: "what??"}}`: "what??",
 		`{{name ?? "a | b"}}`:          "a | b",
 	} {

@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 )
 
-// template is a text with references to variables.
+// template is a text with references to variables: {{name}}, {{a.b}}, {{name ?? "x"}} or {{name | default: "x"}}.
 type template struct {
 	parts []part
 }
@@ -24,7 +24,7 @@ type part struct {
 	ref  *variableRef
 }
 
-// variableRef is the text between {{ and }}.
+// variableRef is the variable between {{ and }}, with its default.
 type variableRef struct {
 	path         []string // a name, then keys and indexes
 	defaultValue any
@@ -50,7 +50,7 @@ func parseTemplate(text string) (*template, error) {
 		}
 		inner, next, closed := cutReference(after)
 		if !closed {
-			return nil, fmt.Errorf("the template {{%s is not closed with }}", truncate(after))
+			return nil, fmt.Errorf("the template {{%s is not closed with }} outside quotes", truncate(after))
 		}
 		piece, err := parseReference(strings.TrimSpace(inner))
 		if err != nil {
@@ -84,7 +84,7 @@ func cutReference(text string) (inner, rest string, closed bool) {
 
 var (
 	referencePath = regexp.MustCompile(`^[a-zA-Z_][a-zA-Z0-9_]*(\.[a-zA-Z0-9_-]+)*$`)
-	defaultFilter = regexp.MustCompile(`^default\s*:\s*(.+)$`)
+	defaultFilter = regexp.MustCompile(`(?s)^default\s*:\s*(.+)$`)
 )
 
 // parseReference parses what stands between two pairs of braces: a variable with an optional default, or a quoted text.
@@ -114,7 +114,7 @@ func parseReference(inner string) (part, error) {
 	if path != inner {
 		value, err := parseDefault(defaultText)
 		if err != nil {
-			return part{}, errors.New(`has a default that is no text in quotes, number, true, false or null`)
+			return part{}, errors.New(`has a default that is neither a text in quotes nor JSON`)
 		}
 		ref.defaultValue, ref.hasDefault = value, true
 	}
@@ -123,13 +123,30 @@ func parseReference(inner string) (part, error) {
 
 // parseDefault parses a default value: JSON, or a text in single quotes.
 func parseDefault(text string) (any, error) {
-	if n := len(text); n >= 2 && text[0] == '\'' && text[n-1] == '\'' {
-		return text[1 : n-1], nil
+	if strings.HasPrefix(text, "'") {
+		return parseSingleQuoted(text[1:])
 	}
 	if !json.Valid([]byte(text)) {
 		return nil, errors.New("is not JSON")
 	}
 	return decodeNormal(json.RawMessage(text))
+}
+
+// parseSingleQuoted parses a text up to the closing quote, with which it must end. \' and \\ are a quote and a backslash.
+func parseSingleQuoted(text string) (string, error) {
+	var b strings.Builder
+	for i := 0; i < len(text); i++ {
+		switch {
+		case text[i] == '\'' && i == len(text)-1:
+			return b.String(), nil
+		case text[i] == '\'':
+			return "", errors.New("has text after the closing quote")
+		case text[i] == '\\' && strings.ContainsAny(text[i+1:min(i+2, len(text))], `'\`):
+			i++
+		}
+		b.WriteByte(text[i])
+	}
+	return "", errors.New("is not closed")
 }
 
 // isSingleReference reports whether the template is one reference without further text.

@@ -77,7 +77,7 @@ step: []
 	want := `f.yaml:4:17: actions[0].actionType: unknown actionType "send_mesage"; did you mean "send_message"?
 f.yaml:7:14: actions[1].timeout: 8d is not allowed: a wait for response lasts more than 0 and at most 7d
 f.yaml:10:18: actions[2].parameters.condition: unexpected token EOF (line 1, column 3)
-f.yaml:12:60: actions[2].parameters.then[0].parameters.message: the template {{a is not closed with }}
+f.yaml:12:60: actions[2].parameters.then[0].parameters.message: the template {{a is not closed with }} outside quotes
 f.yaml:13:30: actions[3].id: is given twice, first in line 13
 f.yaml:14:1: unknown key "step"; known are actions, channel, description, input, kind, labels, name, target, variables`
 	assert.Truef(t, err != nil && err.Error() == want, "got\n%v\nnot\n%s", err, want)
