@@ -133,16 +133,22 @@ func TestValidate(t *testing.T) {
 			with(func(d *automations.Definition) { d.Arguments = map[string]any{"a": map[any]any{}} }),
 			[]string{"arguments: "},
 		},
-		"attempts": {with(func(d *automations.Definition) { d.MaxAttempts = 99 }), []string{"max_attempts: "}},
+		"attempts":  {with(func(d *automations.Definition) { d.MaxAttempts = 99 }), []string{"max_attempts: "}},
+		"NUL agent": {with(func(d *automations.Definition) { d.Agent = "a\x00" }), []string{"agent: "}},
 	} {
 		err := automations.Validate(test.d)
 		for _, want := range test.want {
 			assert.ErrorContains(t, err, want, name)
 		}
 	}
+	err := automations.Validate(with(func(d *automations.Definition) {
+		d.Cron, d.Timezone = "CRON_TZ=Asia/Tokyo 0 9 * * *", "Mars/Base"
+	}))
+	assert.Truef(t, err != nil && strings.HasPrefix(err.Error(), "timezone: ") && !strings.Contains(err.Error(), "cron: "),
+		"an unknown time zone beside another: %v", err)
 	for _, d := range []automations.Definition{
 		ok,
-		{Name: "a", Event: "DOCUMENT_UPLOADED", Prompt: "read it"},
+		{Name: "a", Event: "DOCUMENT_UPLOADED", Prompt: strings.Repeat("x", 8192) + "\n"},
 		{Name: "a", Signal: "pending_approvals > 3 and failures_24h >= 5", Skill: "s"},
 		{Name: "a", Event: "e", When: `payload.action == "opened" and key startsWith "repo/" and memories < 10`, Skill: "s"},
 		{Name: "a", Cron: "0 9 * * 1-5", Timezone: "Europe/Madrid", Skill: "s", Arguments: map[string]any{"a": 1}},

@@ -35,42 +35,49 @@ var skillName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 type Definition struct {
 	Name        string `yaml:"name" json:"name"`
 	Description string `yaml:"description" json:"description,omitempty"`
-	// agent of its runs; empty for the default agent
+	// Agent is the agent of the runs. Empty means the default agent.
 	Agent string `yaml:"agent" json:"agent,omitempty"`
-	// cron, event, signal; empty: implied by the other fields
+	// Trigger is cron, event or signal. Empty means the one that the other fields imply.
 	Trigger string `yaml:"trigger" json:"trigger,omitempty"`
-	Cron    string `yaml:"cron" json:"cron,omitempty"` // five fields, @daily, @every 30m
-	// of the cron expression; UTC when empty. Other triggers have none.
+	// Cron has five fields, or is a name such as @daily or @every 30m.
+	Cron string `yaml:"cron" json:"cron,omitempty"`
+	// Timezone is that of Cron. Empty means UTC. Other triggers have none.
 	Timezone string `yaml:"timezone" json:"timezone,omitempty"`
-	Event    string `yaml:"event" json:"event,omitempty"` // the event's name
-	// of an event: a condition, such as payload.action == "opened"
+	// Event is the name of an event.
+	Event string `yaml:"event" json:"event,omitempty"`
+	// When is a condition on the event, such as payload.action == "opened". Empty means each event of the name.
 	When string `yaml:"when" json:"when,omitempty"`
-	// a condition, such as pending_approvals > 3
+	// Signal is a condition, such as pending_approvals > 3.
 	Signal string `yaml:"signal" json:"signal,omitempty"`
-	Skill  string `yaml:"skill" json:"skill,omitempty"` // name
-	// of the skill; for a flow, in addition to the cause
+	// Skill is the name of a skill, which a run calls.
+	Skill string `yaml:"skill" json:"skill,omitempty"`
+	// Arguments are those of the skill, or the flow's input beside the cause of the run.
 	Arguments map[string]any `yaml:"arguments" json:"arguments,omitempty"`
-	// name; a run starts it and does not wait for it
-	Flow        string `yaml:"flow" json:"flow,omitempty"`
-	Prompt      string `yaml:"prompt" json:"prompt,omitempty"`             // a goal for the model
-	MaxAttempts int    `yaml:"max_attempts" json:"max_attempts,omitempty"` // 3 when 0, at most 20
+	// Flow is the name of a flow. A run starts it and does not wait for it.
+	Flow string `yaml:"flow" json:"flow,omitempty"`
+	// Prompt is a goal for the model.
+	Prompt string `yaml:"prompt" json:"prompt,omitempty"`
+	// MaxAttempts is at most 20. 0 means 3.
+	MaxAttempts int `yaml:"max_attempts" json:"max_attempts,omitempty"`
 }
 
-// Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join].
+// Validate returns the problems of d, each as "field path: problem", joined as by [errors.Join].
 func Validate(d Definition) error {
 	_, err := resolve(d)
 	return err
 }
 
-// resolved is a valid definition in its stored form.
+// resolved is a definition in its stored form.
 type resolved struct {
 	Definition
 	arguments json.RawMessage
 	schedule  schedule.Schedule // of cron
 }
 
+// resolve trims the texts of a definition, fills in its defaults and checks it.
 func resolve(d Definition) (resolved, error) {
 	r := resolved{Definition: d}
+	r.When, r.Signal, r.Prompt = strings.TrimSpace(r.When), strings.TrimSpace(r.Signal), strings.TrimSpace(r.Prompt)
 	if r.Trigger == "" {
 		r.Trigger = Cron
 		if d.Event != "" {
@@ -101,6 +108,7 @@ func (r *resolved) checkTexts() fielderr.List {
 	}{
 		{"name", r.Name, maxName},
 		{"description", r.Description, maxText},
+		{"agent", r.Agent, maxName},
 		{"prompt", r.Prompt, maxText},
 		{"event", r.Event, maxName},
 	} {
@@ -111,9 +119,8 @@ func (r *resolved) checkTexts() fielderr.List {
 	return problems
 }
 
-// checkTrigger trims the conditions, and checks that the fields fit the trigger.
+// checkTrigger checks that the fields fit the trigger, and parses the schedule.
 func (r *resolved) checkTrigger() fielderr.List {
-	r.When, r.Signal = strings.TrimSpace(r.When), strings.TrimSpace(r.Signal)
 	var problems fielderr.List
 	for _, field := range []struct{ name, value, trigger string }{
 		{"cron", r.Cron, Cron}, {"event", r.Event, Event}, {"when", r.When, Event}, {"signal", r.Signal, Signal},
@@ -138,8 +145,7 @@ func (r *resolved) checkTrigger() fielderr.List {
 	case Signal:
 		if r.Signal == "" {
 			problems.Add("signal", "write the condition it waits for, such as pending_approvals > 3")
-		}
-		if r.Signal != "" {
+		} else {
 			problems = append(problems, checkCondition("signal", r.Signal, Counters{})...)
 		}
 	default:
@@ -157,23 +163,22 @@ func (r *resolved) checkSchedule() (problems fielderr.List) {
 		problems.Add("cron", "say when it runs: a cron such as \"*/30 * * * *\", an event, or a signal")
 	} else if r.schedule, err = schedule.Parse(r.Cron, zone); err != nil {
 		problems.Add("cron", "%w", err)
-	} else if own := r.schedule.Location(); r.Timezone != defaultZone && own.String() != zone.String() {
+	} else if own := r.schedule.Location(); zone != nil && r.Timezone != defaultZone && own.String() != zone.String() {
 		problems.Add("cron", "runs in %s, and timezone names %s; keep one of them", own, zone)
 	}
 	return problems
 }
 
-func checkCondition(field, text string, env any) fielderr.List {
+func checkCondition(field, text string, env any) (problems fielderr.List) {
 	if _, err := compile(text, env); err != nil {
-		return []error{fmt.Errorf("%s: %w", field, err)}
+		problems.Add(field, "%w", err)
 	}
-	return nil
+	return problems
 }
 
 // checkAction checks that the automation has exactly one of a skill, a flow and a prompt, and encodes its arguments.
 func (r *resolved) checkAction() fielderr.List {
 	var problems fielderr.List
-	r.Prompt = strings.TrimSpace(r.Prompt)
 	switch {
 	case r.Skill == "" && r.Prompt == "" && r.Flow == "":
 		problems.Add("skill", "name a skill or a flow, or write a prompt")

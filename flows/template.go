@@ -132,7 +132,7 @@ func parseDefault(text string) (any, error) {
 	return decodeNormal(json.RawMessage(text))
 }
 
-// parseSingleQuoted parses a text up to the closing quote, with which it must end. \' and \\ are a quote and a backslash.
+// parseSingleQuoted parses a text and its closing quote. A backslash escapes a quote or a backslash.
 func parseSingleQuoted(text string) (string, error) {
 	var b strings.Builder
 	for i := 0; i < len(text); i++ {
