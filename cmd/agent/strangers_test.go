@@ -2,7 +2,6 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -11,11 +10,8 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
-	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
 
@@ -37,8 +33,8 @@ const (
 // salary is the secret. No stranger may read it.
 const salary = "the salary is 4711"
 
-// strangersYAML has flows that send the secret and wait, and endpoints that open threads and answer in threads named by
-// the sender.
+// strangersYAML has flows that send the secret and wait. Its endpoints open threads, and answer in the threads that a
+// sender names.
 const strangersYAML = `
 kind: flow
 name: offer
@@ -198,9 +194,8 @@ type thread struct{ id, name, completion string }
 
 // threadStart is one way to open a thread.
 type threadStart struct {
-	begin func(h *strangerTest, name string) thread
-	// own lists the callers with access.
-	allowed []string
+	begin   func(h *strangerTest, name string) thread
+	allowed []string // the callers with access: names of chat keys, or flow
 }
 
 // startByChat returns a way to open a thread: a visitor sends the secret.
@@ -226,8 +221,8 @@ func startByChat(key string, visitor func(*strangerTest) string, named bool) fun
 	}
 }
 
-// startWaitingFlow returns a thread in which the flow offer waits.
-func (h *strangerTest) startWaitingFlow(id, name string) thread {
+// awaitFlow waits until a flow waits in a thread, and returns the thread.
+func (h *strangerTest) awaitFlow(id, name string) thread {
 	h.t.Helper()
 	h.waitUntil(`select exists (select from agent_executions where thread_id = $1 and status = 'waiting')`, id)
 	return thread{id: id, name: name}
@@ -255,11 +250,11 @@ func threadStarts() map[string]threadStart {
 		"key, unnamed": {startByChat(siteKey, nil, false), []string{"site"}},
 		"flow": {func(h *strangerTest, name string) thread {
 			h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": name}, http.StatusCreated, nil)
-			return h.startWaitingFlow(name, name)
+			return h.awaitFlow(name, name)
 		}, []string{"flow"}},
 		"webhook": {func(h *strangerTest, name string) thread {
 			h.sendWebhook("hire", "begin", name)
-			return h.startWaitingFlow(pgtest.Value[string](h.t, h.db, `select id from agent_threads where owner_kind = 'webhook'
+			return h.awaitFlow(pgtest.Value[string](h.t, h.db, `select id from agent_threads where owner_kind = 'webhook'
 				and owner = 'hire' and name = $1`, name), name)
 		}, nil},
 		"admin": {func(h *strangerTest, name string) thread {
@@ -326,10 +321,10 @@ func TestStrangerAccess(t *testing.T) {
 				}
 			}
 			h.checkFlowAccess(th, b)
-			h.checkEndpointAccess(th)
+			h.tryEndpoint(th)
 			assert.Equal(t, before, h.threadContent(th.id))
 			if kind == "flow" || kind == "webhook" {
-				h.startWaitingFlow(th.id, name)
+				h.awaitFlow(th.id, name)
 			}
 		})
 	}
@@ -400,8 +395,8 @@ func (h *strangerTest) checkFlowAccess(th thread, b threadStart) {
 		map[string]any{"status": "waiting", "waiting_for": "response", "waiting_key": th.id}, http.StatusNotFound, nil)
 }
 
-// checkEndpointAccess answers in the thread by webhook, under each of its names.
-func (h *strangerTest) checkEndpointAccess(th thread) {
+// tryEndpoint sends messages for the thread to a webhook endpoint, under each of its names.
+func (h *strangerTest) tryEndpoint(th thread) {
 	h.t.Helper()
 	for _, name := range []string{th.id, th.name} {
 		h.sendWebhook("apply", "answer", name)
@@ -469,7 +464,7 @@ func TestThreadAccess(t *testing.T) {
 		h.admin("POST", "/v1/threads", map[string]any{"id": "juan", "owner": "siet"}, http.StatusBadRequest, nil)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "juan", "chat_key": "site"},
 			http.StatusCreated, nil)
-		h.startWaitingFlow("juan", "juan")
+		h.awaitFlow("juan", "juan")
 		got := h.sendChat(shopKey, "accepted", "X-Thread-Id", "juan")
 		assert.Truef(t, !strings.Contains(got.body, "offer accepted"), "another key: %s", got.body)
 		got = h.sendChat(siteKey, "yes", "X-Thread-Id", "juan")
@@ -486,13 +481,13 @@ func TestThreadAccess(t *testing.T) {
 		h := &strangerTest{t, h.base, h.db}
 		var x struct{ ID string }
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva"}, http.StatusCreated, &x)
-		h.startWaitingFlow("eva", "eva")
+		h.awaitFlow("eva", "eva")
 		link := pgtest.Value[string](h.t, h.db, `select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ := strings.Cut(link, "#join=")
 		got := h.sendChat(shopKey, "here I am", "X-Thread-Join", join, "X-Thread-Id", "interview")
 		assert.Truef(t, strings.Contains(got.body, "welcome"), "joined the flow: %d %s", got.status, got.body)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva 2"}, http.StatusCreated, &x)
-		h.startWaitingFlow("eva 2", "eva 2")
+		h.awaitFlow("eva 2", "eva 2")
 		link = pgtest.Value[string](h.t, h.db, `select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ = strings.Cut(link, "#join=")
 		h.admin("POST", "/v1/executions/"+x.ID+"/cancel", map[string]any{"reason": "over"}, http.StatusOK, nil)
@@ -512,11 +507,11 @@ func TestThreadAccess(t *testing.T) {
 		h := &strangerTest{t, h.base, h.db}
 		h.sendWebhook("hire", "begin", "ana")
 		id := pgtest.Value[string](h.t, h.db, `select id from agent_threads where owner_kind = 'webhook' and name = 'ana'`)
-		h.startWaitingFlow(id, "ana")
+		h.awaitFlow(id, "ana")
 		h.sendWebhook("hire", "answer", "ana")
 		h.waitUntil(`select exists (select from agent_messages where thread_id = $1 and content = 'offer accepted')`, id)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "luis"}, http.StatusCreated, nil)
-		h.startWaitingFlow("luis", "luis")
+		h.awaitFlow("luis", "luis")
 		h.admin("POST", "/v1/threads/luis/participants", map[string]any{"webhook": "apply"}, http.StatusCreated, nil)
 		h.sendWebhook("apply", "answer", "luis")
 		h.waitUntil(`select exists (select from agent_messages where thread_id = 'luis' and content = 'offer accepted')`)
@@ -541,12 +536,12 @@ func TestThreadsOfEarlierRelease(t *testing.T) {
 		name  string
 		reads bool
 	}{
-		"its key":                     {[]string{siteKey}, "site:7", true},
-		"another key":                 {[]string{shopKey}, "site:7", false},
-		"a visitor of the key":        {[]string{siteKey, "X-Visitor-Token", "new"}, "site:7", false},
-		"the page, by a secret name":  {[]string{webKey, "X-Visitor-Token", "new"}, given, true},
-		"another's page":              {[]string{siteKey, "X-Visitor-Token", "new"}, given, false},
-		"a flow's, which nobody used": {[]string{siteKey}, "talk", false},
+		"its key":                    {[]string{siteKey}, "site:7", true},
+		"another key":                {[]string{shopKey}, "site:7", false},
+		"a visitor of the key":       {[]string{siteKey, "X-Visitor-Token", "new"}, "site:7", false},
+		"the page, by a secret name": {[]string{webKey, "X-Visitor-Token", "new"}, given, true},
+		"another's page":             {[]string{siteKey, "X-Visitor-Token", "new"}, given, false},
+		"a thread of a flow":         {[]string{siteKey}, "talk", false},
 	} {
 		got := h.sendChat(c.as[0], "what was said?", append(c.as[1:], "X-Thread-Id", c.name)...)
 		reads := strings.Contains(got.body, salary)
@@ -554,137 +549,4 @@ func TestThreadsOfEarlierRelease(t *testing.T) {
 	}
 	h.admin("POST", "/v1/executions", map[string]any{"flow": "other", "thread_id": "talk"}, http.StatusCreated, nil)
 	h.admin("POST", "/v1/executions", map[string]any{"flow": "other", "thread_id": "site:7"}, http.StatusNotFound, nil)
-}
-
-// holdLocks opens a transaction and leaves it open.
-func (h *strangerTest) holdLocks(statements ...string) (end func()) {
-	h.t.Helper()
-	conn, err := pgx.ConnectConfig(h.t.Context(), h.db.Config().ConnConfig.Copy())
-	require.NoError(h.t, err)
-	h.t.Cleanup(func() { _ = conn.Close(context.WithoutCancel(h.t.Context())) })
-	for _, sql := range append([]string{"begin"}, statements...) {
-		pgtest.Exec(h.t, conn, sql)
-	}
-	return func() {
-		pgtest.Exec(h.t, conn, "rollback")
-	}
-}
-
-// flood repeats a request on many connections until the caller calls stop. stop returns the responses by status, and
-// one response with 503. It prefers a response that names the holder, then the locked row, then the database. A busy
-// machine may find the holder too late.
-func (h *strangerTest) flood(request func() httpResult) (stop func() (map[int]int, httpResult)) {
-	var mu sync.Mutex
-	var flooding sync.WaitGroup
-	got, refused := map[int]int{}, httpResult{}
-	quit := make(chan struct{})
-	for range 24 {
-		flooding.Go(func() {
-			for {
-				select {
-				case <-quit:
-					return
-				default:
-				}
-				v := request()
-				mu.Lock()
-				got[v.status]++
-				if v.status == http.StatusServiceUnavailable && (refused.body == "" ||
-					!strings.Contains(refused.body, "clumsy") && !strings.Contains(v.body, "has locked the rows")) {
-					refused = v
-				}
-				mu.Unlock()
-			}
-		})
-	}
-	pgtest.Eventually(h.t, func() bool {
-		mu.Lock()
-		defer mu.Unlock()
-		return got[http.StatusServiceUnavailable] > 0
-	}, "a held request is rejected")
-	return func() (map[int]int, httpResult) {
-		close(quit)
-		flooding.Wait()
-		return got, refused
-	}
-}
-
-// medianTime returns the median of the response times. Every response must have the status.
-func (h *strangerTest) medianTime(n, want int, request func(i int) httpResult) time.Duration {
-	h.t.Helper()
-	took := make([]time.Duration, n)
-	for i := range n {
-		began := time.Now()
-		v := request(i)
-		assert.Equal(h.t, want, v.status, v.body)
-		took[i] = time.Since(began)
-	}
-	slices.Sort(took)
-	return took[n/2]
-}
-
-// An open transaction of a client delays only requests for the same rows, with an explanation.
-func TestLockedRowsDoNotDelayOthers(t *testing.T) {
-	t.Parallel()
-	h := newStrangerTest(t)
-	admin := strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
-	post := func(path, key, body string, headers ...string) func() httpResult {
-		return func() httpResult { return h.send("POST", path, key, body, headers...) }
-	}
-	event := func(id string) string {
-		return fmt.Sprintf(`{"event": "EVENT_COMPLETED", "key": %q, "id": %q}`, id, id)
-	}
-	h.admin("POST", "/v1/threads", map[string]any{"id": "held"}, http.StatusCreated, nil)
-	h.admin("POST", "/v1/threads/held/messages", map[string]any{"content": "first"}, http.StatusCreated, nil)
-	pgtest.Value[int](h.t, h.db, `with free as (select acquire_agent_lock('thread:held', 'somebody', 60),
-		release_agent_lock('thread:held', 'somebody')) select count(*) from free`)
-	hook := `{"do": "nothing", "content": "x", "n": 1}`
-	v := h.send("POST", "/webhooks/hire", hookKey, hook)
-	require.Equal(t, http.StatusAccepted, v.status, v.body)
-	for name, one := range map[string]struct {
-		hold    string
-		request func() httpResult
-		tells   string // in an admin's response
-	}{
-		"event id": {
-			`insert into agent_events (event, key, external_id) values ('EVENT_COMPLETED', 'k', 'held')`,
-			post("/v1/events", admin, event("held")), `event id`,
-		},
-		"idempotency key": {
-			`insert into agent_idempotency (scope, key, fingerprint, attempt, lease_until, expires_at)
-			 values ('POST /v1/events admin', 'held', '\x00', gen_random_uuid(), now() + interval '1 hour',
-			   now() + interval '1 hour')`,
-			post("/v1/events", admin, event("other"), "Idempotency-Key", "held"), `Idempotency-Key`,
-		},
-		"delivery": {
-			`delete from agent_webhook_deliveries`, // blocks a delivery with the same id
-			post("/webhooks/hire", hookKey, hook), "",
-		},
-		"lane of a thread": {
-			`select from agent_locks where lane = 'thread:held' for update`,
-			post("/v1/threads/held/messages", admin, `{"content": "hello"}`), `thread`,
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			calm := h.medianTime(100, http.StatusAccepted,
-				func(i int) httpResult { return post("/v1/events", admin, event(fmt.Sprint(name, " calm ", i)))() })
-			end := h.holdLocks(`set local application_name = 'clumsy'`, one.hold)
-			defer end()
-			stop := h.flood(one.request)
-			held := h.medianTime(100, http.StatusAccepted,
-				func(i int) httpResult { return post("/v1/events", admin, event(fmt.Sprint(name, " held ", i)))() })
-			lanes := h.medianTime(20, http.StatusOK, func(int) httpResult { return h.send("GET", "/v1/lanes", admin, "") })
-			ready := h.medianTime(20, http.StatusOK, func(int) httpResult { return h.send("GET", "/readyz", "", "") })
-			got, refused := stop()
-			t.Logf("median of unrelated events %s, and %s before; lanes %s, ready %s; requests for the held row %v", held,
-				calm, lanes, ready, got)
-			if most := max(time.Second, 10*calm); held > most || lanes > most || ready > most {
-				t.Errorf("events take %s, lanes %s, readiness %s, and calm %s", held, lanes, ready, calm)
-			}
-			assert.Truef(t, got[http.StatusServiceUnavailable] != 0 && len(got) <= 1 && refused.header.Get("Retry-After") != "",
-				"%v, %v", got, refused.header)
-			assert.Truef(t, strings.Contains(refused.body, one.tells) &&
-				strings.Contains(refused.body, "clumsy") == (one.tells != ""), "a request for what is held: %s", refused.body)
-		})
-	}
 }
