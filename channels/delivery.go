@@ -139,8 +139,12 @@ func (w *worker) sendParts(ctx context.Context, s *send) (status string, cause e
 	return "sent", nil
 }
 
+// answerBelow replaces the draft of a turn that waited for an approval.
+const answerBelow = "_The answer is below._"
+
 // replaceDraft replaces the draft of an answer by its first part. An edit may be repeated, so its outcome need not be
-// known. The id is "" if there is no draft, or the provider no longer has it.
+// known. The id is "" if there is no draft, or the provider no longer has it. After an approval it is "", too, because
+// providers notify nobody of an edit, and the person may have waited for days.
 func (w *worker) replaceDraft(ctx context.Context, s send, m Message) (id string, err error) {
 	editor, ok := w.transport.(Editor)
 	if !ok || m.Part > 0 || s.ExecutionID == "" {
@@ -151,16 +155,25 @@ func (w *worker) replaceDraft(ctx context.Context, s send, m Message) (id string
 		return "", NotSent(err)
 	}
 	defer unlock()
+	var waited bool
 	err = w.Pool.QueryRow(ctx, `
 		select coalesce((select m.draft_id
 		                   from agent_channel_messages m
 		                  where m.execution_id = @id and m.channel = @channel and m.draft_id <> @lost
-		                  limit 1), '')`,
-		postgres.Strict{"id": s.ExecutionID, "channel": w.name, "lost": lostDraft}).Scan(&id)
+		                  limit 1), ''),
+		       exists (select from agent_approvals a where a.execution_id = @id and a.parked)`,
+		postgres.Strict{"id": s.ExecutionID, "channel": w.name, "lost": lostDraft}).Scan(&id, &waited)
 	if err != nil {
 		return "", NotSent(fmt.Errorf("read draft: %w", err))
 	}
 	if id == "" {
+		return "", nil
+	}
+	if waited {
+		m.Markdown = answerBelow
+		if err := editor.Edit(ctx, id, m); err != nil {
+			w.Logger.DebugContext(ctx, "draft not edited", "channel", w.name, "error", message(err))
+		}
 		return "", nil
 	}
 	err = editor.Edit(ctx, id, m)

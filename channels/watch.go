@@ -24,7 +24,7 @@ const (
 	draftDelay    = 2 * time.Second // a turn that ends before needs no draft
 )
 
-// approvalNotice is shown while a turn waits for an approval. The answer replaces it.
+// approvalNotice is shown while a turn waits for an approval.
 const approvalNotice = "_An admin has to approve a step before I can go on. The answer will come here._"
 
 // activeTurn is a turn that answers a message of the channel.
