@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/slack-go/slack"
@@ -19,11 +20,14 @@ const metadataType = "lanekeeper_message"
 // Send implements [channels.Transport].
 func (t *Transport) Send(ctx context.Context, m channels.Message) (string, error) {
 	to := parseAddress(m.Conversation)
-	options := content(m)
-	if to.thread != "" {
-		options = append(options, slack.MsgOptionTS(to.thread))
-	}
-	channel, ts, err := t.api.PostMessageContext(ctx, to.channel, options...)
+	var channel, ts string
+	err := withFallback(m, func(options []slack.MsgOption) (err error) {
+		if to.thread != "" {
+			options = append(options, slack.MsgOptionTS(to.thread))
+		}
+		channel, ts, err = t.api.PostMessageContext(ctx, to.channel, options...)
+		return err
+	})
 	if err != nil {
 		return "", classify(err)
 	}
@@ -33,11 +37,29 @@ func (t *Transport) Send(ctx context.Context, m channels.Message) (string, error
 // Edit implements [channels.Editor].
 func (t *Transport) Edit(ctx context.Context, externalID string, m channels.Message) error {
 	channel, ts, _ := strings.Cut(externalID, ":")
-	if _, _, _, err := t.api.UpdateMessageContext(ctx, channel, ts, content(m)...); err != nil {
+	err := withFallback(m, func(options []slack.MsgOption) error {
+		_, _, _, err := t.api.UpdateMessageContext(ctx, channel, ts, options...)
+		return err
+	})
+	if err != nil {
 		return classify(err)
 	}
 	return nil
 }
+
+// withFallback sends a message without its blocks if Slack refuses these. Buttons are blocks, so a message with buttons
+// has no fallback.
+func withFallback(m channels.Message, send func(options []slack.MsgOption) error) error {
+	err := send(content(m))
+	refused, ok := errors.AsType[slack.SlackErrorResponse](err)
+	if ok && len(m.Buttons) == 0 && slices.Contains(blockErrors, refused.Err) {
+		err = send(append(content(m), slack.MsgOptionBlocks()))
+	}
+	return err
+}
+
+// blockErrors are the errors that a message without blocks may avoid.
+var blockErrors = []string{"invalid_blocks", "invalid_blocks_format", "msg_blocks_too_long", "msg_too_long"}
 
 // content renders a message: blocks, and a plain text for notifications and clients without blocks.
 func content(m channels.Message) []slack.MsgOption {

@@ -404,6 +404,31 @@ func TestSendsAndEdits(t *testing.T) {
 	}
 }
 
+// Slack shows the text of a message if it refuses the blocks.
+func TestRefusedBlocksLeaveTheText(t *testing.T) {
+	t.Parallel()
+	w := newFixture(t, "events")
+	for _, code := range []string{"invalid_blocks", "msg_too_long"} {
+		sent := w.fake.Calls("chat.postMessage")
+		w.fake.Faults(func(method string, call int) slacktest.Fault {
+			if method == "chat.postMessage" && call == sent+1 || method == "chat.update" && call%2 == 1 {
+				return slacktest.Fault{Error: code}
+			}
+			return slacktest.Fault{}
+		})
+		m := channels.Message{ID: "1", Conversation: "C1", Markdown: "**first**"}
+		id, err := w.Send(t.Context(), m)
+		require.NoError(t, err)
+		all := w.fake.Messages("C1")
+		got := all[len(all)-1]
+		assert.Truef(t, got.Text == "*first*" && string(got.Blocks) == "[]", "%s: %+v", code, got)
+		m.Markdown = "second"
+		require.NoError(t, w.Edit(t.Context(), id, m))
+		got = w.fake.Messages("C1")[len(all)-1]
+		assert.Truef(t, got.Text == "second" && string(got.Blocks) == "[]", "%s: %+v", code, got)
+	}
+}
+
 // A wrong token is the admin's mistake. No log line contains it.
 func TestWrongTokensAreMisconfigured(t *testing.T) {
 	t.Parallel()
