@@ -146,9 +146,49 @@ func approvalText(a approvals.Approval, limits Limits) (text string, whole bool)
 		Code("agent approvals show "+a.ID) + ".", false
 }
 
+// shownRequest is a message that shows a request.
+type shownRequest struct{ ApprovalID, Conversation, MessageRef string }
+
+// showDecisions edits the messages of requests that are decided or void, and ends their buttons. An ended button marks
+// its message as edited.
+func (w *worker) showDecisions(ctx context.Context) error {
+	editor, ok := w.transport.(Editor)
+	if !ok {
+		return nil
+	}
+	list, err := postgres.Rows[shownRequest](ctx, w.Pool, "find decided requests", `
+		select distinct b.approval_id::text, b.conversation, b.message_ref
+		  from agent_channel_buttons b join agent_approvals a on a.id = b.approval_id
+		 where b.channel = @channel and b.message_ref <> '' and b.expires_at > clock_timestamp() and a.status <> 'pending'
+		 limit 10`, postgres.Strict{"channel": w.name})
+	if err != nil {
+		return err
+	}
+	for _, r := range list {
+		a, err := approvals.Get(ctx, w.Pool, r.ApprovalID)
+		if err != nil {
+			return err
+		}
+		err = editor.Edit(ctx, r.MessageRef, Message{ID: a.ID, Conversation: r.Conversation, Markdown: w.decidedText(a)})
+		if failure, known := errors.AsType[*SendError](err); known && failure.Permanent { // a person has deleted it
+			w.Logger.WarnContext(ctx, "decision not shown", "channel", w.name, "error", message(err))
+		} else if err != nil {
+			return fmt.Errorf("show decision about request %s: %w", a.ID, err)
+		}
+		err = exec(ctx, w.Pool, "end buttons", `
+			update agent_channel_buttons set expires_at = clock_timestamp()
+			 where approval_id = @id::uuid and channel = @channel and message_ref = @ref`,
+			postgres.Strict{"id": a.ID, "channel": w.name, "ref": r.MessageRef})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // click decides an approval, or returns the reason for a refusal.
 func (w *worker) click(ctx context.Context, e entry) {
-	answer, shown, err := w.decide(ctx, e)
+	answer, decided, err := w.decide(ctx, e)
 	if err != nil {
 		w.postpone(ctx, e, err)
 		return
@@ -161,18 +201,13 @@ func (w *worker) click(ctx context.Context, e entry) {
 			w.Logger.WarnContext(ctx, "click not answered", "channel", w.name, "error", message(err))
 		}
 	}
-	if editor, ok := w.transport.(Editor); ok && shown != "" {
-		m := Message{ID: e.ID, Conversation: e.Conversation, Markdown: shown}
-		if err := editor.Edit(ctx, e.MessageRef, m); err != nil {
-			w.Logger.WarnContext(ctx, "decision not shown", "channel", w.name, "error", message(err))
-		}
-	}
-	if shown == "" {
+	if !decided {
 		w.Logger.WarnContext(ctx, "click refused", "channel", w.name, "sender", e.Sender, "reason", answer)
 		w.finish(ctx, e, "ignored", answer)
 		return
 	}
 	w.finish(ctx, e, "done", "")
+	w.wakeWatch()
 }
 
 // button is a row of agent_channel_buttons.
@@ -193,44 +228,45 @@ func (b button) matches(e entry) bool {
 		(strings.HasPrefix(b.MessageRef, e.Conversation+":") || strings.HasPrefix(b.Conversation, "@"))
 }
 
-// decide checks a click and decides. answer is shown to the person who clicked; shown is the new text of the message,
-// "" for a refused click.
-func (w *worker) decide(ctx context.Context, e entry) (answer, shown string, err error) {
+// decide checks a click and decides. answer is shown to the person who clicked; decided is false for a refused click.
+func (w *worker) decide(ctx context.Context, e entry) (answer string, decided bool, err error) {
 	b, err := w.button(ctx, e)
 	if errors.Is(err, errNoButton) || err == nil && !b.matches(e) {
-		return "This button is not valid.", "", nil
+		return "This button is not valid.", false, nil
 	}
 	if err != nil {
-		return "", "", err
+		return "", false, err
 	}
 	acting, name, refusal, err := w.approver(ctx, e)
 	switch {
 	case err != nil || refusal != "":
-		return refusal, "", err
+		return refusal, false, err
 	case b.Used:
-		return "This button was used already.", "", nil
+		return "This button was used already.", false, nil
 	case b.Expired:
-		return "This button has expired.", "", nil
+		return "This button has expired.", false, nil
 	}
 	a, err := approvals.Get(ctx, w.Pool, b.ApprovalID)
 	if err != nil {
-		return "", "", err
+		return "", false, err
 	}
 	if hash, err := approvals.Hash(a.Arguments); err != nil || hash != b.Hash {
-		return "The arguments have changed since this was shown. Decide in the Engine Room.", "", err
+		return "The arguments have changed since this was shown. Decide in the Engine Room.", false, err
 	}
 	if a.Own(name) {
-		return "You requested this call. Another approver must decide it.", "", nil
+		return "You requested this call. Another approver must decide it.", false, nil
 	}
 	if a.RootOnly() {
-		return "Four eyes: the requester is unknown. Only root can decide this.", "", nil
+		return "Four eyes: the requester is unknown. Only root can decide this.", false, nil
 	}
 	tag, err := w.Pool.Exec(ctx, `
-		update agent_channel_buttons set used_at = clock_timestamp(), used_by = @entry
+		update agent_channel_buttons
+		   set used_at = clock_timestamp(), used_by = @entry,
+		       message_ref = case when message_ref = '' then @message else message_ref end
 		 where nonce = @nonce and (used_at is null or used_by = @entry) and expires_at > clock_timestamp()`,
-		postgres.Strict{"nonce": e.Click, "entry": e.ID})
+		postgres.Strict{"nonce": e.Click, "entry": e.ID, "message": e.MessageRef})
 	if changed, err := postgres.Changed(tag, err, "use button"); err != nil || !changed {
-		return "This button was used already.", "", err
+		return "This button was used already.", false, err
 	}
 	verb := "rejected"
 	if b.Approve {
@@ -239,22 +275,28 @@ func (w *worker) decide(ctx context.Context, e entry) (answer, shown string, err
 	_, err = approvals.Decide(acting, w.Pool, b.ApprovalID, b.Approve, name,
 		fmt.Sprintf("%s in %s %s (message %s)", verb, w.channel.Type, w.name, e.MessageRef))
 	if errors.Is(err, approvals.ErrFourEyes) { // requested again meanwhile
-		return err.Error(), "", nil
+		return err.Error(), false, nil
 	}
-	if decided, ok := errors.AsType[*approvals.DecidedError](err); ok {
-		answer = strings.ToUpper(decided.Error()[:1]) + decided.Error()[1:] + "."
-		return answer, w.decidedText(a, Code(answer)), nil
+	if earlier, ok := errors.AsType[*approvals.DecidedError](err); ok {
+		return strings.ToUpper(earlier.Error()[:1]) + earlier.Error()[1:] + ".", true, nil
 	}
 	if err != nil {
-		return "", "", err
+		return "", false, err
 	}
-	decision := fmt.Sprintf("**%s** by %s at %s", strings.ToUpper(verb[:1])+verb[1:], Code(name),
-		time.Now().UTC().Format("2006-01-02 15:04 UTC"))
-	return "You have " + verb + " this.", w.decidedText(a, decision), nil
+	return "You have " + verb + " this.", true, nil
 }
 
 // decidedText describes a request and its decision in one part.
-func (w *worker) decidedText(a approvals.Approval, decision string) string {
+func (w *worker) decidedText(a approvals.Approval) string {
+	decision := "**Void:** " + Code(a.Reason)
+	if a.DecidedAt != nil {
+		verb := "Approved"
+		if a.Status == "rejected" {
+			verb = "Rejected"
+		}
+		decision = fmt.Sprintf("**%s** by %s at %s", verb, Code(a.DecidedBy),
+			a.DecidedAt.UTC().Format("2006-01-02 15:04 UTC"))
+	}
 	limits := w.transport.Limits()
 	limits.Text -= UTF16("\n\n" + decision)
 	text, _ := approvalText(a, limits)

@@ -23,9 +23,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -211,6 +211,25 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 	s.until("the log says that a request is not shown", func() bool {
 		return strings.Contains(s.log.String(), "request for approval not shown")
 	})
+}
+
+// A request that was decided elsewhere shows the decision, and has no buttons.
+func TestADecisionFromElsewhereIsShown(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{ReportTo: "900"}, nil)
+	id := s.request(`{"order": "A-1"}`)
+	m := s.shown(1)
+	_, err := approvals.Decide(t.Context(), s.pool, id, true, "boss", "")
+	require.NoError(t, err)
+	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', 'support')`)
+	s.until("the decision is shown", func() bool {
+		now := s.shown(1)
+		return strings.Contains(now.Text, "<b>Approved</b> by <code>boss</code> at ") && len(now.Buttons) == 0
+	})
+	pgtest.Until(t, s.pool, true, `select bool_and(expires_at <= clock_timestamp()) from agent_channel_buttons`)
+	s.click("late", 900, 1, m.ID, m.Buttons["Reject"])
+	assert.Contains(t, s.shown(1).Text, "Approved")
+	assert.Equal(t, 1, s.shown(1).Edits)
 }
 
 // Within an execution, an automation or an objective may act as another agent.

@@ -85,7 +85,7 @@ func (w *worker) watch(ctx context.Context) {
 		if err != nil && ctx.Err() == nil {
 			w.Logger.WarnContext(ctx, "turns of channel not read, trying again", "channel", w.name, "error", err)
 		} else if time.Now().UnixNano() >= w.quiet.Load() {
-			if err := w.requestApprovals(ctx); err != nil && ctx.Err() == nil {
+			if err := errors.Join(w.requestApprovals(ctx), w.showDecisions(ctx)); err != nil && ctx.Err() == nil {
 				w.Logger.WarnContext(ctx, "request for approval not shown", "channel", w.name, "error", message(err))
 			}
 		}
