@@ -526,49 +526,72 @@ func TestOnlyLostTurnsOfLiveThreadsGetANotice(t *testing.T) {
 	})
 }
 
-// waitingTurn adds a turn of chat 5 that waits for an approval, and returns its execution.
-func (s *stand) waitingTurn() (id string) {
+// turn adds a turn of chat 5, running or waiting for an approval, and returns its execution. post sends its answer.
+func (s *stand) turn(name string, waits bool) (id string) {
 	s.t.Helper()
 	pgtest.Exec(s.t, s.pool, `insert into agent_threads (id, name, channel, target, owner)
-		values ('asked', '5', 'telegram', 'support', 'channel:support')`)
+		values ('asked', '5', 'telegram', 'support', 'channel:support') on conflict do nothing`)
 	id = pgtest.Value[string](s.t, s.pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by, thread_id)
 		values ('ch_asked', 'chat', 'chat', 'running', 1, lanekeeper.agent_uuid7(), 'asked') returning id::text`)
-	pgtest.Exec(s.t, s.pool, `
-		update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = 'a', waiting_step = 's'
-		 where id = $1`, id)
-	pgtest.Exec(s.t, s.pool, `
-		insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
-		  arguments_hash, expires_at)
-		values ('ch_asked', $1::uuid, 's', true, 'refund', 1, '{}', 'h', clock_timestamp() + interval '1 day')`, id)
+	if waits {
+		pgtest.Exec(s.t, s.pool, `
+			update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = 'a', waiting_step = 's'
+			 where id = $1`, id)
+		pgtest.Exec(s.t, s.pool, `
+			insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
+			  arguments_hash, expires_at)
+			values ('ch_asked', $1::uuid, 's', true, 'refund', 1, '{}', 'h', clock_timestamp() + interval '1 day')`, id)
+	}
 	pgtest.Exec(s.t, s.pool, `
 		insert into agent_channel_messages (channel, external_id, conversation, sender, status, thread_id, execution_id,
 		  received_at)
-		values ('support', 'asked', '5', '5', 'running', 'asked', $1::uuid, clock_timestamp() - interval '1 minute')`, id)
+		values ('support', $1, '5', '5', 'running', 'asked', $2::uuid, clock_timestamp() - interval '1 minute')`, name, id)
 	pgtest.Exec(s.t, s.pool, `select pg_notify('agent_channels', 'support')`)
 	return id
+}
+
+func (s *stand) post(id, text string) {
+	s.t.Helper()
+	pgtest.Exec(s.t, s.pool, `update agent_executions set status = 'completed' where id = $1`, id)
+	require.NoError(s.t, postgres.InTx(s.t.Context(), s.pool, func(tx pgx.Tx) error {
+		m, err := threads.Post(s.t.Context(), tx, threads.NewMessage{
+			ThreadID: "asked", Role: threads.Assistant, Content: text, Channel: channels.Telegram, Target: "support",
+			Status: threads.Sending, ExecutionID: id, TraceID: "ch_asked",
+		})
+		if err != nil {
+			return err
+		}
+		return channels.Enqueue(s.t.Context(), tx, m.ID)
+	}))
 }
 
 // A provider notifies nobody of an edit. So the answer after an approval is a new message.
 func TestTheAnswerAfterAnApprovalIsANewMessage(t *testing.T) {
 	t.Parallel()
 	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen}, nil)
-	id := s.waitingTurn()
+	id := s.turn("first", true)
 	s.until("the notice", func() bool { return len(s.bot.Sent(5)) == 1 })
 	assert.Contains(t, s.bot.Sent(5)[0].Text, "An admin has to approve a step")
 	pgtest.Exec(t, s.pool, `update agent_executions set status = 'running', claim = claim + 1 where id = $1`, id)
-	pgtest.Exec(t, s.pool, `update agent_executions set status = 'completed' where id = $1`, id)
-	require.NoError(t, postgres.InTx(t.Context(), s.pool, func(tx pgx.Tx) error {
-		m, err := threads.Post(t.Context(), tx, threads.NewMessage{
-			ThreadID: "asked", Role: threads.Assistant, Content: "I have refunded it.", Channel: channels.Telegram,
-			Target: "support", Status: threads.Sending, ExecutionID: id, TraceID: "ch_asked",
-		})
-		if err != nil {
-			return err
-		}
-		return channels.Enqueue(t.Context(), tx, m.ID)
-	}))
+	s.post(id, "I have refunded it.")
 	s.until("the answer", func() bool { return len(s.bot.Sent(5)) == 2 })
 	assert.Equal(t, "I have refunded it.", s.bot.Sent(5)[1].Text)
 	assert.Equal(t, "<i>The answer is below.</i>", s.bot.Sent(5)[0].Text)
+}
+
+// A sender learns that a message queues behind an approval. The channel does not show that the agent types.
+func TestAMessageBehindAnApprovalIsAcknowledged(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen}, nil)
+	s.turn("first", true)
+	second := s.turn("second", false)
+	s.until("the notices", func() bool { return len(s.bot.Sent(5)) == 2 })
+	notice := s.bot.Sent(5)[1].Text
+	assert.Contains(t, notice, "a step of an earlier message")
+	s.post(second, "Yes, I am here.")
+	s.until("the answer", func() bool { return len(s.bot.Sent(5)) == 3 })
+	assert.Equal(t, "Yes, I am here.", s.bot.Sent(5)[2].Text)
+	assert.Equal(t, notice, s.bot.Sent(5)[1].Text)
+	assert.Equal(t, 0, s.bot.Typed())
 }

@@ -52,8 +52,9 @@ func TestRequestForApprovalFitsIntoOneMessage(t *testing.T) {
 		assert.Equal(t, 1, len(Split(text, limits)))
 	}
 	w := &worker{transport: limited{}}
-	decided := w.decidedText(approvals.Approval{Arguments: []byte(`["` + strings.Repeat("some ", 50) + `"]`)},
-		strings.Repeat("reason ", 20))
+	decided := w.decidedText(approvals.Approval{
+		Arguments: []byte(`["` + strings.Repeat("some ", 50) + `"]`), Reason: strings.Repeat("reason ", 20),
+	})
 	assert.Equal(t, 1, len(Split(decided, limited{}.Limits())), decided)
 	passwords := "[" + strings.Repeat(`{"password":"x"},`, 120) + "1]"
 	text, whole := approvalText(approvals.Approval{Arguments: []byte(passwords)}, Limits{})

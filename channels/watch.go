@@ -27,6 +27,9 @@ const (
 // approvalNotice is shown while a turn waits for an approval.
 const approvalNotice = "_An admin has to approve a step before I can go on. The answer will come here._"
 
+// queuedNotice is sent while a turn queues behind one that waits for an approval.
+const queuedNotice = "_An admin has to approve a step of an earlier message. I will answer after that._"
+
 // activeTurn is a turn that answers a message of the channel.
 type activeTurn struct {
 	ID           string // of the message
@@ -38,6 +41,7 @@ type activeTurn struct {
 	Age          float64 // seconds
 	Ended        bool
 	Awaits       bool // an approval
+	Queued       bool // behind a turn of its conversation that awaits an approval
 }
 
 // display is what the channel shows of a turn.
@@ -114,7 +118,10 @@ func (w *worker) activeTurns(ctx context.Context) ([]activeTurn, error) {
 		select m.id::text, m.execution_id::text, m.conversation, m.message_ref, m.draft_id, coalesce(d.content, '') as draft,
 		       extract(epoch from clock_timestamp() - m.received_at)::float8 as age,
 		       coalesce(x.completed_at is not null, true) as ended,
-		       coalesce(x.waiting_for = 'approval', false) as awaits
+		       coalesce(x.waiting_for = 'approval', false) as awaits,
+		       exists (select from agent_channel_messages b join agent_executions y on y.id = b.execution_id
+		                where b.channel = m.channel and b.status = 'running' and b.conversation = m.conversation
+		                  and b.id < m.id and y.waiting_for = 'approval') as queued
 		  from agent_channel_messages m left join agent_executions x on x.id = m.execution_id
 		  left join agent_message_drafts d on d.execution_id = m.execution_id
 		 where m.channel = @channel and m.status = 'running' order by m.id limit @limit`,
@@ -173,11 +180,14 @@ func (w *worker) finishTurns(ctx context.Context) error {
 func (w *worker) showTurn(ctx context.Context, t activeTurn, shown *display) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	if typist, ok := w.transport.(Typist); ok && !t.Awaits && time.Since(shown.typed) > typingPeriod {
+	if typist, ok := w.transport.(Typist); ok && !t.Awaits && !t.Queued && time.Since(shown.typed) > typingPeriod {
 		shown.typed = time.Now()
 		if err := typist.Typing(ctx, t.Conversation); err != nil {
 			w.Logger.DebugContext(ctx, "typing not shown", "channel", w.name, "error", message(err))
 		}
+	}
+	if t.Queued {
+		t.Draft = queuedNotice
 	}
 	if t.Awaits {
 		t.Draft = strings.TrimSpace(t.Draft + "\n\n" + approvalNotice)
@@ -217,7 +227,8 @@ func (w *worker) turnEnded(ctx context.Context, execution string) (ended bool, e
 	return ended, err
 }
 
-// sendDraft sends the first draft of a turn. Its id is lost if the process dies meanwhile.
+// sendDraft sends the first draft of a turn. Its id is lost if the process dies meanwhile. A queued turn gives it up.
+// So its answer is a new message, because providers notify nobody of an edit.
 func (w *worker) sendDraft(ctx context.Context, t activeTurn, m Message) {
 	if err := w.saveDraft(ctx, t, lostDraft, ""); err != nil {
 		w.Logger.WarnContext(ctx, "draft not shown", "channel", w.name, "error", err)
@@ -230,6 +241,8 @@ func (w *worker) sendDraft(ctx context.Context, t activeTurn, m Message) {
 			return
 		}
 		id = ""
+	} else if t.Queued {
+		return
 	}
 	if err := w.saveDraft(context.WithoutCancel(ctx), t, id, lostDraft); err != nil {
 		w.Logger.WarnContext(ctx, "draft not recorded", "channel", w.name, "error", err)
