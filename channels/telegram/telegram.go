@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/channels"
@@ -36,6 +37,7 @@ type transport struct {
 	config channels.Config
 	token  string
 	base   string
+	name   atomic.Pointer[string] // the bot's @name; nil before Telegram's first answer
 }
 
 // Open opens a bot.
@@ -125,8 +127,12 @@ func (t *transport) poll(ctx context.Context, in channels.Inbox, offset int64) (
 		return offset, nil
 	}
 	slices.SortStableFunc(updates, func(a, b update) int { return cmp.Compare(a.ID, b.ID) })
+	messages, err := t.incoming(ctx, updates...)
+	if err != nil {
+		return offset, err
+	}
 	offset = updates[len(updates)-1].ID + 1
-	return offset, in.Receive(ctx, t.bot()+":"+id(offset), t.incoming(updates...)...)
+	return offset, in.Receive(ctx, t.bot()+":"+id(offset), messages...)
 }
 
 // watchHook reads the state of the webhook from Telegram, once in hookInterval.
@@ -172,7 +178,11 @@ func (t *transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inb
 		http.Error(w, "the body is no update", http.StatusBadRequest)
 		return
 	}
-	if err := in.Receive(r.Context(), "", t.incoming(u)...); err != nil {
+	messages, err := t.incoming(r.Context(), u)
+	if err == nil {
+		err = in.Receive(r.Context(), "", messages...)
+	}
+	if err != nil {
 		t.config.Logger.WarnContext(r.Context(), "update not stored, Telegram sends it again", "channel",
 			t.config.Channel.Name, "error", err)
 		http.Error(w, "not stored", http.StatusServiceUnavailable)

@@ -160,6 +160,34 @@ func TestUnreadContentIsNamed(t *testing.T) {
 	assert.Equal(t, "", got[2].Text)
 }
 
+// In a group, the bot receives replies to it, mentions, and commands that are not for another bot.
+func TestInAGroupTheBotIsAddressed(t *testing.T) {
+	t.Parallel()
+	for text, want := range map[string]bool{
+		"hi all": false, "/help@other_bot x": false, "ask @shop_bot2": false,
+		"/help": true, "/help@Shop_Bot x": true, "Hi @shop_bot, hello": true, "hi @Shop_bot": true, "a reply": true,
+	} {
+		reply := ""
+		if text == "a reply" {
+			reply = `"reply_to_message": {"from": {"id": 4711}},`
+		}
+		transport := open(t, func(method string, _ map[string]any) string {
+			switch method {
+			case "getUpdates":
+				return fmt.Sprintf(`{"ok": true, "result": [{"update_id": 9, "message": {"message_id": 2, "from": {"id": 5}, %s
+					"chat": {"id": -1001}, "text": %q}}]}`, reply, text)
+			case "getMe":
+				return `{"ok": true, "result": {"id": 4711, "username": "Shop_bot"}}`
+			}
+			return `{"ok": true, "result": true}`
+		})
+		var got []channels.Incoming
+		err := transport.Run(t.Context(), received{messages: &got})
+		require.Equal(t, "4711:10", fmt.Sprint(err), text)
+		assert.Equal(t, want, len(got) == 1, text)
+	}
+}
+
 // A message follows a group that has become a supergroup. The error of a request with buttons names the necessary
 // change.
 func TestAGroupThatBecameASupergroupIsFollowed(t *testing.T) {

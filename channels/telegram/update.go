@@ -3,6 +3,7 @@ package telegram
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"encoding/json"
 	"strconv"
 	"strings"
@@ -45,6 +46,9 @@ type message struct {
 	Caption  string `json:"caption"`
 	Photo    []file `json:"photo"` // sizes of one photo, the largest last
 	Document *file  `json:"document"`
+	Replied  *struct {
+		From *user `json:"from"`
+	} `json:"reply_to_message"`
 
 	// This package does not read these.
 	Voice     json.RawMessage `json:"voice"`
@@ -109,9 +113,9 @@ type callback struct {
 }
 
 // incoming converts updates. It ignores those that cannot be read. It omits messages of bots, messages without a
-// sender, and clicks on messages that Telegram no longer has. Each bot counts its messages, and a person's chat has the
-// same id with every bot.
-func (t *transport) incoming(updates ...update) (list []channels.Incoming) {
+// sender, messages of groups that do not address the bot, and clicks on messages that Telegram no longer has. Each bot
+// counts its messages, and a person's chat has the same id with every bot.
+func (t *transport) incoming(ctx context.Context, updates ...update) (list []channels.Incoming, err error) {
 	for _, u := range updates {
 		switch {
 		case u.err != nil:
@@ -127,6 +131,11 @@ func (t *transport) incoming(updates ...update) (list []channels.Incoming) {
 			})
 		case u.Message != nil && u.Message.From != nil && !u.Message.From.IsBot:
 			m := u.Message
+			if addressed, err := t.addressed(ctx, m); err != nil {
+				return nil, err
+			} else if !addressed {
+				continue
+			}
 			in := channels.Incoming{
 				ExternalID: "message " + t.bot() + " " + id(m.Chat.ID) + ":" + id(m.ID), Conversation: m.conversation(),
 				Sender: id(m.From.ID), SenderName: m.From.name(), Text: m.content(), MessageRef: id(m.ID),
@@ -141,7 +150,44 @@ func (t *transport) incoming(updates ...update) (list []channels.Incoming) {
 			list = append(list, in)
 		}
 	}
-	return list
+	return list, nil
+}
+
+// addressed reports whether a message is for the bot. In a group, whose id is negative, these are replies to the bot,
+// mentions of it, and commands without the name of another bot.
+func (t *transport) addressed(ctx context.Context, m *message) (bool, error) {
+	if m.Chat.ID > 0 || m.Replied != nil && m.Replied.From != nil && id(m.Replied.From.ID) == t.bot() {
+		return true, nil
+	}
+	text := strings.ToLower(cmp.Or(m.Text, m.Caption))
+	name, err := t.username(ctx)
+	if err != nil {
+		return false, err
+	}
+	word, _, _ := strings.Cut(strings.Join(strings.Fields(text), " "), " ")
+	if command, bot, named := strings.Cut(word, "@"); strings.HasPrefix(command, "/") {
+		return !named || bot == name, nil
+	}
+	for _, after := range strings.Split(text, "@"+name)[1:] {
+		if strings.TrimLeft(after, "abcdefghijklmnopqrstuvwxyz0123456789_") == after {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// username returns the bot's @name in lower case, without the @. It asks Telegram until it has answered once.
+func (t *transport) username(ctx context.Context) (string, error) {
+	if name := t.name.Load(); name != nil {
+		return *name, nil
+	}
+	var me user
+	if err := t.call(ctx, "getMe", map[string]any{}, &me); err != nil {
+		return "", err
+	}
+	name := strings.ToLower(me.Username)
+	t.name.Store(&name)
+	return name, nil
 }
 
 func id(n int64) string { return strconv.FormatInt(n, 10) }
