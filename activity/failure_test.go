@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
-// failedRun and failedCall return failures of a trace in order of time.
+// failedRun is a failed execution.
 func failedRun(id, parent, step, message string) activity.FailedSpan {
 	return activity.FailedSpan{
 		ID: id, ExecutionID: id, IsExecution: true, IsRoot: parent == "", ParentID: parent, Name: id, Step: step,
@@ -22,8 +22,14 @@ func failedRun(id, parent, step, message string) activity.FailedSpan {
 	}
 }
 
+// failedCall is a failed activity; execution is empty outside executions.
 func failedCall(id, execution, step, message string) activity.FailedSpan {
 	return activity.FailedSpan{ID: id, ExecutionID: execution, Name: id, Step: step, Status: "error", Message: message}
+}
+
+func at(f activity.FailedSpan, second int64) activity.FailedSpan {
+	f.At = time.Unix(second, 0)
+	return f
 }
 
 func TestRootCauseIsInnermostPropagatedError(t *testing.T) {
@@ -58,8 +64,14 @@ func TestRootCauseIsInnermostPropagatedError(t *testing.T) {
 		"same text twice": {[]activity.FailedSpan{
 			failedRun("import", "", "write", "write: not found"),
 			failedCall("cause", "import", "write/put", "not found"),
-			failedCall("handled", "import", "look", "not found"),
-		}, "cause", 2, 1},
+			failedCall("handled", "import", "look/a/b", "not found"),
+		}, "cause", 2, 1}, // a handled error with the same text counts as passing it on
+		"two roots": {[]activity.FailedSpan{
+			failedRun("retried", "", "write", "disk full"), failedRun("last", "", "send", "no answer"),
+		}, "last", 0, 1},
+		"newest first": {[]activity.FailedSpan{
+			at(failedCall("last", "", "", "no such lane"), 9), at(failedCall("first", "", "", "lane is free"), 1),
+		}, "last", 0, 1},
 		"same text at each level": {[]activity.FailedSpan{
 			failedRun("outer", "", "a", "the disk is full"),
 			failedRun("inner", "outer", "b", "the disk is full"),
@@ -95,7 +107,9 @@ func TestRootCauseIsInnermostPropagatedError(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			for i := range test.failures {
-				test.failures[i].At = time.Unix(int64(i), 0)
+				if test.failures[i].At.IsZero() {
+					test.failures[i].At = time.Unix(int64(i), 0)
+				}
 			}
 			got := activity.FindRootCause(test.failures)
 			switch {
@@ -132,6 +146,12 @@ func TestFailedTraceHasRootCause(t *testing.T) {
 	assert.Equal(t, "no such table", cause.Message)
 	assert.Equal(t, child, cause.ExecutionID)
 	assert.Equal(t, 2, cause.Upstream, "upstream rows")
+	ofChild, err := activity.RootCauseOfExecution(t.Context(), db, string(id), child)
+	require.NoError(t, err)
+	assert.Truef(t, ofChild != nil && ofChild.ID == cause.ID && ofChild.Upstream == 1, "the child's is %+v", ofChild)
+	ofOther, err := activity.RootCauseOfExecution(t.Context(), db, string(id), run(t, db, id, "completed", time.Minute, nil))
+	require.NoError(t, err)
+	assert.Truef(t, ofOther == nil, "a completed execution has the root cause %+v", ofOther)
 	var story strings.Builder
 	require.NoError(t, activity.WriteStory(&story, got, false))
 	assert.Contains(t, story.String(), "root cause: query: no such table, 2 attempts, ×2 upstream")
