@@ -149,7 +149,8 @@ func TestFailedTraceHasRootCause(t *testing.T) {
 	ofChild, err := activity.RootCauseOfExecution(t.Context(), db, string(id), child)
 	require.NoError(t, err)
 	assert.Truef(t, ofChild != nil && ofChild.ID == cause.ID && ofChild.Upstream == 1, "the child's is %+v", ofChild)
-	ofOther, err := activity.RootCauseOfExecution(t.Context(), db, string(id), run(t, db, id, "completed", time.Minute, nil))
+	other := run(t, db, id, "completed", time.Minute, nil)
+	ofOther, err := activity.RootCauseOfExecution(t.Context(), db, string(id), other)
 	require.NoError(t, err)
 	assert.Truef(t, ofOther == nil, "a completed execution has the root cause %+v", ofOther)
 	var story strings.Builder

@@ -11,13 +11,14 @@ import (
 )
 
 // Summarise merges messages into a summary of at most 6000 bytes, by a durable call of the acting agent's model within
-// the loop's budget and the agent's daily one. The messages are data for the model, and long ones are cut. An empty
-// answer is an error. Without messages, Summarise returns the previous summary.
+// the loop's budget and the agent's daily one. The messages are data for the model. Long ones are cut, so that all have
+// half of the context by estimate; each keeps at least minKept bytes. An empty answer is an error. Without messages,
+// Summarise returns the previous summary.
 func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages []models.Message) (string, error) {
 	if len(messages) == 0 {
 		return previous, nil
 	}
-	maxBytes := l.Budget.withDefaults().Context * 2 // bytes, half of the context by estimate
+	maxBytes := l.Budget.withDefaults().Context * 2 // half of the context: a token has about 4 bytes
 	prompt, err := conversation(truncate(previous, maxSummary), messages, maxBytes)
 	if err != nil {
 		return "", fmt.Errorf("summarise: %w", err)

@@ -48,11 +48,12 @@ func TestMessagesAreSummarisedAsData(t *testing.T) {
 	}
 	var data struct {
 		Summary  string `json:"summary_so_far"`
-		Messages []struct{ Role, Text string }
+		Messages []struct{ Text string }
 	}
 	err := json.Unmarshal([]byte(r.Messages[1].Content), &data)
 	assert.Truef(t, err == nil && data.Summary == "Ana said hello." && len(data.Messages) == 3 &&
-		data.Messages[0].Text == evil, "the data is %s (%v)", r.Messages[1].Content, err)
+		data.Messages[0].Text == evil && strings.HasSuffix(data.Messages[1].Text, "(called probe)"),
+		"the data is %s (%v)", r.Messages[1].Content, err)
 	rows := w.rows(t, x)
 	assert.Truef(t, len(rows) == 1 && rows[0].Skill == "model_call" && rows[0].Kind == "model", "rows are %+v", rows)
 }
@@ -60,22 +61,34 @@ func TestMessagesAreSummarisedAsData(t *testing.T) {
 func TestSummaryAndItsRequestAreBounded(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text(strings.Repeat("é", 7000)))
-	w.loop.Budget = reason.Budget{Context: 4000}
+	const limit = 40_000
+	w.loop.Budget = reason.Budget{Context: limit}
 	_, text := w.summarise(t, strings.Repeat("old ", 50_000), history(3000))
 	assert.Truef(t, len(text) <= 6000 && len(text) >= 5000 && !strings.ContainsRune(text, '\uFFFD'),
 		"the summary has %d bytes", len(text))
 	n := promptTokens(t, w.model.Requests()[0])
-	assert.Truef(t, n <= 15_000, "the request has %d tokens", n)
+	assert.Truef(t, n <= limit/2, "the request has %d tokens", n)
 }
 
-func TestSummaryOfNothingIsErrorAndOfNoMessagesOldOne(t *testing.T) {
+func TestEmptyAnswerIsNoSummary(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, blank())
-	x, text := w.summarise(t, "old", []models.Message{user("hello")})
-	assert.Truef(t, x.Status == executions.Failed && text == "", "execution is %s, summary %q", x.Status, text)
-	w = newWorld(t)
-	x, text = w.summarise(t, "old", nil)
-	assert.Truef(t, x.Status == executions.Completed && text == "old", "execution is %s, summary %q", x.Status, text)
+	for want, reply := range map[string]modeltest.Reply{
+		"the model gave no text":                  blank(),
+		"the content filter withheld the summary": modeltest.Text("").WithFinish("content_filter"),
+	} {
+		x, text := newWorld(t, reply).summarise(t, "old", []models.Message{user("hello")})
+		assert.Truef(t, x.Status == executions.Failed && text == "", "execution is %s, summary %q", x.Status, text)
+		assert.Contains(t, postgres.Deref(x.ErrorMessage), want)
+	}
+}
+
+// Without messages, no model is called.
+func TestNoMessagesKeepSummary(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	x, text := w.summarise(t, "old", nil)
+	assert.Truef(t, x.Status == executions.Completed && text == "old" && len(w.model.Requests()) == 0,
+		"execution is %s, summary %q", x.Status, text)
 }
 
 func TestSummaryIsMadeByAgent(t *testing.T) {
@@ -89,7 +102,7 @@ func TestSummaryIsMadeByAgent(t *testing.T) {
 	})
 	w.declare(t, agents.Definition{
 		Name: "sales", Instructions: "You sell.", Model: "own-model", Fallback: []string{"spare-model"},
-		Limits: agents.Limits{Tokens: 1, DayUSD: 5},
+		Limits: agents.Limits{Tokens: 1, DayUSD: 5}, // Tokens bounds turns only
 	})
 	x, text := w.summarise(t, "", []models.Message{user("hello")})
 	require.Truef(t, text == "Ana asked for the sizes.", "execution is %s (%s), summary %q", x.Status,
@@ -98,7 +111,7 @@ func TestSummaryIsMadeByAgent(t *testing.T) {
 	last := requests[len(requests)-1]
 	assert.Equal(t, "own-model", requests[0].Model)
 	assert.Equal(t, "spare-model", last.Model)
-	assert.True(t, !strings.Contains(last.Messages[0].Content, "You sell"), "the summary follows the instructions")
+	assert.True(t, !strings.Contains(last.Messages[0].Content, "You sell"), "the request has the agent's instructions")
 	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_budgets
 		where scope like 'day:%:agent:sales' and tokens > 0`))
 }
