@@ -255,7 +255,7 @@ func (s *testEnv) startWithFault(n int, action proxyAction, args ...string) *age
 	return s.startWithFaultIn(&counter{}, n, action, args...)
 }
 
-// startWithFaultIn is breakAt for the requests of a counter.
+// startWithFaultIn starts the program with a fault at request n of a counter.
 func (s *testEnv) startWithFaultIn(c *counter, n int, action proxyAction, args ...string) *agent {
 	s.t.Helper()
 	p := newProxy(s.t, s.url, func(r request) proxyAction {
