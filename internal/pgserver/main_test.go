@@ -162,7 +162,8 @@ func sharedTempDir(t *testing.T) string {
 func copyBinary(t *testing.T, name string) string {
 	t.Helper()
 	path := filepath.Join(sharedTempDir(t), name)
-	// Another process writes the file. A child that starts meanwhile would hold it open, and it could not run.
+	// Another process writes the copy. A child that starts while this process had it open would inherit the file, and
+	// the copy could not run: text file busy.
 	out, err := exec.Command("cp", self(t), path).CombinedOutput()
 	require.NoError(t, err, "cp", out)
 	require.NoError(t, os.Chmod(path, 0o755))
@@ -212,7 +213,7 @@ func servers(t *testing.T, dir string) []int {
 	for _, line := range lines {
 		text, err := os.ReadFile(line)
 		args := strings.Split(string(text), "\x00")
-		if err != nil || len(args) < 3 || args[1] != "-D" || !strings.HasPrefix(args[2], dir) ||
+		if err != nil || len(args) < 3 || args[1] != "-D" || !strings.HasPrefix(args[2], dir+"/") ||
 			filepath.Base(args[0]) != "postgres" {
 			continue
 		}

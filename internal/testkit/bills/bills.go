@@ -1,9 +1,9 @@
-// Package bills has fixtures for tests of whole processes: a server of skills that records its calls, and a workspace
-// with a model. The workspace has work for each phase of a heartbeat.
+// Package bills has fixtures for tests of whole processes: a server of skills that records its calls, workspaces of an
+// agent that pays bills and of a shop, and a model. The bills have work for each phase of a heartbeat.
 package bills
 
 import (
-	"fmt"
+	"encoding/json"
 	"io"
 	"net/http"
 	"regexp"
@@ -60,7 +60,7 @@ func (s *Skills) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		before(c)
 	}
 	w.Header().Set("Content-Type", "application/json")
-	_, _ = fmt.Fprintf(w, `{"done": %q}`, c.Skill+c.Args) // the client may have disconnected
+	_ = json.NewEncoder(w).Encode(map[string]string{"done": c.Skill + c.Args}) // the client may have disconnected
 }
 
 // Before sets a function to call before each answer; nil for none. It may block.
@@ -165,7 +165,8 @@ func MakeDue(tb testing.TB, db *pgxpool.Pool) {
 }
 
 // Model is the model of a heartbeat. Its answer depends only on the request, so a repeated request gets the same
-// answer. It makes the calls of steps in order before it completes the objective's step.
+// answer. For an objective it calls look and pay, makes the replies of steps in order, and completes the step of the
+// objective.
 func Model(req openai.ChatCompletionRequest, steps ...modeltest.Reply) modeltest.Reply {
 	_, turn := modeltest.Turn(req)
 	pursues := strings.Contains(req.Messages[0].Content, "You pursue one objective")
