@@ -439,6 +439,8 @@ func TestWrongFieldTypeProblem(t *testing.T) {
 	} {
 		a.checkProblem(a.raw("POST", "/v1/executions", body, asAdmin()), http.StatusBadRequest, words)
 	}
+	p := a.checkProblem(a.raw("PUT", "/v1/retention", `{"reason": 5}`, asAdmin()), http.StatusBadRequest, "reason")
+	assert.Equal(t, "reason must be a string, got number", p.Detail)
 }
 
 // A child works the same for an external parent as for an internal one.

@@ -25,8 +25,8 @@ type retentionResponse struct {
 }
 
 type retentionRequest struct {
-	reasonRequest
-	Keep map[string]string `json:"keep"`
+	Reason string            `json:"reason"`
+	Keep   map[string]string `json:"keep"`
 }
 
 func (b retentionRequest) check() error {
@@ -38,7 +38,7 @@ func (b retentionRequest) check() error {
 			return problem.BadBody("keep has control characters at %.60q", name)
 		}
 	}
-	return b.reasonRequest.check()
+	return reasonRequest{b.Reason}.check()
 }
 
 func (s *server) getRetention(r request) (response, error) {
