@@ -35,8 +35,8 @@ func (e *Error) Error() string {
 	if e.Status != 0 {
 		b.WriteString("status " + strconv.Itoa(e.Status) + ": ")
 	}
-	if e.Code != "" && !strings.Contains(e.Message, e.Code) {
-		b.WriteString(e.Code + ": ")
+	if e.Code != "" && e.Code != strconv.Itoa(e.Status) && !strings.Contains(e.Message, e.Code) {
+		b.WriteString("(" + e.Code + ") ") // redaction would read "api_key: word" as a secret
 	}
 	b.WriteString(e.Message)
 	if e.RetryAfter > 0 {

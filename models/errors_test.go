@@ -19,9 +19,22 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 )
+
+// Redaction keeps the words of a refusal about a key.
+func TestRefusalOfKeyKeepsItsWords(t *testing.T) {
+	for want, err := range map[string]*models.Error{
+		"call model: status 401: (invalid_api_key) Incorrect API key provided": {
+			Status: 401, Code: "invalid_api_key", Message: "Incorrect API key provided", Advice: "-",
+		},
+		"call model: status 401: no such key": {Status: 401, Code: "401", Message: "no such key", Advice: "-"},
+	} {
+		assert.Equal(t, want+" (-)", redact.Text(err.Error(), 1000))
+	}
+}
 
 func TestTransientErrorsAreRetried(t *testing.T) {
 	t.Parallel()
