@@ -207,10 +207,9 @@ func TestClientCannotSetActor(t *testing.T) {
 	conn := connectClient(t, db.Config().ConnConfig)
 	pgtest.Exec(t, conn, `reset role; set session authorization `+migrations.ClientRole+
 		`; set lanekeeper.actor = '{"by": "root"}'`, pgx.QueryExecModeSimpleProtocol)
-	pgtest.Exec(t, db, `insert into agent_principals (name, kind, role) values ('ana', 'user', 'admin')`)
 	for by, want := range map[string]string{
-		"admin": "role agent_client", "ana": "role agent_client", "worker 1": "worker 1",
-		strings.Repeat("x", 300): strings.Repeat("x", 255),
+		"admin": "role agent_client: admin", "role owner": "role agent_client: role owner",
+		strings.Repeat("x", 300): "role agent_client: " + strings.Repeat("x", 255-len("role agent_client: ")),
 	} {
 		id := pgtest.Value[string](t, conn, `select start_agent_execution('external')::text`)
 		pgtest.Exec(t, conn, `select cancel_agent_execution($1::text::uuid, $2, '')`, id, by)
@@ -220,7 +219,8 @@ func TestClientCannotSetActor(t *testing.T) {
 	id := pgtest.Value[string](t, conn, `select start_agent_execution('external')::text`)
 	pgtest.Exec(t, pgtest.Begin(t, db), `select from agent_executions for update`)
 	pgtest.Exec(t, conn, `select cancel_agent_execution($1::text::uuid, 'admin', '')`, id)
-	pgtest.Equal(t, db, `role agent_client {"via": "sql"}`, `select cancelled_by || ' ' || actor from agent_cancel_requests`)
+	pgtest.Equal(t, db, `role agent_client: admin {"via": "sql"}`,
+		`select cancelled_by || ' ' || actor from agent_cancel_requests`)
 }
 
 // The log has a row for an admin's cancel, whatever its reason, and none for the children that end with it.

@@ -1162,11 +1162,10 @@ declare
   e record;
   actor_ jsonb;
 begin
-  p_cancelled_by := left(p_cancelled_by, 255);
-  if not pg_has_role(session_user, current_user, 'member')
-     and (p_cancelled_by = 'admin' or exists (select from agent_principals p where p.name = p_cancelled_by)) then
-    p_cancelled_by := 'role ' || session_user;
+  if not pg_has_role(session_user, current_user, 'member') then
+    p_cancelled_by := 'role ' || session_user || coalesce(': ' || p_cancelled_by, '');
   end if;
+  p_cancelled_by := left(p_cancelled_by, 255);
   for try in 1 .. 10 loop                                    -- other writers lock it only for a moment
     exit when not lanekeeper.request_agent_cancel(p_id, null, p_reason);
     if try = 10 then
@@ -1211,8 +1210,7 @@ comment on function cancel_agent_execution is
   'Cancel an execution and return its status then (null: unknown id). Its claim is void, so a step in flight cannot be '
   'recorded. But if another transaction has locked the row, such as a StepTx, the cancel completes when that '
   'transaction ends. The call waits for a moment at most: another locked row raises 55P03. p_cancelled_by names the '
-  'caller. If a session of agent_client gives admin or the name of a principal, the cancel is recorded under role '
-  'LOGIN.';
+  'caller. The cancel of a login that is no member of the owner is recorded as role LOGIN: p_cancelled_by.';
 
 -- The sweep: timeouts and free lanes. No running code notices them.
 
