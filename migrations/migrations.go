@@ -213,15 +213,19 @@ func describeHolder(ctx context.Context, pool *pgxpool.Pool) (message string, er
 }
 
 // Check returns nil if this binary's migrations and code were applied to the database, and ErrOutdated if it lacks
-// some. For another version's schema it returns ErrOld, ErrNewer or ErrChanged. It does not compare the objects
-// themselves, nor River's schema. It writes nothing.
+// some, or River's. For another version's schema it returns ErrOld, ErrNewer or ErrChanged. It does not compare the
+// objects themselves, nor the version of River's. It writes nothing.
 func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	r, err := embedded()
 	if err != nil {
 		return err
 	}
 	var exists bool
-	if err := pool.QueryRow(ctx, `select to_regclass('agent_migrations') is not null`).Scan(&exists); err != nil {
+	err = pool.QueryRow(ctx, `
+		select to_regclass('agent_migrations') is not null and exists (
+		         select from pg_class c where c.relnamespace = to_regnamespace('river') and c.relname = 'river_migration')`).
+		Scan(&exists)
+	if err != nil {
 		return fmt.Errorf("check schema: %w", err)
 	}
 	if !exists {

@@ -77,6 +77,16 @@ func TestSchemaWithMissingCodeIsOutdated(t *testing.T) {
 	assert.ErrorIs(t, migrations.Check(t.Context(), db), migrations.ErrOutdated)
 }
 
+func TestSchemaWithoutRiverIsOutdated(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `drop schema river cascade`)
+	assert.ErrorIs(t, migrations.Check(t.Context(), db), migrations.ErrOutdated)
+	_, err := migrations.Up(t.Context(), db)
+	require.NoError(t, err)
+	assert.NoError(t, migrations.Check(t.Context(), db))
+}
+
 func TestCheckOfEmptyDatabaseWritesNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
