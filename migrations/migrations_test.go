@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -117,6 +118,17 @@ func TestDatabaseOfOtherProgramIsRejected(t *testing.T) {
 			assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from pg_namespace where nspname = 'river'`))
 		})
 	}
+}
+
+// The agent would share the queue of another program's River, and migrate it.
+func TestRiverOfOtherProgramIsRejected(t *testing.T) {
+	t.Parallel()
+	db := pgtest.Empty(t)
+	pgtest.Exec(t, db, `create schema river; create table river.river_job (id int)`, pgx.QueryExecModeSimpleProtocol)
+	_, err := migrations.Up(t.Context(), db)
+	assert.ErrorContains(t, err, "the database has the relation river.river_job of another program")
+	assert.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from pg_class
+		where relnamespace in (to_regnamespace('river'), to_regnamespace('public'))`))
 }
 
 // A dump of the schema alone has the tables without a version.

@@ -75,8 +75,8 @@ var created = regexp.MustCompile(
 	`(?im)^create\s+(?:or\s+replace\s+)?(?:table|view|function|domain|type)\s+(?:if\s+not\s+exists\s+)?([a-z0-9_]+)\b[^.]`)
 
 // rejectForeignObjects reads a database without migrations. It returns an error if a table, view, function or type
-// there already has a name that the files create. The schema lanekeeper is refused too, and a schema river in which
-// this user may not create.
+// there already has a name that the files create. The schema lanekeeper is refused too, and a schema river that has
+// tables or in which this user may not create.
 func rejectForeignObjects(ctx context.Context, pool *pgxpool.Pool, r release) error {
 	var names []string
 	for _, n := range r.files {
@@ -96,6 +96,8 @@ func rejectForeignObjects(ctx context.Context, pool *pgxpool.Pool, r release) er
 		        union all
 		        select 'type ' || y.typname from pg_type y join here on here.oid = y.typnamespace
 		         where y.typname = any (@names) and y.typrelid = 0
+		        union all
+		        select 'relation river.' || c.relname from pg_class c where c.relnamespace = to_regnamespace('river')
 		        union all
 		        select 'schema ' || n.nspname from pg_namespace n
 		         where n.nspname = 'lanekeeper' or n.nspname = 'river' and not has_schema_privilege(n.oid, 'create')) x (name)
