@@ -221,9 +221,10 @@ func readCode(ctx context.Context, db postgres.DB, nouns []*Noun, places map[str
 }
 
 var (
-	// casts are types that a constant already has in its place.
-	casts = regexp.MustCompile(`::(text\[\]|text|jsonb|numeric|interval|uuid\[\]|uuid|bigint|bytea|name|regconfig|` +
-		`"char"|timestamp with time zone)`)
+	// casts are types that a constant, or a compared column, already has in its place. Others decide what the
+	// expression means.
+	casts = regexp.MustCompile(`('[^']*'|\b\d+|\]|\bNULL)::(?:text\[\]|text|jsonb|numeric|interval|uuid\[\]|uuid|bigint|bytea|name|` +
+		`regconfig|"char"|timestamp with time zone)|(\w)::text( (?:=|<>) )`)
 	// keywords are words that the server writes in capitals; constants stay as they are.
 	keywords = regexp.MustCompile(`'[^']*'|\b[A-Z]+\b`)
 	// anyOf matches the server's form of a list of values.
@@ -234,7 +235,7 @@ var (
 
 // short removes the parts of an expression that a reader does not need.
 func short(text string) string {
-	text = storage.ReplaceAllString(casts.ReplaceAllString(text, ""), "")
+	text = storage.ReplaceAllString(casts.ReplaceAllString(text, "$1$2$3"), "")
 	text = anyOf.ReplaceAllStringFunc(text, func(m string) string {
 		part := anyOf.FindStringSubmatch(m)
 		if part[1] == "= ANY" {
