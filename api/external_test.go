@@ -441,6 +441,13 @@ func TestWrongFieldTypeProblem(t *testing.T) {
 	}
 	p := a.checkProblem(a.raw("PUT", "/v1/retention", `{"reason": 5}`, asAdmin()), http.StatusBadRequest, "reason")
 	assert.Equal(t, "reason must be a string, got number", p.Detail)
+	long := strings.Repeat("1", 10_000)
+	for _, body := range []string{
+		`{"flow": "external", "progress_seconds": ` + long + `}`, `{"` + long + `": 1}`, `{"labels": {"a": ` + long + `}}`,
+	} {
+		p := a.checkProblem(a.raw("POST", "/v1/executions", body, asAdmin()), http.StatusBadRequest, "")
+		assert.Truef(t, len(p.Detail) < 300, "the response repeats the body: %d bytes", len(p.Detail))
+	}
 }
 
 // A child works the same for an external parent as for an internal one.

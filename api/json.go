@@ -58,10 +58,10 @@ func decode(raw []byte, into any) error {
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(into); err != nil {
 		if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok && wrong.Field != "" {
-			return problem.BadBody("%s must be %s, got %s", faultyPart(reflect.TypeOf(into), wrong),
+			return problem.BadBody("%s must be %s, got %.60s", faultyPart(reflect.TypeOf(into), wrong),
 				describeType(wrong.Type), wrong.Value)
 		}
-		return problem.BadBody("%s", strings.TrimPrefix(err.Error(), "json: "))
+		return problem.BadBody("%.200s", strings.TrimPrefix(err.Error(), "json: "))
 	}
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
 		return problem.BadBody("unexpected data after the JSON object")

@@ -138,14 +138,14 @@ func decode(raw []byte, body *Body) error {
 func describeBodyError(err error) string {
 	if typeErr, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
 		if typeErr.Field == "" {
-			return "it is a " + typeErr.Value
+			return fmt.Sprintf("it is a %.60s", typeErr.Value)
 		}
-		return fmt.Sprintf("%s is a %s", typeErr.Field, typeErr.Value)
+		return fmt.Sprintf("%s is a %.60s", typeErr.Field, typeErr.Value)
 	}
 	if errors.Is(err, io.EOF) {
 		return "it is empty"
 	}
-	return strings.TrimPrefix(err.Error(), "json: ")
+	return fmt.Sprintf("%.200s", strings.TrimPrefix(err.Error(), "json: "))
 }
 
 func wantsJSON(r *http.Request) bool {
