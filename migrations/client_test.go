@@ -480,3 +480,18 @@ func TestChangedTablesAreReported(t *testing.T) {
 	pgtest.Exec(t, owner, `alter table agent_activity owner to current_user`)
 	assert.ErrorContains(t, migrations.Rights(t.Context(), replica), "session_replication_role is replica")
 }
+
+// A role that may create objects beside the tables can make the owner's sessions call its code.
+func TestRoleThatCanCreateObjectsIsReported(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `revoke create on schema public from public`) // PostgreSQL 14 grants it
+	require.NoError(t, migrations.CheckCreators(t.Context(), db))
+	pgtest.Exec(t, db, `grant create on schema lanekeeper to agent_client`)
+	assert.ErrorContains(t, migrations.CheckCreators(t.Context(), db), "the role agent_client may create functions and "+
+		"operators in the schema lanekeeper, which then run as ")
+	pgtest.Exec(t, db, `grant create on schema public to public`)
+	err := migrations.CheckCreators(t.Context(), db)
+	assert.ErrorContains(t, err, "every login may create functions and operators in the schema public")
+	assert.ErrorContains(t, err, "; run: revoke create on schema public from public")
+}

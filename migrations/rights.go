@@ -82,3 +82,31 @@ func checkTables(ctx context.Context, pool *pgxpool.Pool) error {
 	}
 	return nil
 }
+
+// CheckCreators returns an error with the remedy if a role that cannot act as the owner may create objects in a schema
+// that the owner's sessions search. Such a role could make the sessions call its code: a function or operator whose
+// parameters fit a call better than PostgreSQL's own.
+func CheckCreators(ctx context.Context, pool *pgxpool.Pool) error {
+	var schema, role, owner string
+	err := pool.QueryRow(ctx, `
+		select quote_ident(n.nspname), coalesce(quote_ident(r.rolname), 'public'), quote_ident(pg_get_userbyid(c.relowner))
+		  from pg_class c
+		  join pg_namespace n on n.nspname = any (current_schemas(false) || array['lanekeeper', 'river']::name[])
+		 cross join aclexplode(n.nspacl) a
+		  left join pg_roles r on r.oid = a.grantee
+		 where c.oid = to_regclass('agent_activity') and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
+		   and not coalesce(pg_has_role(r.oid, c.relowner, 'member'), false)
+		 order by a.grantee, n.nspname limit 1`).Scan(&schema, &role, &owner)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return nil
+	case err != nil:
+		return fmt.Errorf("read who may create objects: %w", err)
+	}
+	who := "the role " + role
+	if role == "public" {
+		who = "every login"
+	}
+	return fmt.Errorf("%[1]s may create functions and operators in the schema %[2]s, which then run as %[3]s; run: "+
+		"revoke create on schema %[2]s from %[4]s", who, schema, owner, role)
+}

@@ -147,6 +147,9 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 		durability, err := tryCommit(ctx, s.Pool)
 		add("commits", err, durability)
 	}
+	if err := migrations.CheckCreators(ctx, s.Pool); err != nil {
+		add("schema rights", warning{err}, "")
+	}
 	if err := migrations.CheckClient(ctx, s.Pool); err != nil {
 		add("client role", warning{err}, "")
 	}

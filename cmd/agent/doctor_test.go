@@ -67,6 +67,16 @@ func TestDoctorWarnsOfMissingProcessAndRights(t *testing.T) {
 		"WARN client role    the rights of agent_client differ from the contract's; run `agent migrate`")
 }
 
+func TestDoctorAndMigrateWarnOfRoleThatCanCreateObjects(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p, db := newProgram(t, url), connect(t, url)
+	pgtest.Exec(t, db, `grant create on schema public to public`)
+	const everyone = "every login may create functions and operators in the schema public"
+	assert.Contains(t, p.must("doctor"), "WARN schema rights  "+everyone)
+	assert.Contains(t, p.run("migrate").err, "warning: "+everyone)
+}
+
 func TestDoctorWarnsOfOldDueRuns(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)

@@ -134,6 +134,9 @@ while agent serve runs. It rejects the schema of a newer version.`,
 				fmt.Fprintf(cmd.ErrOrStderr(), "the role for the SQL contract is missing; run this as a superuser, then agent "+
 					"migrate again:\n  %s\n", missing)
 			}
+			if err := migrations.CheckCreators(ctx, s.Pool); err != nil {
+				fmt.Fprintln(cmd.ErrOrStderr(), "warning:", err)
+			}
 			return c.print(map[string]any{"version": migrations.Version(), "applied": append([]string{}, applied...)},
 				func(w io.Writer) {
 					for _, name := range applied {
