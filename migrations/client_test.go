@@ -495,3 +495,28 @@ func TestRoleThatCanCreateObjectsIsReported(t *testing.T) {
 	assert.ErrorContains(t, err, "every login may create functions and operators in the schema public")
 	assert.ErrorContains(t, err, "; run: revoke create on schema public from public")
 }
+
+// A restore without its last part loses indexes and triggers, although every row is there.
+func TestMissingObjectsAreReported(t *testing.T) {
+	t.Parallel()
+	for name, drop := range map[string]string{
+		"agent_executions_changed": `drop trigger agent_executions_changed on agent_executions`,
+		"why":                      `drop function why(text, integer)`,
+		"agent_spend":              `drop view agent_spend cascade`,
+		"agent_memory":             `drop table agent_memory cascade`,
+		"agent_threads_of_channel": `drop index agent_threads_of_channel`,
+		"lanekeeper.agent_actor":   `drop function lanekeeper.agent_actor cascade`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			db := pgtest.DB(t)
+			require.NoError(t, migrations.CheckObjects(t.Context(), db))
+			pgtest.Exec(t, db, drop)
+			assert.ErrorContains(t, migrations.CheckObjects(t.Context(), db), " "+name)
+		})
+	}
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `drop function why(text, integer); delete from agent_schema_code`, pgx.QueryExecModeSimpleProtocol)
+	_, err := migrations.Up(t.Context(), db)
+	require.NoError(t, err)
+	assert.NoError(t, migrations.CheckObjects(t.Context(), db), "the remedy")
+}

@@ -214,7 +214,7 @@ func describeHolder(ctx context.Context, pool *pgxpool.Pool) (message string, er
 
 // Check returns nil if this binary's migrations and code were applied to the database, and ErrOutdated if it lacks
 // some, or River's. For another version's schema it returns ErrOld, ErrNewer or ErrChanged. It does not compare the
-// objects themselves, nor the version of River's. It writes nothing.
+// objects themselves ([CheckObjects] does), nor the version of River's. It writes nothing.
 func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	r, err := embedded()
 	if err != nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"regexp"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -51,6 +52,58 @@ func explainDenied(ctx context.Context, pool *pgxpool.Pool, err error) error {
 		return fmt.Errorf("%w; %w", err, rights)
 	}
 	return err
+}
+
+// declared finds the objects that a file creates by name. Triggers that a file creates in a loop are not among them.
+var declared = regexp.MustCompile(`(?im)^create\s+(?:or\s+replace\s+)?(?:unlogged\s+)?(?:unique\s+)?` +
+	`(table|view|function|index|trigger)\s+(?:concurrently\s+)?(?:if\s+not\s+exists\s+)?([a-z0-9_.]+)`)
+
+// CheckObjects returns an error with the remedy if the database lacks objects that this binary's files create. A restore
+// that lost its last part has no indexes and triggers. The schema must be this binary's.
+func CheckObjects(ctx context.Context, pool *pgxpool.Pool) error {
+	r, err := embedded()
+	if err != nil {
+		return err
+	}
+	text := r.tables()
+	for _, f := range r.files {
+		text += "\n" + f.code
+	}
+	for _, c := range r.changes {
+		text += "\n" + c.sql
+	}
+	var kinds, names []string
+	for _, match := range declared.FindAllStringSubmatch(text, -1) {
+		kinds, names = append(kinds, match[1]), append(names, match[2])
+	}
+	var missing int
+	var examples string
+	err = pool.QueryRow(ctx, `
+		with schemas as (select n.oid, case n.nspname when 'lanekeeper' then 'lanekeeper.' else '' end as prefix
+		    from pg_namespace n where n.nspname in (current_schema(), 'lanekeeper')),
+		  there (kind, name) as (
+		    select case c.relkind when 'v' then 'view' when 'i' then 'index' when 'I' then 'index' else 'table' end,
+		           s.prefix || c.relname
+		      from pg_class c join schemas s on s.oid = c.relnamespace
+		    union all
+		    select 'function', s.prefix || p.proname from pg_proc p join schemas s on s.oid = p.pronamespace
+		    union all
+		    select 'trigger', t.tgname::text from pg_trigger t join pg_class c on c.oid = t.tgrelid
+		      join schemas s on s.oid = c.relnamespace),
+		  missing as (select * from unnest(@kinds::text[], @names::text[]) as d (kind, name)
+		    except select t.kind, t.name from there t)
+		select count(*), coalesce((select string_agg(x.kind || ' ' || x.name, ', ')
+		    from (select m.kind, m.name from missing m order by m.kind desc, m.name limit 3) x), '')
+		  from missing`, postgres.Strict{"kinds": kinds, "names": names}).Scan(&missing, &examples)
+	if err != nil {
+		return fmt.Errorf("look for the objects of the schema: %w", err)
+	}
+	if missing > 0 {
+		return fmt.Errorf("the schema lacks %d of its objects: %s%s; restore the whole dump, or, if functions, views and "+
+			"triggers alone are missing, run `delete from agent_schema_code` in psql and then `agent migrate`", missing, examples,
+			map[bool]string{true: ", …"}[missing > 3])
+	}
+	return nil
 }
 
 // checkTables returns an error if the tables have lost something that the program relies on. Row-level security that

@@ -140,7 +140,11 @@ func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(s
 		current_setting('default_transaction_isolation')`).
 		Scan(&version, &isolation)
 	add("PostgreSQL", err, version+", "+isolation)
-	if !add("schema", migrations.Check(ctx, s.Pool), fmt.Sprintf("version %d", migrations.Version())) {
+	err = migrations.Check(ctx, s.Pool)
+	if err == nil {
+		err = migrations.CheckObjects(ctx, s.Pool)
+	}
+	if !add("schema", err, fmt.Sprintf("version %d", migrations.Version())) {
 		return
 	}
 	if add("rights", migrations.Rights(ctx, s.Pool), "owner of the tables, with write access") {

@@ -64,6 +64,9 @@ func (c *cli) serve(ctx context.Context, migrate bool) error {
 	if err := s.checkReplica(ctx); err != nil {
 		return err
 	}
+	if err := migrations.CheckObjects(ctx, s.Pool); err != nil {
+		log.WarnContext(ctx, "the schema is incomplete", "error", err)
+	}
 	if _, err := builtins.Put(ctx, s.Pool); err != nil {
 		return err
 	}
@@ -120,6 +123,9 @@ while agent serve runs. It rejects the schema of a newer version.`,
 			}
 			defer s.close(ctx)
 			applied, err := s.migrate(ctx, c)
+			if err == nil {
+				err = migrations.CheckObjects(ctx, s.Pool)
+			}
 			if err != nil {
 				return err
 			}
