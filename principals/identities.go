@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/jackc/pgx/v5"
 
@@ -144,7 +145,7 @@ func createForAccount(ctx context.Context, db postgres.Beginner, a Account) (Pri
 	}
 	p, err := createWithIdentity(ctx, db, a, n)
 	if errors.Is(err, ErrTaken) {
-		n.Name = n.Name[:min(len(n.Name), 80)] + "-" + accountDigest(a)
+		n.Name += "-" + accountDigest(a)
 		p, err = createWithIdentity(ctx, db, a, n)
 	}
 	return p, err
@@ -168,18 +169,23 @@ func createWithIdentity(
 	return p, err
 }
 
-// principalName converts an account's name to the form of a principal's name.
+// principalName converts an account's name to the form of a principal's name, of at most 80 bytes. It is "" for a name
+// without letters and digits.
 func principalName(name string) string {
 	name = strings.Map(func(r rune) rune {
-		if r == ' ' {
+		if unicode.IsSpace(r) {
 			return '-'
 		}
-		if isUnprintable(r) || r > 0x7f {
+		if isUnprintable(r) {
 			return -1
 		}
 		return r
-	}, name)
-	return name[:min(len(name), 80)]
+	}, strings.ToValidUTF8(name, ""))
+	name = strings.Trim(strings.ToValidUTF8(name[:min(len(name), 80)], ""), "-")
+	if !strings.ContainsFunc(name, func(r rune) bool { return unicode.IsLetter(r) || unicode.IsDigit(r) }) {
+		return ""
+	}
+	return name
 }
 
 func accountDigest(a Account) string {

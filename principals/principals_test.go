@@ -275,6 +275,26 @@ func TestFirstLoginsAreTheirOwn(t *testing.T) {
 	pgtest.Equal(t, db, 0, `select count(*)::int from agent_audit where act = 'create_principal' and actor = 'anna'`)
 }
 
+// The name of an account names the decisions of its principal, so it keeps the letters of all scripts.
+func TestNamesOfAccountsKeepTheirLetters(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	for name, want := range map[string]string{
+		"Zoë": "Zoë", "Иван Петров": "Иван-Петров", "李雷": "李雷", " - ": "user-", "a\u202e\u00a0b\xff": "a-b",
+		strings.Repeat("é", 50): strings.Repeat("é", 40), "x" + strings.Repeat("é", 50): "x" + strings.Repeat("é", 39),
+	} {
+		p, err := principals.LogInIdentity(t.Context(), db, principals.Account{
+			Issuer: "https://id.test", Subject: fmt.Sprintf("%x", name), Name: name, Role: principals.Viewer,
+		})
+		require.NoError(t, err)
+		if want == "user-" {
+			assert.True(t, strings.HasPrefix(p.Name, want), p.Name)
+		} else {
+			assert.Equal(t, want, p.Name)
+		}
+	}
+}
+
 func TestRootAndReservedNamesStay(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
