@@ -193,8 +193,14 @@ func readAttempt(r *http.Request) (a loginAttempt, err error) {
 	return a, nil
 }
 
-// errIssuer reports a login that the issuer did not confirm.
-var errIssuer = errors.New("the issuer did not log in")
+// errIssuer reports a login that the issuer did not confirm, errEnded one that the issuer or the person ended there.
+var (
+	errIssuer = errors.New("the issuer did not log in")
+	errEnded  = errors.New("the login ended at the issuer")
+)
+
+// clockLeeway is how long after its expiry an id token is accepted: the clocks of issuer and agent may differ.
+const clockLeeway = time.Minute
 
 // addClaims adds the claims of the user info. Claims of the id token take precedence.
 func addClaims(claims map[string]any, info *oidc.UserInfo, subject string) error {
@@ -234,7 +240,7 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 	}
 	code := r.URL.Query().Get("code")
 	if code == "" {
-		return "", "", "", fmt.Errorf("%w: %.100s", errIssuer, r.URL.Query().Get("error"))
+		return "", "", "", fmt.Errorf("%w: %.100q", errEnded, r.URL.Query().Get("error"))
 	}
 	ctx := o.clientContext(r.Context())
 	tokens, err := config.Exchange(ctx, code, oauth2.VerifierOption(a.Verifier))
@@ -242,7 +248,9 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 		return "", "", "", exchangeError(err)
 	}
 	raw, _ := tokens.Extra("id_token").(string)
-	id, err := provider.Verifier(&oidc.Config{ClientID: o.ClientID}).Verify(ctx, raw)
+	id, err := provider.Verifier(&oidc.Config{
+		ClientID: o.ClientID, Now: func() time.Time { return time.Now().Add(-clockLeeway) },
+	}).Verify(ctx, raw)
 	if err != nil && strings.Contains(err.Error(), "fetching keys") { // the library hides the cause from errors.As
 		return "", "", "", fmt.Errorf("the id token is not checked: %w", err)
 	}
@@ -299,8 +307,11 @@ func hasClaim(given any, want string) bool {
 func (s *server) refuseOIDC(w http.ResponseWriter, r *http.Request, err error) {
 	s.log.WarnContext(r.Context(), "OIDC login failed", "error", err)
 	status, detail := http.StatusBadGateway, "the OIDC issuer cannot be reached; the log has the cause"
-	if errors.Is(err, errIssuer) {
-		status, detail = http.StatusForbidden, "the issuer did not confirm the login; log in again"
+	switch {
+	case errors.Is(err, errEnded):
+		status, detail = http.StatusForbidden, err.Error()
+	case errors.Is(err, errIssuer):
+		status, detail = http.StatusForbidden, "the issuer did not confirm the login; the log has the cause"
 	}
 	s.pages.Refuse(w, r, problem.New(status, "%s", detail))
 }

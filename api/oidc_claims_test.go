@@ -29,6 +29,9 @@ import (
 type issuer struct {
 	url, nonce string
 	subject    string
+	audience   string // JSON
+	expiry     time.Duration
+	query      string // of the callback
 	key        *rsa.PrivateKey
 	userInfo   http.HandlerFunc
 	faults     map[string]http.HandlerFunc // by path
@@ -38,7 +41,7 @@ func newIssuer(t *testing.T) *issuer {
 	t.Helper()
 	key, err := rsa.GenerateKey(rand.Reader, 2048)
 	require.NoError(t, err)
-	i := &issuer{key: key, subject: "7"}
+	i := &issuer{key: key, subject: "7", audience: `"agent"`, expiry: time.Minute, query: "code=c"}
 	mux := http.NewServeMux()
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if fault := i.faults[r.URL.Path]; fault != nil {
@@ -79,8 +82,8 @@ func raw64(b []byte) string { return base64.RawURLEncoding.EncodeToString(b) }
 
 // token returns the id token of the subject, without groups.
 func (i *issuer) token() string {
-	claims := fmt.Sprintf(`{"iss":%q,"sub":%q,"aud":"agent","nonce":%q,"exp":%d,"name":"Ana"}`, i.url, i.subject, i.nonce,
-		time.Now().Add(time.Minute).Unix())
+	claims := fmt.Sprintf(`{"iss":%q,"sub":%q,"aud":%s,"nonce":%q,"exp":%d,"name":"Ana"}`, i.url, i.subject, i.audience,
+		i.nonce, time.Now().Add(i.expiry).Unix())
 	signed := raw64([]byte(`{"alg":"RS256","kid":"1"}`)) + "." + raw64([]byte(claims))
 	sum := sha256.Sum256([]byte(signed))
 	signature, err := rsa.SignPKCS1v15(nil, i.key, crypto.SHA256, sum[:])
@@ -104,7 +107,7 @@ func (i *issuer) logIn(t *testing.T, a *agent) *httptest.ResponseRecorder {
 	for _, c := range began.Result().Cookies() {
 		back.Add("Cookie", c.Name+"="+c.Value)
 	}
-	return a.raw("GET", "/login/oidc/callback?code=c&state="+url.QueryEscape(to.Query().Get("state")), "", back)
+	return a.raw("GET", "/login/oidc/callback?"+i.query+"&state="+url.QueryEscape(to.Query().Get("state")), "", back)
 }
 
 // withOIDC starts an agent with an issuer. The issuer's group agents are its admins.
@@ -164,6 +167,21 @@ func TestFailedIssuerDoesNotBlockLaterLogins(t *testing.T) {
 	body := a.log.String()
 	assert.Contains(t, body, "invalid_client", "issuer and subject have")
 	assert.True(t, !strings.Contains(body, "a-secret-of-the-client"), "the log has the client's secret")
+}
+
+// The page names the end of a login at the issuer. A clock that is somewhat late ends no login.
+func TestLoginsFailWithTheirCause(t *testing.T) {
+	t.Parallel()
+	i := newIssuer(t)
+	i.userInfo = answers(200, `{"sub":"7","groups":["agents"]}`)
+	a := withOIDC(t, api.OIDC{Issuer: i.url})
+	i.query = "error=access_denied"
+	assert.Contains(t, i.logIn(t, a).Body.String(), `the login ended at the issuer: "access_denied"`)
+	i.query = "code=c"
+	i.expiry = -time.Hour
+	assert.Contains(t, i.logIn(t, a).Body.String(), "the log has the cause")
+	i.expiry = -time.Second
+	assert.Equal(t, 200, i.logIn(t, a).Code)
 }
 
 // Browsers drop a cookie of more than 4,096 bytes.
