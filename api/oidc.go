@@ -265,6 +265,9 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 	if err := id.Claims(&claims); err != nil {
 		return "", "", "", fmt.Errorf("%w: read claims: %w", errIssuer, err)
 	}
+	if azp, ok := claims["azp"]; ok && len(id.Audience) > 1 && azp != o.ClientID {
+		return "", "", "", fmt.Errorf("%w: the id token was issued to client %.100q", errIssuer, azp)
+	}
 	if provider.UserInfoEndpoint() != "" {
 		info, err := provider.UserInfo(ctx, config.TokenSource(ctx, tokens))
 		if err != nil {

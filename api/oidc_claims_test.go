@@ -180,7 +180,9 @@ func TestLoginsFailWithTheirCause(t *testing.T) {
 	i.query = "code=c"
 	i.expiry = -time.Hour
 	assert.Contains(t, i.logIn(t, a).Body.String(), "the log has the cause")
-	i.expiry = -time.Second
+	i.expiry, i.audience = -time.Second, `["other","agent"],"azp":"other"`
+	assert.Equal(t, 403, i.logIn(t, a).Code, "a token of another client")
+	i.audience = `["other","agent"],"azp":"agent"`
 	assert.Equal(t, 200, i.logIn(t, a).Code)
 }
 
