@@ -105,13 +105,14 @@ func (s *server) startSession(w http.ResponseWriter, r *http.Request, next strin
 	}
 }
 
-// redirectLoggedIn skips the login page for a browser that is logged in.
+// redirectLoggedIn skips the login page for a browser that is logged in. A login link may be of another principal.
 func (s *server) redirectLoggedIn(page http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Add("Vary", "Cookie")
 		caller, err := s.auth.sessions.current(r)
 		switch {
 		case err != nil: // the login state is unknown
+		case caller != nil && r.URL.Query().Get("link") != "":
 		case caller != nil:
 			// The link may have the token in its fragment. Browsers keep a fragment unless the redirect has its own.
 			http.Redirect(w, r, afterLogin(r.URL.Query().Get("next"))+"#", http.StatusSeeOther)

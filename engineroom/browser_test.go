@@ -9,6 +9,7 @@ import (
 	"net/url"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -17,6 +18,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
@@ -281,6 +284,48 @@ func TestLoginLink(t *testing.T) {
 	p.Expect("405") // the test server has no route that logs in
 	p.Go(login + "#token=secret")
 	p.Until("the address does not contain the token", `!location.href.includes("secret")`)
+}
+
+// A browser with a login keeps the form of a link, which may be of another principal.
+func TestLoginLinkOfAnotherPrincipal(t *testing.T) {
+	t.Parallel()
+	mux := muxOf(newRoom(t, Options{Pool: pgtest.DB(t)}))
+	var redirects atomic.Int32
+	mux.HandleFunc("HEAD /login", func(w http.ResponseWriter, r *http.Request) {
+		redirects.Add(1)
+		http.Redirect(w, r, "/lanes", http.StatusSeeOther)
+	})
+	mux.HandleFunc("POST /login", func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprintf(w, "logged in with %s", r.FormValue("link"))
+	})
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/login?link=ABC")
+	p.Shows("replaces another login of this browser")
+	wantNoBrowserErrors(t, p)
+	p.Click("#login-link button")
+	p.Shows("logged in with ABC")
+	assert.Equal(t, 0, redirects.Load())
+}
+
+// A principal without a role has no page to return to, but can log out.
+func TestRefusedPrincipalCanLogOut(t *testing.T) {
+	t.Parallel()
+	room := newRoom(t, Options{Pool: pgtest.DB(t)})
+	p := browser.Open(t, browser.Look{})
+	p.Expect("403")
+	p.Go(testkit.Serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/" {
+			room.Refuse(w, r, problem.New(http.StatusForbidden, "no").Kind("missing-scope", "Missing scope"))
+			return
+		}
+		muxOf(room).ServeHTTP(w, r)
+	})))
+	p.Shows("An admin can change the role.")
+	p.Until("the page offers the logout, and not itself", `document.querySelector("form[action='/logout'] button") &&
+		!document.body.innerText.includes("To the overview")`)
+	wantNoBrowserErrors(t, p)
 }
 
 // Chrome applies the policy for forms to the redirects of a form, too.

@@ -35,7 +35,8 @@ func (room *Room) Refuse(w http.ResponseWriter, r *http.Request, err error) {
 	}
 	body, err := room.execute("refusal", map[string]any{
 		"Agent": room.Agent, "Problem": p, "Find": p.Status == http.StatusNotFound,
-		"Text": lastSegment(r.URL.Path),
+		"Text": lastSegment(r.URL.Path), "MissingScope": strings.HasSuffix(p.Type, "missing-scope"),
+		"IsOverview": r.URL.Path == "/",
 	})
 	if err != nil {
 		http.Error(w, p.Detail, p.Status)

@@ -11,7 +11,7 @@ const takeToken = () => {
 };
 addEventListener("hashchange", takeToken); // the link may be pasted where this page is open already
 // Who followed a link from another site comes without the cookie, although it is there: this page may use it.
-if (!takeToken() && !document.getElementById("wrong")) {
+if (!takeToken() && !document.getElementById("wrong") && !document.getElementById("login-link")) {
   fetch("/login", { method: "HEAD", cache: "no-store", redirect: "manual" }).then((answer) => {
     if (answer.type === "opaqueredirect") location.replace(document.querySelector("[name=next]").value);
   }).catch(() => { /* nobody answers: the form is there */ });
