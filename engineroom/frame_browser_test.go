@@ -97,6 +97,7 @@ func TestHaltedActionIsNotRunning(t *testing.T) {
 	}
 	cancelled, lost, working := rows.Execution(t, pool, "cancelled", "flow", "stopped"), claimed("-20 seconds"),
 		claimed("1 hour")
+	begin("waiting_tool", rows.Execution(t, pool, "waiting", "flow", "onboarding"))
 	begin("stopped_tool", cancelled)
 	begin("lost_tool", lost)
 	begin("working_tool", working)
@@ -106,6 +107,8 @@ func TestHaltedActionIsNotRunning(t *testing.T) {
 		row := func(skill string) string {
 			return `[...document.querySelectorAll("tr[data-row]")].find((r) => r.textContent.includes("` + skill + `"))`
 		}
+		p.Until(path+" says that it waits", row("waiting_tool")+`.querySelector(".status-waiting") && !`+
+			row("waiting_tool")+`.querySelector("time.since")`)
 		p.Until(path+" says that it stopped",
 			row("stopped_tool")+`.textContent.includes("stopped") && !`+row("stopped_tool")+`.querySelector("time.since")`)
 		p.Until(path+" says that its worker is lost",

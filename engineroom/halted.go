@@ -8,16 +8,24 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// halt describes work that has ended although its row still has the status running. Its execution has ended, or its
-// worker's lease is over. A sweep closes such rows later; pages do not wait for the sweep. The trace page finds the
-// same states in its own rows: see markLost.
+// halt describes work that does not run although its row still has the status running. Its execution waits or has
+// ended, or its worker's lease is over. A sweep closes the rows of ended work later; pages do not wait for the sweep.
+// The trace page finds the same states in its own rows: see markLost.
 type halt struct {
 	ID    string
-	State string // stateStopped or stateLost
+	State string // stateWaiting, stateStopped or stateLost
 	At    time.Time
 	// Unclaimed reports that the execution waits for another worker, which continues its phases. Calls in flight are
 	// lost.
 	Unclaimed bool
+}
+
+// durationMS returns the duration of work that started at start, in milliseconds; nil for waiting work.
+func (h halt) durationMS(start time.Time) *int64 {
+	if h.State == stateWaiting {
+		return nil
+	}
+	return new(max(0, h.At.Sub(start).Milliseconds()))
 }
 
 // haltRunning finds the halted rows among n rows. running returns a row's execution, or empty unless the row is
@@ -35,14 +43,15 @@ func haltRunning(
 		return nil
 	}
 	halted, err := postgres.Rows[halt](ctx, db, "find halted work", `
-		select e.id::text, case when e.completed_at is not null then @stopped::text else @lost::text end as state,
+		select e.id::text, case when e.completed_at is not null then @stopped::text
+		            when e.status = 'waiting' then @waiting::text else @lost::text end as state,
 		       coalesce(e.completed_at, w.expires_at, e.updated_at) as at,
 		       e.completed_at is null and e.claimed_by is null as unclaimed
 		  from agent_executions e left join agent_workers w on w.id = e.claimed_by
 		 where e.id = any (@ids::text[]::uuid[])
-		   and (e.completed_at is not null or e.claimed_by is null and e.status in ('pending', 'running')
+		   and (e.completed_at is not null or e.claimed_by is null and e.status in ('pending', 'running', 'waiting')
 		        or e.claimed_by is not null and coalesce(w.expires_at <= clock_timestamp(), true))`,
-		postgres.Strict{"ids": ids, "stopped": stateStopped, "lost": stateLost})
+		postgres.Strict{"ids": ids, "stopped": stateStopped, "waiting": stateWaiting, "lost": stateLost})
 	if err != nil {
 		return err
 	}
@@ -72,9 +81,9 @@ func (room *Room) lines(ctx context.Context, f activity.Filter) (activity.Listin
 		return ""
 	}, func(i int, h halt) {
 		l := &lines[i]
-		if h.Unclaimed && l.Kind != activity.KindCall && l.Kind != activity.KindModel {
+		if h.Unclaimed && h.State != stateWaiting && l.Kind != activity.KindCall && l.Kind != activity.KindModel {
 			return
 		}
-		l.Status, l.DurationMS = activity.Status(h.State), new(max(0, h.At.Sub(l.CreatedAt).Milliseconds()))
+		l.Status, l.DurationMS = activity.Status(h.State), h.durationMS(l.CreatedAt)
 	})
 }

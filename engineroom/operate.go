@@ -220,7 +220,7 @@ func (room *Room) callsOfTurns(ctx context.Context, messages []sessionMessage) (
 		}
 		return ""
 	}, func(i int, h halt) {
-		calls[i].Status, calls[i].DurationMS = h.State, new(max(0, h.At.Sub(calls[i].At).Milliseconds()))
+		calls[i].Status, calls[i].DurationMS = h.State, h.durationMS(calls[i].At)
 	})
 }
 

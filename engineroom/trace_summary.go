@@ -30,8 +30,9 @@ type traceRun struct {
 }
 
 // stateLost is the state of a lost worker's executions and activities until the next sweep. stateStopped is the state
-// of an orphaned activity, such as an activity of an ended execution.
-const stateLost, stateStopped = "worker lost", "stopped"
+// of an orphaned activity, such as an activity of an ended execution. stateWaiting is the state of a waiting execution
+// and of its open activities.
+const stateLost, stateStopped, stateWaiting = "worker lost", "stopped", "waiting"
 
 // State is the status, or stateLost.
 func (r traceRun) State() string {
