@@ -27,6 +27,7 @@ import (
 type rowList struct {
 	mu               sync.Mutex
 	rows             []string
+	err              error
 	url              string
 	closeConnections func()
 }
@@ -35,6 +36,13 @@ func (l *rowList) set(rows ...string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.rows = rows
+}
+
+// fail makes the list unreadable; nil makes it readable again.
+func (l *rowList) fail(err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.err = err
 }
 
 const rowListTemplates = `
@@ -76,7 +84,7 @@ func serveRowList(t *testing.T) *rowList {
 			{name: "rows", interval: 20 * time.Millisecond, load: func(context.Context, *pageRequest) (any, error) {
 				l.mu.Lock()
 				defer l.mu.Unlock()
-				return map[string]any{"Rows": l.rows, "At": at}, nil
+				return map[string]any{"Rows": l.rows, "At": at}, l.err
 			}},
 			{name: "pause", load: func(context.Context, *pageRequest) (any, error) { return nil, nil }},
 		},
@@ -133,6 +141,20 @@ func TestUpdatesLeaveReaderInputAlone(t *testing.T) {
 		const clock = document.querySelector("time.since");
 		return /min|h/.test(clock.textContent) && clock.title !== "";
 	})()`)
+	wantNoBrowserErrors(t, p)
+}
+
+// A page with an unreadable part does not say that it is live.
+func TestUnreadablePartIsNotLive(t *testing.T) {
+	t.Parallel()
+	l := serveRowList(t)
+	p := l.open(t, browser.Look{})
+	l.fail(problem.New(http.StatusServiceUnavailable, "the database does not answer"))
+	p.Shows("This could not be read")
+	p.Until("the page says so", `document.getElementById("live-state").innerText === "Data unreadable"`)
+	l.fail(nil)
+	p.Shows("There are 2 rows.")
+	p.Until("the page is live", isLive)
 	wantNoBrowserErrors(t, p)
 }
 

@@ -45,10 +45,10 @@
   unsent.className = "tone-bad";
   unsent.setAttribute("role", "alert");
 
-  const words = { live: "Live", paused: "Paused", waiting: "Connecting", ended: "Not live" };
+  const words = { live: "Live", unread: "Data unreadable", paused: "Paused", waiting: "Connecting", ended: "Not live" };
   const show = () => {
     if (!state) return;
-    const is = standing === "live" && paused ? "paused" : standing;
+    const is = standing !== "live" ? standing : paused ? "paused" : document.querySelector(".part.trouble") ? "unread" : "live";
     state.dataset.state = is;
     if (!ended) put(state, words[is]);
     const n = pending.size;
