@@ -18,6 +18,9 @@ import (
 // backField names the form's page. performAction does not forward it.
 const backField = "back"
 
+// onceField has the idempotency key of a form whose answer has a secret, so a reload makes no other secret.
+const onceField = "once"
+
 // performAction runs an action. It calls the API's route as the sender of the form, and redirects back with a message.
 func (room *Room) performAction(a action) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -78,6 +81,9 @@ func (room *Room) callRoute(r *http.Request, a action, body []byte) (status int,
 			inner.Header[name] = values
 		}
 	}
+	if key := r.PostForm.Get(onceField); key != "" {
+		inner.Header.Set("Idempotency-Key", key)
+	}
 	a.setPrecondition(r.PostForm, inner.Header)
 	recorder := &responseRecorder{header: http.Header{}}
 	room.API().ServeHTTP(recorder, inner)
@@ -94,7 +100,7 @@ func (a action) body(form url.Values) ([]byte, error) {
 	object := map[string]any{}
 	for _, name := range slices.Sorted(maps.Keys(form)) {
 		k, known := kinds[name]
-		if !known && name != backField {
+		if !known && name != backField && name != onceField {
 			return nil, fmt.Errorf("the form has a field %.60q, which this action does not accept", name)
 		}
 		if !known || k == asRevision {

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // apiCall is a call of the API.
@@ -113,6 +114,22 @@ func TestActionCallsRouteAndRedirectsBack(t *testing.T) {
 	assert.Truef(t, strings.Contains(first, `role="status"`) && strings.Contains(first, "Lane a//b c is released.") &&
 		strings.Contains(first, `<a href="/traces/op_1">`), "the page does not show the result of the action:\n%s", first)
 	assert.True(t, !strings.Contains(second, "is released"), "the message is shown twice")
+}
+
+// A reload of the page with a secret repeats its form. The API then finds the same key.
+func TestFormOfSecretHasIdempotencyKey(t *testing.T) {
+	t.Parallel()
+	calls, server, client := serveWithAPI(t, func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(http.StatusCreated)
+		_, _ = io.WriteString(w, `{"token": "lk_x"}`)
+	})
+	_, page := testkit.Get(t, server.URL+"/principals/root")
+	keys := regexp.MustCompile(`name="once" value="(\w{20,})"`).FindStringSubmatch(page)
+	require.Truef(t, len(keys) == 2, "the form has no key:\n%s", page)
+	resp := post(t, client, server.URL+"/act/v1/tokens", url.Values{"once": {keys[1]}, "scopes": {"*"}}, nil)
+	assert.Equal(t, http.StatusOK, resp.StatusCode)
+	assert.Equal(t, keys[1], (*calls)[0].header.Get("Idempotency-Key"))
+	assert.Equal(t, `{"scopes":["*"]}`, (*calls)[0].body)
 }
 
 func TestActionShowsErrorOfRoute(t *testing.T) {

@@ -1,6 +1,7 @@
 package engineroom
 
 import (
+	"crypto/rand"
 	"embed"
 	"fmt"
 	"html/template"
@@ -28,7 +29,7 @@ func funcs() template.FuncMap {
 		"at": timeOfDay, "ago": ago, "since": since, "until": until, "left": timeLeft, "next": nextRun,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
 		"short": short, "tail": tail, "dict": dict, "segment": url.PathEscape, "bytes": human.Bytes,
-		"retryGroup": retryGroup, "passes": passesOf, "casePath": casePath,
+		"retryGroup": retryGroup, "passes": passesOf, "casePath": casePath, "once": rand.Text,
 	}
 }
 
