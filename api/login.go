@@ -144,7 +144,7 @@ func afterLogin(next string) string {
 }
 
 // writeErrorPage renders an error. Without a login it redirects to the login page. The login leads back to the page or,
-// for a form, to its referer.
+// for a form, to its referer. After a form, the login page says that nothing was done.
 func (s *server) writeErrorPage(w http.ResponseWriter, r *http.Request, err error) {
 	p, _ := problem.Of(err)
 	if p.Status != http.StatusUnauthorized {
@@ -153,12 +153,16 @@ func (s *server) writeErrorPage(w http.ResponseWriter, r *http.Request, err erro
 	}
 	w.Header().Del("WWW-Authenticate")
 	s.auth.sessions.clearCookie(w, r)
-	to, page := loginPath, r.URL.RequestURI()
+	to, page, query := loginPath, r.URL.RequestURI(), url.Values{}
 	if r.Method != http.MethodGet && r.Method != http.MethodHead {
 		page = origin.Referer(r)
+		query.Set("unsent", "1")
 	}
 	if next := afterLogin(page); next != "/" {
-		to += "?next=" + url.QueryEscape(next)
+		query.Set("next", next)
+	}
+	if len(query) > 0 {
+		to += "?" + query.Encode()
 	}
 	http.Redirect(w, r, to, http.StatusSeeOther)
 }

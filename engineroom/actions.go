@@ -37,7 +37,7 @@ func (room *Room) performAction(a action) http.Handler {
 		status, header, reply := room.callRoute(r, a, body)
 		switch {
 		case status == http.StatusUnauthorized:
-			http.Redirect(w, r, "/login?next="+url.QueryEscape(back), http.StatusSeeOther)
+			http.Redirect(w, r, "/login?unsent=1&next="+url.QueryEscape(back), http.StatusSeeOther)
 		case status == http.StatusCreated && a.returnsSecret():
 			room.showSecret(w, r, back, reply)
 		case status >= http.StatusOK && status < http.StatusMultipleChoices:

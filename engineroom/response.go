@@ -62,6 +62,7 @@ func (room *Room) LogIn(w http.ResponseWriter, r *http.Request, status int, next
 	}
 	body, err := room.execute("login", map[string]any{
 		"Agent": room.Agent, "Next": next, "Wrong": wrong, "Link": cut(100, link), "OIDC": room.OIDC,
+		"Unsent": r.URL.Query().Has("unsent"),
 	})
 	if err != nil {
 		room.Refuse(w, r, err)

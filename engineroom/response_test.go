@@ -76,6 +76,8 @@ func TestLoginPageIsPublic(t *testing.T) {
 		status, body := testkit.Get(t, server.URL+"/login?next="+url.QueryEscape(next))
 		assert.Truef(t, status == 200 && strings.Contains(body, want), "next %s: %d\n%s", next, status, body)
 	}
+	status, body := testkit.Get(t, server.URL+"/login?next=%2Flanes&unsent=1")
+	assert.Truef(t, status == 200 && strings.Contains(body, "Nothing was done"), "after a form: %d\n%s", status, body)
 	var public []string
 	room := &Room{Options: Options{}}
 	room.hub = newHub(room)
