@@ -105,11 +105,14 @@ func gateAdvice(err error, opts applyOptions) error {
 	if !ok {
 		return err
 	}
+	if opts.dir == "" {
+		return hint(err, "name the folder of their workspace: agent dev DIR")
+	}
 	const otherwise = `agent apply with --without-evals --reason "…" goes on without`
 	if len(refused.Suites()) == 0 {
 		return hint(err, otherwise)
 	}
-	command := "agent eval run " + strings.Join(refused.Suites(), " ") + " --candidate " + cmp.Or(opts.dir, ".")
+	command := "agent eval run " + strings.Join(refused.Suites(), " ") + " --candidate " + opts.dir
 	if opts.prune {
 		command += " --prune"
 	}
@@ -189,17 +192,21 @@ func writeDiff(w io.Writer, diff workspace.Diff, opts applyOptions) error {
 		}
 		fmt.Fprintln(w, map[bool]string{true: "dry run: nothing was changed", false: "applied"}[opts.dry])
 	}
-	_, err := io.WriteString(w, keptText(diff, "agent apply "+opts.dir))
+	_, err := io.WriteString(w, keptText(diff, "agent apply", opts.dir))
 	return err
 }
 
-// keptText lists undeclared rows that an apply kept, and the command that removes them.
-func keptText(diff workspace.Diff, command string) string {
+// keptText lists undeclared rows that an apply kept, and the command that removes them. It names no command for the
+// rows beside the example, since they are another workspace.
+func keptText(diff workspace.Diff, command, dir string) string {
 	kept := diff.Of(workspace.Keep)
-	if len(kept) == 0 {
+	switch {
+	case len(kept) == 0:
 		return ""
+	case dir == "":
+		return fmt.Sprintf("kept, not part of the example: %s\n", itemNames(kept))
 	}
-	return fmt.Sprintf("kept, not declared in any file: %s; %s --prune removes them\n", itemNames(kept), command)
+	return fmt.Sprintf("kept, not declared in any file: %s; %s --prune removes them\n", itemNames(kept), command+" "+dir)
 }
 
 func itemNames(items []workspace.Item) string {

@@ -109,7 +109,7 @@ func (w *workspaceWatcher) apply(ctx context.Context) {
 	}
 	w.cli.printWarnings(diff)
 	fmt.Fprintln(w.out, printable(diffLine(diff, w.opts.dir)))
-	if text := keptText(diff, "agent apply "+w.opts.dir); text != w.lastKept {
+	if text := keptText(diff, "agent apply", w.opts.dir); text != w.lastKept {
 		fmt.Fprint(w.out, text)
 		w.lastKept = text
 	}

@@ -43,8 +43,8 @@ func (c *cli) devCommand() *cobra.Command {
 Without DATABASE_URL it runs a local PostgreSQL with its data in .agent in this folder; --ephemeral keeps no data.
 Without OPENAI_API_KEY and OPENAI_BASE_URL it uses a built-in offline model. It migrates, applies WORKSPACE, runs and
 prints a first heartbeat, and serves until ^C. WORKSPACE is a folder of YAML files; the default is the folder workspace
-of agent init, else the caretaker example. Rows of another WORKSPACE are removed only with --prune or after a
-confirmation. Settings also come from .env; it prints which. It reads no program's path from .env, and no URL for a key
+of agent init, else the caretaker example, unless DATABASE_URL has another workspace. Rows of another WORKSPACE are
+removed only with --prune or after a confirmation. Settings also come from .env; it prints which. It reads no program's path from .env, and no URL for a key
 of the environment. --watch applies WORKSPACE again after each file change.`,
 		Args: positionalArgs(0, 1, "at most one folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -144,6 +144,11 @@ func (c *cli) runDev(
 	files.GoFlows, files.AfterApply = names, syncHeartbeats(s)
 	named := c.namedDatabases(s)
 	defer named.Close()
+	if opts.dir == "" && s.server == nil {
+		if err := rejectOtherWorkspace(ctx, s, files); err != nil {
+			return err
+		}
+	}
 	apply := applyOptions{dir: opts.dir, prune: opts.prune}
 	decided, err := c.confirmRemovals(ctx, s, files, apply, named)
 	if err != nil {
@@ -194,10 +199,20 @@ func (c *cli) runDev(
 	return err
 }
 
+// rejectOtherWorkspace rejects a database with rows of a workspace other than the example.
+func rejectOtherWorkspace(ctx context.Context, s *session, example workspace.Workspace) error {
+	planned, err := workspace.Plan(ctx, s.Pool, example, workspace.Options{})
+	if others := planned.Of(workspace.Keep); len(others) > 0 {
+		return &exitError{exitUsage, hint(fmt.Errorf("the database of DATABASE_URL has another workspace (%s)",
+			truncate(itemNames(others), 200)), "name its folder: agent dev DIR; without DATABASE_URL the example has its own database")}
+	}
+	return err
+}
+
 // reportApplied prints the applied changes; one line when everything is new.
 func (c *cli) reportApplied(diff workspace.Diff, opts devOptions) error {
 	c.printWarnings(diff)
-	defer func() { fmt.Fprint(c.err, keptText(diff, strings.TrimSpace("agent dev "+opts.dir))) }()
+	defer func() { fmt.Fprint(c.err, keptText(diff, "agent dev", opts.dir)) }()
 	if diff.Empty() {
 		return nil
 	}

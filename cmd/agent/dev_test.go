@@ -129,6 +129,19 @@ func TestDevAppliesWorkspaceOfFolder(t *testing.T) {
 	p.find(t, "applied workspace: 1 agent\n")
 }
 
+// Without a folder, dev leaves a database alone that has another workspace.
+func TestDevKeepsExampleOutOfOtherWorkspace(t *testing.T) {
+	t.Chdir(t.TempDir())
+	testkit.WriteFile(t, filepath.Join("shop", "nora.yaml"), "kind: agent\nname: nora\n")
+	p := newProgram(t, pgtest.URL(t), "AGENT_LISTEN=127.0.0.1:0")
+	p.must("apply", "shop")
+	for _, args := range [][]string{{"dev"}, {"dev", "--prune"}} {
+		p.mustFail(exitUsage, "has another workspace (agent nora); name its folder: agent dev DIR", args...)
+	}
+	p.must("agents", "show", "nora")
+	assert.True(t, !strings.Contains(p.must("skills", "ls"), "broken_on_purpose"), "the example is in the database")
+}
+
 func TestBrowserKeyReachesDefaultAgent(t *testing.T) {
 	all := []agents.Agent{
 		{Definition: agents.Definition{Name: "sales", Default: true}},
