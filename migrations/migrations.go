@@ -220,11 +220,11 @@ func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	if err != nil {
 		return err
 	}
-	var exists bool
+	var exists, river bool
 	err = pool.QueryRow(ctx, `
-		select to_regclass('agent_migrations') is not null and exists (
+		select to_regclass('agent_migrations') is not null, exists (
 		         select from pg_class c where c.relnamespace = to_regnamespace('river') and c.relname = 'river_migration')`).
-		Scan(&exists)
+		Scan(&exists, &river)
 	if err != nil {
 		return fmt.Errorf("check schema: %w", err)
 	}
@@ -235,7 +235,7 @@ func Check(ctx context.Context, pool *pgxpool.Pool) error {
 	if err != nil {
 		return explainDenied(ctx, pool, err)
 	}
-	if len(todo) > 0 {
+	if len(todo) > 0 || !river {
 		return ErrOutdated
 	}
 	return nil

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"regexp"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -65,15 +66,15 @@ func CheckObjects(ctx context.Context, pool *pgxpool.Pool) error {
 	if err != nil {
 		return err
 	}
-	text := r.tables()
+	texts := []string{r.tables()}
 	for _, f := range r.files {
-		text += "\n" + f.code
+		texts = append(texts, f.code)
 	}
 	for _, c := range r.changes {
-		text += "\n" + c.sql
+		texts = append(texts, c.sql)
 	}
 	var kinds, names []string
-	for _, match := range declared.FindAllStringSubmatch(text, -1) {
+	for _, match := range declared.FindAllStringSubmatch(strings.Join(texts, "\n"), -1) {
 		kinds, names = append(kinds, match[1]), append(names, match[2])
 	}
 	var missing int

@@ -119,7 +119,8 @@ func (t *transport) incoming(ctx context.Context, updates ...update) (list []cha
 	for _, u := range updates {
 		switch {
 		case u.err != nil:
-			t.config.Logger.Warn("update of Telegram ignored", "channel", t.config.Channel.Name, "update", u.ID, "error", u.err)
+			t.config.Logger.WarnContext(ctx, "update of Telegram ignored",
+				"channel", t.config.Channel.Name, "update", u.ID, "error", u.err)
 			list = append(list, channels.Incoming{
 				ExternalID: "update " + t.bot() + " " + id(u.ID), Ignored: "it cannot be read: " + u.err.Error(), Raw: u.raw,
 			})

@@ -44,8 +44,8 @@ Without DATABASE_URL it runs a local PostgreSQL with its data in .agent in this 
 Without OPENAI_API_KEY and OPENAI_BASE_URL it uses a built-in offline model. It migrates, applies WORKSPACE, runs and
 prints a first heartbeat, and serves until ^C. WORKSPACE is a folder of YAML files; the default is the folder workspace
 of agent init, else the caretaker example, unless DATABASE_URL has another workspace. Rows of another WORKSPACE are
-removed only with --prune or after a confirmation. Settings also come from .env; it prints which. It reads no program's path from .env, and no URL for a key
-of the environment. --watch applies WORKSPACE again after each file change.`,
+removed only with --prune or after a confirmation. Settings also come from .env; it prints which. It reads no program's
+path from .env, and no URL for a key of the environment. --watch applies WORKSPACE again after each file change.`,
 		Args: positionalArgs(0, 1, "at most one folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 1 {

@@ -132,6 +132,7 @@ func TestDevAppliesWorkspaceOfFolder(t *testing.T) {
 // Without a folder, dev leaves a database alone that has another workspace.
 func TestDevKeepsExampleOutOfOtherWorkspace(t *testing.T) {
 	t.Chdir(t.TempDir())
+	require.NoError(t, os.Mkdir("shop", 0o755))
 	testkit.WriteFile(t, filepath.Join("shop", "nora.yaml"), "kind: agent\nname: nora\n")
 	p := newProgram(t, pgtest.URL(t), "AGENT_LISTEN=127.0.0.1:0")
 	p.must("apply", "shop")
