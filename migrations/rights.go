@@ -59,8 +59,8 @@ func explainDenied(ctx context.Context, pool *pgxpool.Pool, err error) error {
 var declared = regexp.MustCompile(`(?im)^create\s+(?:or\s+replace\s+)?(?:unlogged\s+)?(?:unique\s+)?` +
 	`(table|view|function|index|trigger)\s+(?:concurrently\s+)?(?:if\s+not\s+exists\s+)?([a-z0-9_.]+)`)
 
-// CheckObjects returns an error with the remedy if the database lacks objects that this binary's files create. A restore
-// that lost its last part has no indexes and triggers. The schema must be this binary's.
+// CheckObjects returns an error with the remedy if the database lacks objects that this binary's files create. A
+// restore that lost its last part has no indexes and triggers. The schema must be this binary's.
 func CheckObjects(ctx context.Context, pool *pgxpool.Pool) error {
 	r, err := embedded()
 	if err != nil {
