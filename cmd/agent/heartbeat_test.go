@@ -65,7 +65,7 @@ func TestFailedHeartbeat(t *testing.T) {
 	}
 	require.NoError(t, json.Unmarshal([]byte(last), &fault), got.err)
 	assert.Truef(t, fault.Error.Code == "failed" && strings.HasPrefix(fault.Error.TraceID, "hb_"), "got %+v", fault)
-	assert.Contains(t, fault.Error.Message, "status 401: invalid_api_key", "such key", "check OPENAI_API_KEY")
+	assert.Contains(t, fault.Error.Message, "status 401: (invalid_api_key) no such key", "check OPENAI_API_KEY")
 }
 
 func TestInterruptedHeartbeat(t *testing.T) {
