@@ -30,8 +30,8 @@ func awaitLoss(t *testing.T, l *lanes.Lease, within time.Duration) time.Time {
 		t.Errorf("the lease of %s ended with %v, want ErrLost", l.Lane(), cause)
 	}
 	select {
-	case <-l.Lost():
-	default:
+	case <-l.Lost(): // closes after the context, whose cause its readers expect
+	case <-time.After(within):
 		t.Errorf("Lost of %s is open", l.Lane())
 	}
 	return at
