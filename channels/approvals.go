@@ -164,16 +164,26 @@ func (w *worker) showDecisions(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	var failures []error
 	for _, r := range list {
+		if time.Now().UnixNano() < w.quiet.Load() {
+			break
+		}
 		a, err := approvals.Get(ctx, w.Pool, r.ApprovalID)
 		if err != nil {
 			return err
 		}
 		err = editor.Edit(ctx, r.MessageRef, Message{ID: a.ID, Conversation: r.Conversation, Markdown: w.decidedText(a)})
-		if failure, known := errors.AsType[*SendError](err); known && failure.Permanent { // a person has deleted it
+		failure, known := errors.AsType[*SendError](err)
+		switch {
+		case known && failure.Permanent: // a person has deleted it
 			w.Logger.WarnContext(ctx, "decision not shown", "channel", w.name, "error", message(err))
-		} else if err != nil {
-			return fmt.Errorf("show decision about request %s: %w", a.ID, err)
+		case err != nil:
+			if known && failure.RetryAfter > 0 {
+				w.quiet.Store(time.Now().Add(min(failure.RetryAfter, maxQuiet)).UnixNano())
+			}
+			failures = append(failures, fmt.Errorf("show decision about request %s: %w", a.ID, err))
+			continue
 		}
 		err = exec(ctx, w.Pool, "end buttons", `
 			update agent_channel_buttons set expires_at = clock_timestamp()
@@ -183,7 +193,7 @@ func (w *worker) showDecisions(ctx context.Context) error {
 			return err
 		}
 	}
-	return nil
+	return errors.Join(failures...)
 }
 
 // click decides an approval, or returns the reason for a refusal.

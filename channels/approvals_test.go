@@ -595,3 +595,16 @@ func TestAMessageBehindAnApprovalIsAcknowledged(t *testing.T) {
 	assert.Equal(t, notice, s.bot.Sent(5)[1].Text)
 	assert.Equal(t, 0, s.bot.Typed())
 }
+
+// A queued turn may need an approval of its own, later.
+func TestAQueuedTurnTellsOfItsOwnApproval(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen}, nil)
+	first, second := s.turn("first", true), s.turn("second", false)
+	s.until("the notices", func() bool { return len(s.bot.Sent(5)) == 2 })
+	pgtest.Exec(t, s.pool, `update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = 'b',
+		waiting_step = 's' where id = $1`, second)
+	pgtest.Exec(t, s.pool, `update agent_executions set status = 'cancelled' where id = $1`, first)
+	s.until("the notice of the second turn", func() bool { return len(s.bot.Sent(5)) == 3 })
+	assert.Contains(t, s.bot.Sent(5)[2].Text, "a step before I can go on")
+}

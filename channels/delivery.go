@@ -159,10 +159,10 @@ func (w *worker) replaceDraft(ctx context.Context, s send, m Message) (id string
 	err = w.Pool.QueryRow(ctx, `
 		select coalesce((select m.draft_id
 		                   from agent_channel_messages m
-		                  where m.execution_id = @id and m.channel = @channel and m.draft_id <> @lost
+		                  where m.execution_id = @id and m.channel = @channel and m.draft_id not in (@lost, @notice)
 		                  limit 1), ''),
 		       exists (select from agent_approvals a where a.execution_id = @id and a.parked)`,
-		postgres.Strict{"id": s.ExecutionID, "channel": w.name, "lost": lostDraft}).Scan(&id, &waited)
+		postgres.Strict{"id": s.ExecutionID, "channel": w.name, "lost": lostDraft, "notice": noticeDraft}).Scan(&id, &waited)
 	if err != nil {
 		return "", NotSent(fmt.Errorf("read draft: %w", err))
 	}

@@ -15,6 +15,9 @@ import (
 // lostDraft is the id of a draft whose id was lost. Its turn shows no further draft.
 const lostDraft = "?"
 
+// noticeDraft is the id while a queued turn has sent its notice, and no draft.
+const noticeDraft = "!"
+
 const (
 	watchIdle     = 5 * time.Second        // poll interval without an active turn
 	watchNotified = 30 * time.Second       // the same with a listener for notifications
@@ -194,7 +197,8 @@ func (w *worker) showTurn(ctx context.Context, t activeTurn, shown *display) {
 	}
 	limits := w.transport.Limits()
 	editor, ok := w.transport.(Editor)
-	if !ok || limits.Edits == 0 || t.Draft == "" || t.DraftID == lostDraft || t.Draft == shown.text ||
+	if !ok || limits.Edits == 0 || t.Draft == "" || t.DraftID == lostDraft ||
+		t.Queued && t.DraftID == noticeDraft || t.Draft == shown.text ||
 		time.Since(shown.edited) < limits.Edits || t.Age < draftDelay.Seconds() ||
 		time.Now().UnixNano() < w.quiet.Load() {
 		return
@@ -211,7 +215,7 @@ func (w *worker) showTurn(ctx context.Context, t activeTurn, shown *display) {
 		return
 	}
 	shown.text, shown.edited = t.Draft, time.Now()
-	if t.DraftID != "" {
+	if t.DraftID != "" && t.DraftID != noticeDraft {
 		if err := editor.Edit(ctx, t.DraftID, m); err != nil {
 			w.Logger.DebugContext(ctx, "draft not edited", "channel", w.name, "error", message(err))
 		}
@@ -227,10 +231,10 @@ func (w *worker) turnEnded(ctx context.Context, execution string) (ended bool, e
 	return ended, err
 }
 
-// sendDraft sends the first draft of a turn. Its id is lost if the process dies meanwhile. A queued turn gives it up.
-// So its answer is a new message, because providers notify nobody of an edit.
+// sendDraft sends the first draft of a turn. Its id is lost if the process dies meanwhile. A queued turn gives up the
+// id of its notice. So its answer is a new message, because providers notify nobody of an edit.
 func (w *worker) sendDraft(ctx context.Context, t activeTurn, m Message) {
-	if err := w.saveDraft(ctx, t, lostDraft, ""); err != nil {
+	if err := w.saveDraft(ctx, t, lostDraft, t.DraftID); err != nil {
 		w.Logger.WarnContext(ctx, "draft not shown", "channel", w.name, "error", err)
 		return
 	}
@@ -240,9 +244,9 @@ func (w *worker) sendDraft(ctx context.Context, t activeTurn, m Message) {
 		if failure, known := errors.AsType[*SendError](err); !known || failure.MaybeSent {
 			return
 		}
-		id = ""
+		id = t.DraftID
 	} else if t.Queued {
-		return
+		id = noticeDraft
 	}
 	if err := w.saveDraft(context.WithoutCancel(ctx), t, id, lostDraft); err != nil {
 		w.Logger.WarnContext(ctx, "draft not recorded", "channel", w.name, "error", err)
