@@ -249,7 +249,10 @@ func mount(ctx context.Context, tx pgx.Tx, r Remote, t Tool) error {
 func unmount(ctx context.Context, tx pgx.Tx, t Tool) error {
 	reason := fmt.Sprintf("tool %s of the MCP server %s: %s", t.Tool, t.Server, t.Reason)
 	if t.State == Quarantined {
-		reason += fmt.Sprintf("; see agent mcp show %[1]s %[2]s, then agent mcp accept %[1]s %[2]s", t.Server, t.Tool)
+		reason += fmt.Sprintf("; see agent mcp show %s %s", t.Server, t.Tool)
+	}
+	if t.State == Quarantined && t.SeenPin != "" {
+		reason += fmt.Sprintf(", then agent mcp accept %s %s", t.Server, t.Tool)
 	}
 	_, err := skills.Disable(ctx, tx, t.Skill, Actor, reason, map[string]any{
 		"state": t.State, "pin": t.Pin, "accepted": t.Definition, "seen_pin": t.SeenPin, "seen": t.Seen,
