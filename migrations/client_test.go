@@ -212,8 +212,11 @@ func TestClientCannotSetActor(t *testing.T) {
 		strings.Repeat("x", 300): "role agent_client: " + strings.Repeat("x", 255-len("role agent_client: ")),
 	} {
 		id := pgtest.Value[string](t, conn, `select start_agent_execution('external')::text`)
+		pgtest.Exec(t, db, `insert into agent_executions (trace_id, surface, flow, parent_id, awaited)
+			values ('fl_1', 'flow', 'child', $1::uuid, true)`, id)
 		pgtest.Exec(t, conn, `select cancel_agent_execution($1::text::uuid, $2, '')`, id, by)
-		pgtest.Equal(t, db, want, `select cancelled_by from agent_executions where id = $1::uuid`, id)
+		pgtest.Equal(t, db, want+" 2", `select max(cancelled_by) || ' ' || count(*) from agent_executions
+			where (id = $1::uuid or parent_id = $1::uuid) and cancelled_by = $2`, id, want)
 	}
 	pgtest.Equal(t, db, 0, `select count(*)::int from agent_activity where skill_name = 'cancel_execution'`)
 	id := pgtest.Value[string](t, conn, `select start_agent_execution('external')::text`)
@@ -490,10 +493,11 @@ func TestRoleThatCanCreateObjectsIsReported(t *testing.T) {
 	pgtest.Exec(t, db, `grant create on schema lanekeeper to agent_client`)
 	assert.ErrorContains(t, migrations.CheckCreators(t.Context(), db), "the role agent_client may create functions and "+
 		"operators in the schema lanekeeper, which then run as ")
+	assert.ErrorContains(t, migrations.CheckCreators(t.Context(), db), "; run, as the owner of the schema: grant create on schema lanekeeper to ")
 	pgtest.Exec(t, db, `grant create on schema public to public`)
 	err := migrations.CheckCreators(t.Context(), db)
 	assert.ErrorContains(t, err, "every login may create functions and operators in the schema public")
-	assert.ErrorContains(t, err, "; run: revoke create on schema public from public")
+	assert.ErrorContains(t, err, "; revoke create on schema public from public")
 }
 
 // A restore without its last part loses indexes and triggers, although every row is there.

@@ -516,7 +516,7 @@ begin
       returning m.thread_id loop
       perform pg_notify('agent_threads', thread_);           -- the next message may be sent
     end loop;
-    perform cancel_agent_execution(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
+    perform lanekeeper.cancel_agent_tree(c.id, e.cancelled_by, case when e.cancel_reason like 'its parent was cancelled: %'
         then e.cancel_reason else 'its parent was cancelled: ' || coalesce(e.cancel_reason, '') end)
        from (select x.id from agent_executions x
               where x.parent_id = e.id and x.awaited and x.status in ('pending', 'running', 'waiting') order by x.id) c;
@@ -1156,15 +1156,12 @@ comment on function lanekeeper.request_agent_cancel is
   'the execution has ended. True: another transaction has a lock, or p_always. Then the cancel is recorded for each, '
   'and their processes are notified, unless p_cancelled_by is null. Commit a request before the cancel.';
 
-create or replace function cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text) returns text
-language plpgsql volatile security definer set search_path from current set lock_timeout = '50ms' as $$
+create or replace function lanekeeper.cancel_agent_tree(p_id uuid, p_cancelled_by text, p_reason text) returns text
+language plpgsql volatile set lock_timeout = '50ms' as $$
 declare
   e record;
   actor_ jsonb;
 begin
-  if not pg_has_role(session_user, current_user, 'member') then
-    p_cancelled_by := 'role ' || session_user || coalesce(': ' || p_cancelled_by, '');
-  end if;
   p_cancelled_by := left(p_cancelled_by, 255);
   for try in 1 .. 10 loop                                    -- other writers lock it only for a moment
     exit when not lanekeeper.request_agent_cancel(p_id, null, p_reason);
@@ -1206,6 +1203,14 @@ begin
   end if;
   return 'cancelled';
 end $$;
+comment on function lanekeeper.cancel_agent_tree is
+  'Cancel an execution, and with it its awaited children, under the name p_cancelled_by.';
+
+create or replace function cancel_agent_execution(p_id uuid, p_cancelled_by text, p_reason text) returns text
+language sql volatile security definer set search_path from current as $$
+  select lanekeeper.cancel_agent_tree(p_id, case when pg_has_role(session_user, current_user, 'member') then p_cancelled_by
+         else 'role ' || session_user || coalesce(': ' || p_cancelled_by, '') end, p_reason)
+$$;
 comment on function cancel_agent_execution is
   'Cancel an execution and return its status then (null: unknown id). Its claim is void, so a step in flight cannot be '
   'recorded. But if another transaction has locked the row, such as a StepTx, the cancel completes when that '
