@@ -312,7 +312,7 @@ func (s *server) refuseOIDC(w http.ResponseWriter, r *http.Request, err error) {
 	status, detail := http.StatusBadGateway, "the OIDC issuer cannot be reached; the log has the cause"
 	switch {
 	case errors.Is(err, errEnded):
-		status, detail = http.StatusForbidden, err.Error()
+		status, detail = http.StatusForbidden, err.Error()+"; log in again, or ask an admin of the issuer"
 	case errors.Is(err, errIssuer):
 		status, detail = http.StatusForbidden, "the issuer did not confirm the login; the log has the cause"
 	}
