@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"strings"
-	"time"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -102,7 +101,7 @@ func (w *worker) requestApproval(ctx context.Context, a approvals.Approval) erro
 	ref, err := w.transport.Send(ctx, m)
 	failure, known := errors.AsType[*SendError](err)
 	if known && failure.RetryAfter > 0 {
-		w.quiet.Store(time.Now().Add(min(failure.RetryAfter, maxQuiet)).UnixNano())
+		w.keepQuiet(failure.RetryAfter)
 	}
 	switch {
 	case err == nil:
@@ -166,7 +165,7 @@ func (w *worker) showDecisions(ctx context.Context) error {
 	}
 	var failures []error
 	for _, r := range list {
-		if time.Now().UnixNano() < w.quiet.Load() {
+		if w.isQuiet() {
 			break
 		}
 		a, err := approvals.Get(ctx, w.Pool, r.ApprovalID)
@@ -180,7 +179,7 @@ func (w *worker) showDecisions(ctx context.Context) error {
 			w.Logger.WarnContext(ctx, "decision not shown", "channel", w.name, "error", message(err))
 		case err != nil:
 			if known && failure.RetryAfter > 0 {
-				w.quiet.Store(time.Now().Add(min(failure.RetryAfter, maxQuiet)).UnixNano())
+				w.keepQuiet(failure.RetryAfter)
 			}
 			failures = append(failures, fmt.Errorf("show decision about request %s: %w", a.ID, err))
 			continue

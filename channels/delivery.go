@@ -42,9 +42,16 @@ func schedule() []time.Duration {
 // maxQuiet bounds the pause of all conversations after the provider requested one in a conversation.
 const maxQuiet = 5 * time.Second
 
+// keepQuiet stops all sends for the pause that the provider requested.
+func (w *worker) keepQuiet(pause time.Duration) {
+	w.quiet.Store(time.Now().Add(min(pause, maxQuiet)).UnixNano())
+}
+
+func (w *worker) isQuiet() bool { return time.Now().UnixNano() < w.quiet.Load() }
+
 // claimSends claims the first due message of each thread.
 func (w *worker) claimSends(ctx context.Context, limit int, full []string) ([]send, error) {
-	if time.Now().UnixNano() < w.quiet.Load() {
+	if w.isQuiet() {
 		return nil, nil
 	}
 	return postgres.Rows[send](ctx, w.Pool, "claim messages to send", `
@@ -257,7 +264,7 @@ func (w *worker) recordSend(ctx context.Context, s send, status string, cause er
 		switch {
 		case ok && failure.RetryAfter > 0: // the provider controls the pause, also after the last attempt
 			pause = failure.RetryAfter
-			w.quiet.Store(time.Now().Add(min(pause, maxQuiet)).UnixNano())
+			w.keepQuiet(pause)
 		case s.Attempts >= maxSends:
 			status = "failed"
 			if s.Attempting {

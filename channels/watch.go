@@ -30,7 +30,7 @@ const (
 // approvalNotice is shown while a turn waits for an approval.
 const approvalNotice = "_An admin has to approve a step before I can go on. The answer will come here._"
 
-// queuedNotice is sent while a turn queues behind one that waits for an approval.
+// queuedNotice is sent while an earlier turn of the conversation waits for an approval.
 const queuedNotice = "_An admin has to approve a step of an earlier message. I will answer after that._"
 
 // activeTurn is a turn that answers a message of the channel.
@@ -91,7 +91,7 @@ func (w *worker) watch(ctx context.Context) {
 		}
 		if err != nil && ctx.Err() == nil {
 			w.Logger.WarnContext(ctx, "turns of channel not read, trying again", "channel", w.name, "error", err)
-		} else if time.Now().UnixNano() >= w.quiet.Load() {
+		} else if !w.isQuiet() {
 			if err := errors.Join(w.requestApprovals(ctx), w.showDecisions(ctx)); err != nil && ctx.Err() == nil {
 				w.Logger.WarnContext(ctx, "request for approval not shown", "channel", w.name, "error", message(err))
 			}
@@ -199,8 +199,7 @@ func (w *worker) showTurn(ctx context.Context, t activeTurn, shown *display) {
 	editor, ok := w.transport.(Editor)
 	if !ok || limits.Edits == 0 || t.Draft == "" || t.DraftID == lostDraft ||
 		t.Queued && t.DraftID == noticeDraft || t.Draft == shown.text ||
-		time.Since(shown.edited) < limits.Edits || t.Age < draftDelay.Seconds() ||
-		time.Now().UnixNano() < w.quiet.Load() {
+		time.Since(shown.edited) < limits.Edits || t.Age < draftDelay.Seconds() || w.isQuiet() {
 		return
 	}
 	m := Message{
