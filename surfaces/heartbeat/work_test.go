@@ -228,13 +228,20 @@ func (w *testHeartbeat) decide(t *testing.T, approve bool, reason string) {
 	require.NoError(t, err)
 }
 
-func TestAgentsHeartbeatRunsItsApprovedCalls(t *testing.T) {
-	t.Parallel()
+// newApprovedPayment is newPayer with an approved payment of 55, which no heartbeat has made.
+func newApprovedPayment(t *testing.T) (*testHeartbeat, []agents.Agent) {
+	t.Helper()
 	w, all := newPayer(t)
 	w.setReplies(map[string][]modeltest.Reply{"Pay the rent": {modeltest.ToolCall("pay", `{"eur":55}`)}})
 	w.runAgent(t, all[1])
 	w.decide(t, true, "")
 	w.replyNothing()
+	return w, all
+}
+
+func TestAgentsHeartbeatRunsItsApprovedCalls(t *testing.T) {
+	t.Parallel()
+	w, all := newApprovedPayment(t)
 	other := agents.Definition{Name: "press", Heartbeat: &agents.Heartbeat{}}
 	_, err := agents.Put(t.Context(), w.pool, other)
 	require.NoError(t, err)
@@ -249,11 +256,7 @@ func TestAgentsHeartbeatRunsItsApprovedCalls(t *testing.T) {
 
 func TestTwoHeartbeatsMakeAnApprovedCallOnce(t *testing.T) {
 	t.Parallel()
-	w, all := newPayer(t)
-	w.setReplies(map[string][]modeltest.Reply{"Pay the rent": {modeltest.ToolCall("pay", `{"eur":55}`)}})
-	w.runAgent(t, all[1])
-	w.decide(t, true, "")
-	w.replyNothing()
+	w, all := newApprovedPayment(t)
 	row, err := w.pool.Begin(t.Context()) // holds both at the approval's use
 	require.NoError(t, err)
 	defer row.Rollback(context.WithoutCancel(t.Context()))
@@ -298,14 +301,10 @@ func TestPromptHasDecidedCalls(t *testing.T) {
 	assert.Truef(t, !strings.Contains(last(), "pay"), "the prompt is %s", last())
 }
 
-// A call that still runs in the default agent's heartbeat is told to its requester after the end.
+// The default agent's heartbeat makes the call slowly. The first prompt after the call has its result.
 func TestPromptHasSlowCallAfterItsEnd(t *testing.T) {
 	t.Parallel()
-	w, all := newPayer(t)
-	w.setReplies(map[string][]modeltest.Reply{"Pay the rent": {modeltest.ToolCall("pay", `{"eur":55}`)}})
-	w.runAgent(t, all[1])
-	w.decide(t, true, "")
-	w.replyNothing()
+	w, all := newApprovedPayment(t)
 	began, ended := make(chan struct{}), make(chan struct{})
 	w.builtins["pay"] = func(ctx context.Context, _ skills.Call) (any, error) {
 		close(began)
