@@ -193,7 +193,8 @@ func readAttempt(r *http.Request) (a loginAttempt, err error) {
 	return a, nil
 }
 
-// errIssuer reports a login that the issuer did not confirm, errEnded one that the issuer or the person ended there.
+// errIssuer reports a login that the issuer did not confirm. errEnded reports a login that ended at the issuer, for
+// example because the person cancelled it.
 var (
 	errIssuer = errors.New("the issuer did not log in")
 	errEnded  = errors.New("the login ended at the issuer")

@@ -37,7 +37,7 @@ type Definition struct {
 	Description string `yaml:"description" json:"description,omitempty"`
 	// Agent is the agent of the runs. Empty means the default agent.
 	Agent string `yaml:"agent" json:"agent,omitempty"`
-	// Trigger is cron, event or signal. Empty means the one that the other fields imply.
+	// Trigger is cron, event or signal. If it is empty, the other fields decide.
 	Trigger string `yaml:"trigger" json:"trigger,omitempty"`
 	// Cron has five fields, or is a name such as @daily or @every 30m.
 	Cron string `yaml:"cron" json:"cron,omitempty"`

@@ -26,8 +26,8 @@ type callKey struct{ actor, session, request string }
 // callKeyKey is the context key of a request's callKey.
 type callKeyKey struct{}
 
-// identify gives a client a session id, names its call, or cancels the call that it names. The session id is a random
-// text of which nothing is stored, so every process accepts it.
+// identify gives a client a session id, names its call, or cancels the call that it names. The session id is
+// random and not stored, so every process accepts it.
 func (s *Server) identify(w http.ResponseWriter, r *http.Request) *http.Request {
 	if r.Header.Get(versionHeader) >= firstWithoutSessions || r.Method != http.MethodPost {
 		return r

@@ -52,7 +52,7 @@ import (
 var (
 	// ErrNotFound reports an unknown server or tool.
 	ErrNotFound = errors.New("no such MCP server or tool")
-	// ErrNothingToAccept reports a tool without a version to accept, or whose version is not the one that was read.
+	// ErrNothingToAccept reports that a tool has no version to accept, or another one than the admin read.
 	ErrNothingToAccept = errors.New("nothing to accept")
 )
 

@@ -493,7 +493,8 @@ func TestRoleThatCanCreateObjectsIsReported(t *testing.T) {
 	pgtest.Exec(t, db, `grant create on schema lanekeeper to agent_client`)
 	assert.ErrorContains(t, migrations.CheckCreators(t.Context(), db), "the role agent_client may create functions and "+
 		"operators in the schema lanekeeper, which then run as ")
-	assert.ErrorContains(t, migrations.CheckCreators(t.Context(), db), "; run, as the owner of the schema: grant create on schema lanekeeper to ")
+	assert.ErrorContains(t, migrations.CheckCreators(t.Context(), db),
+		"; run, as the owner of the schema: grant create on schema lanekeeper to ")
 	pgtest.Exec(t, db, `grant create on schema public to public`)
 	err := migrations.CheckCreators(t.Context(), db)
 	assert.ErrorContains(t, err, "every login may create functions and operators in the schema public")

@@ -162,5 +162,6 @@ func CheckCreators(ctx context.Context, pool *pgxpool.Pool) error {
 		who = "every login"
 	}
 	return fmt.Errorf("%[1]s may create functions and operators in the schema %[2]s, which then run as %[3]s; run, as the "+
-		"owner of the schema: grant create on schema %[2]s to %[3]s; revoke create on schema %[2]s from %[4]s", who, schema, owner, role)
+		"owner of the schema: grant create on schema %[2]s to %[3]s; revoke create on schema %[2]s from %[4]s",
+		who, schema, owner, role)
 }

@@ -204,7 +204,8 @@ func rejectOtherWorkspace(ctx context.Context, s *session, example workspace.Wor
 	planned, err := workspace.Plan(ctx, s.Pool, example, workspace.Options{})
 	if others := planned.Of(workspace.Keep); len(others) > 0 {
 		return &exitError{exitUsage, hint(fmt.Errorf("the database of DATABASE_URL has another workspace (%s)",
-			truncate(itemNames(others), 200)), "name its folder: agent dev DIR; without DATABASE_URL the example has its own database")}
+			truncate(itemNames(others), 200)),
+			"name its folder: agent dev DIR; without DATABASE_URL the example has its own database")}
 	}
 	return err
 }
